@@ -1,0 +1,80 @@
+"""Attention heads that work together, for Llama- and Qwen-family models.
+
+Importing crosshead registers its configurations and models with the Auto classes of transformers.
+"""
+
+from importlib.metadata import version
+
+from crosshead.modeling.configuration_crosshead import (
+    CrossheadLlamaConfig,
+    CrossheadQwen2Config,
+    CrossheadQwen3Config,
+    CrossheadQwen3MoeConfig,
+)
+from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.modeling.modeling_crosshead import (
+    CrossheadLlamaForCausalLM,
+    CrossheadLlamaForSequenceClassification,
+    CrossheadLlamaModel,
+    CrossheadQwen2ForCausalLM,
+    CrossheadQwen2ForSequenceClassification,
+    CrossheadQwen2Model,
+    CrossheadQwen3ForCausalLM,
+    CrossheadQwen3ForSequenceClassification,
+    CrossheadQwen3MoeForCausalLM,
+    CrossheadQwen3MoeForSequenceClassification,
+    CrossheadQwen3MoeModel,
+    CrossheadQwen3Model,
+)
+from crosshead.registration import register
+
+__version__ = version("crosshead")
+
+FAMILIES = {
+    CrossheadLlamaConfig: (
+        CrossheadLlamaModel,
+        CrossheadLlamaForCausalLM,
+        CrossheadLlamaForSequenceClassification,
+    ),
+    CrossheadQwen2Config: (
+        CrossheadQwen2Model,
+        CrossheadQwen2ForCausalLM,
+        CrossheadQwen2ForSequenceClassification,
+    ),
+    CrossheadQwen3Config: (
+        CrossheadQwen3Model,
+        CrossheadQwen3ForCausalLM,
+        CrossheadQwen3ForSequenceClassification,
+    ),
+    CrossheadQwen3MoeConfig: (
+        CrossheadQwen3MoeModel,
+        CrossheadQwen3MoeForCausalLM,
+        CrossheadQwen3MoeForSequenceClassification,
+    ),
+}
+"""Each configuration -> its backbone, language model and sequence classifier."""
+
+for _config, _models in FAMILIES.items():
+    register(_config, *_models)
+
+__all__ = [
+    "FAMILIES",
+    "MECHANISMS",
+    "CrossheadLlamaConfig",
+    "CrossheadLlamaForCausalLM",
+    "CrossheadLlamaForSequenceClassification",
+    "CrossheadLlamaModel",
+    "CrossheadQwen2Config",
+    "CrossheadQwen2ForCausalLM",
+    "CrossheadQwen2ForSequenceClassification",
+    "CrossheadQwen2Model",
+    "CrossheadQwen3Config",
+    "CrossheadQwen3ForCausalLM",
+    "CrossheadQwen3ForSequenceClassification",
+    "CrossheadQwen3Model",
+    "CrossheadQwen3MoeConfig",
+    "CrossheadQwen3MoeForCausalLM",
+    "CrossheadQwen3MoeForSequenceClassification",
+    "CrossheadQwen3MoeModel",
+    "__version__",
+]

@@ -1,0 +1,1 @@
+"""Scoring, cost, speed, and looking inside a model."""

@@ -1,0 +1,1 @@
+"""Model cards made from measured results, one per published model."""

@@ -1,0 +1,114 @@
+"""Configurations: the stock backbones' own, plus the field `mixers`."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+from .mixer import HeadLayout, Settings
+from .settings import complete_mixers, layer_settings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig as ConfigBase
+else:
+    # A plain class at run time: as a configuration of its own it would override the stock fields' defaults.
+    ConfigBase = object
+
+AUTO_CLASSES = {
+    "AutoModel": "Model",
+    "AutoModelForCausalLM": "ForCausalLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+}
+"""The Auto classes that a published folder serves -> the ending of our class's name."""
+
+
+class MixersConfig(ConfigBase):
+    """The part that the four configurations share: `mixers`, an ordered mapping of mechanism to options."""
+
+    has_key_norm = False
+    mixers: dict[str, Any] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check and complete `mixers`, and name the files that load the model where crosshead is not installed."""
+        super().__post_init__(**kwargs)
+        self.check_mixers()
+        family = type(self).__name__.removesuffix("Config")
+        code = {"AutoConfig": f"configuration_crosshead.{family}Config"}
+        code |= {auto: f"modeling_crosshead.{family}{ending}" for auto, ending in AUTO_CLASSES.items()}
+        self.auto_map = code
+
+    def check_mixers(self) -> None:
+        """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
+        self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts())
+
+    def layouts(self) -> list[HeadLayout]:
+        """What the mechanisms may know of each layer."""
+        return [
+            HeadLayout(
+                hidden_size=self.hidden_size,
+                query_heads=self.num_attention_heads,
+                key_value_heads=self.num_key_value_heads,
+                head_dim=getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads,
+                layer_index=layer,
+                norm_eps=self.rms_norm_eps,
+                key_norm_eps=self.rms_norm_eps if self.has_key_norm else None,
+                dropout=self.attention_dropout or 0.0,
+            )
+            for layer in range(self.num_hidden_layers)
+        ]
+
+    def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
+        """The mechanisms of one layer with their complete options, in the order they apply."""
+        return layer_settings(self.mixers or {}, layer)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build from a dictionary, a stock backbone's too.
+
+        A stock `model_type` would stay on the instance and mislead saving and loading; `mixers` given beside the
+        dictionary would be set after all checks.
+        """
+        own = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
+        if "mixers" in kwargs:
+            own["mixers"] = kwargs.pop("mixers")
+        return super().from_dict(own, **kwargs)
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """JSON with sorted keys, except `mixers`, whose order means something."""
+        content = json.loads(super().to_json_string(use_diff))
+        content["mixers"] = self.mixers
+        return json.dumps(content, indent=2) + "\n"
+
+
+class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
+    """`LlamaConfig` plus `mixers`."""
+
+    model_type = "crosshead_llama"
+    base_model_tp_plan = None
+    mixers: dict[str, Any] | None = None
+
+
+class CrossheadQwen2Config(MixersConfig, Qwen2Config):
+    """`Qwen2Config` plus `mixers`."""
+
+    model_type = "crosshead_qwen2"
+    base_model_tp_plan = None
+    mixers: dict[str, Any] | None = None
+
+
+class CrossheadQwen3Config(MixersConfig, Qwen3Config):
+    """`Qwen3Config` plus `mixers`."""
+
+    model_type = "crosshead_qwen3"
+    base_model_tp_plan = None
+    has_key_norm = True
+    mixers: dict[str, Any] | None = None
+
+
+class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
+    """`Qwen3MoeConfig` plus `mixers`."""
+
+    model_type = "crosshead_qwen3_moe"
+    base_model_tp_plan = None
+    has_key_norm = True
+    mixers: dict[str, Any] | None = None

@@ -1,0 +1,92 @@
+"""Differential attention: the second head of a pair is subtracted from the first.
+
+Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair
+`p // group size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight
+over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per
+layer. It is computed as ordinary attention run twice, once for each half of the values, so every backend works.
+There is no neutral start, and no dropout: the paper defines none for a difference of weights.
+
+Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
+"""
+
+import math
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .numerics import rms_normalised, widened
+from .options import Flag, Option
+
+
+def lambda_start(layer_index: int) -> float:
+    """The constant part of lambda; layers count from 0."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+
+
+def split_pairs(x: torch.Tensor) -> torch.Tensor:
+    """(B, heads, T, d): the pairs' first heads, then their second heads."""
+    return torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
+
+
+def join_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Undo `split_pairs`."""
+    return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+class Differential(Mixer, MixerLeaf):
+    """The layer's lambda, and attention by differences."""
+
+    options: ClassVar[dict[str, Option]] = {"norm": Flag(True)}
+    owns_attention = True
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        self.lambda_init = lambda_start(layout.layer_index)
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.empty(layout.head_dim)))
+
+    def initialise(self, std: float) -> None:
+        """Start near `lambda_init`."""
+        for parameter in self.parameters(recurse=False):
+            init.normal_(parameter, mean=0.0, std=0.1)
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Heads come in pairs."""
+        for name, heads in (
+            ("num_attention_heads", layout.query_heads),
+            ("num_key_value_heads", layout.key_value_heads),
+        ):
+            if heads % 2:
+                raise ValueError(f"mixers.differential pairs heads, but {name}={heads} is odd: allowed are even counts")
+        if layout.dropout:
+            raise ValueError(
+                f"mixers.differential has no dropout, but attention_dropout={layout.dropout}: allowed is 0.0"
+            )
+
+    @classmethod
+    def reshape(cls, layout: HeadLayout) -> HeadLayout:
+        """Half as many outputs, twice as wide."""
+        return replace(layout, output_heads=layout.query_heads // 2)
+
+    def forward(self) -> torch.Tensor:
+        """The layer's lambda."""
+        wide = widened(self.lambda_q1.dtype)
+        first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
+        second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
+        return torch.exp(first) - torch.exp(second) + self.lambda_init
+
+    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention once per half of the values, then the difference within each pair."""
+        query, key = split_pairs(states.query), split_pairs(states.key)
+        halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]
+        outputs, weights = zip(*(call.run(query, key, half) for half in halves), strict=True)
+        first, second = torch.cat(outputs, dim=-1).chunk(2, dim=2)  # (B, T, pairs, 2d) each
+        output = first - self().to(first.dtype) * second
+        if self.settings["norm"]:
+            output = (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
+        return output, None if weights[0] is None else join_pairs(weights[0])

@@ -1,0 +1,101 @@
+"""Multi-head Explicit Attention (MEA): keys and values as scalar combinations of component heads.
+
+`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and feature.
+The cache holds the components. RoPE commutes with the combination, so cached components are rotated already. A
+per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token and
+combined head, the number `1 / rms(sum_j C_ij B_j)`. With fewer components than heads the layer starts as grouped
+attention over `h'` heads, with as many as heads it starts as it was. `norm` is an RMSNorm over each head's output;
+it is not neutral, so it is off in a conversion.
+
+Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .numerics import HeadRMSNorm, inverse_rms
+from .options import Count, Flag, Option, Subset
+from .regroup import regrouping
+
+
+class HeadCombination(MixerLeaf):
+    """The scalars `C` (heads x components)."""
+
+    def __init__(self, heads: int, components: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, components))
+
+    def initialise(self, std: float) -> None:
+        """Each head starts as one component; neighbours share one where there are fewer."""
+        init.copy_(self.weight, regrouping(*self.weight.shape).to(self.weight))
+
+    def forward(self, components: torch.Tensor) -> torch.Tensor:
+        """(B, components, S, d) -> (B, heads, S, d)."""
+        return torch.einsum("ij,bjsd->bisd", self.weight, components)
+
+
+class Explicit(Mixer):
+    """Combinations for keys and values, and the norm over head outputs."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "on": Subset(("key", "value")),
+        "key_heads": Count(),
+        "value_heads": Count(),
+        "norm": Flag(True),
+    }
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        for side in settings["on"]:
+            self.add_module(side, HeadCombination(layout.key_value_heads, self.component_heads(side)))
+        self.norm = HeadRMSNorm(layout.head_dim, layout.norm_eps) if settings["norm"] else None
+        self.divides_keys = layout.key_norm_eps is not None and "key" in settings["on"]
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Component heads fit the backbone; the norm meets one head's features."""
+        for side in ("key", "value"):
+            option, heads = f"{side}_heads", settings.get(f"{side}_heads")
+            if heads is None:
+                continue
+            if side not in settings["on"]:
+                raise ValueError(
+                    f"mixers.explicit.{option}={heads} needs '{side}' in mixers.explicit.on={settings['on']!r}"
+                )
+            if heads > layout.key_value_heads:
+                raise ValueError(
+                    f"mixers.explicit.{option}={heads} is more than the model's {layout.key_value_heads} "
+                    f"key/value heads: allowed are 1 to {layout.key_value_heads}"
+                )
+        if settings["norm"] and "differential" in layer:
+            raise ValueError(
+                "mixers.explicit.norm=True cannot stand beside 'differential', which norms pairs of heads itself: "
+                "set mixers.explicit.norm=False"
+            )
+
+    def component_heads(self, side: str) -> int:
+        """The configured count, or as many as the backbone has heads."""
+        return self.settings.get(f"{side}_heads") or self.layout.key_value_heads
+
+    def on_projected(self, states: HeadStates) -> None:
+        """Where keys are normed per head, keep each combined head's `1 / rms`."""
+        if self.divides_keys:
+            combined = self.key(states.key)
+            scale = inverse_rms(combined, self.layout.key_norm_eps)  # (B, heads, S, 1)
+            states.per_key["explicit.inverse_rms"] = scale.squeeze(-1).transpose(1, 2).to(states.key.dtype)
+
+    def on_cached(self, states: HeadStates) -> None:
+        """Combine components into heads."""
+        for side in self.settings["on"]:
+            setattr(states, side, getattr(self, side)(getattr(states, side)))
+        scale = states.per_key.get("explicit.inverse_rms")
+        if scale is not None:
+            states.key = states.key * scale.transpose(1, 2).unsqueeze(-1).to(states.key.dtype)
+
+    def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Norm each head's output."""
+        return output if self.norm is None else self.norm(output)

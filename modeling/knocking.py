@@ -1,0 +1,87 @@
+"""Knocking-Heads (KHA): one map, shared by all heads, on each head's projected values, queries or keys.
+
+linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
+identity and `G` as zero, so that a model starts exactly as it was. The map comes before QK-norm and RoPE, so the
+cache holds mapped heads and attention itself is untouched: every backend works. The gate form lowers quality in the
+paper and is here for the comparison; so is the random start.
+
+Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .options import Choice, Option, Subset
+
+
+class SharedMap(nn.Linear, MixerLeaf):
+    """A square map without bias, applied to every head alike."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__(size, size, bias=False)
+        self.start = start
+
+    def initialise(self, std: float) -> None:
+        """Start as the identity, as zero, or at random."""
+        if self.start == "identity":
+            init.eye_(self.weight)
+        elif self.start == "zero":
+            init.zeros_(self.weight)
+        else:
+            init.normal_(self.weight, mean=0.0, std=std)
+
+
+class LinearKnock(SharedMap):
+    """`x T`."""
+
+
+class GateKnock(nn.Module):
+    """`2 x * sigmoid(x G)`."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__()
+        self.gate = SharedMap(size, "zero" if start == "identity" else start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gate each feature of each head."""
+        return 2 * x * torch.sigmoid(self.gate(x))
+
+
+class MlpKnock(GateKnock):
+    """`2 (x U * sigmoid(x G)) D`."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__(size, start)
+        self.up = SharedMap(size, start)
+        self.down = SharedMap(size, start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map each head through the shared MLP."""
+        return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
+
+
+FORMS: dict[str, type[nn.Module]] = {"mlp": MlpKnock, "linear": LinearKnock, "gate": GateKnock}
+
+
+class Knocking(Mixer):
+    """One shared map per target among queries, keys and values."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "form": Choice(tuple(FORMS)),
+        "on": Subset(("query", "key", "value"), default=("value",)),
+        "init": Choice(("identity", "random")),
+    }
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        for target in settings["on"]:
+            self.add_module(target, FORMS[settings["form"]](layout.head_dim, settings["init"]))
+
+    def on_projected(self, states: HeadStates) -> None:
+        """Map the heads of each target."""
+        for target, knock in self.named_children():
+            setattr(states, target, knock(getattr(states, target)))

@@ -1,0 +1,138 @@
+"""The one attention forward of all backbones: projection, mechanisms, positions, cache, attention, output."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
+
+from .grouped import repeat_heads
+from .head_cache import pass_cache, split_heads
+from .mechanisms import MECHANISMS
+from .mixer import AttentionCall, HeadStates, Mixer
+from .numerics import HeadRMSNorm, HeadScaleRMSNorm, apply_mask
+from .settings import shared_layout
+
+
+def eager_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention that returns its weights: the stock eager form, but float64 stays float64 and no row becomes NaN."""
+    heads = query.shape[1]
+    logits = torch.matmul(query, repeat_heads(key, heads).transpose(2, 3)) * scaling
+    weights = functional.softmax(apply_mask(logits, attention_mask), dim=-1).to(query.dtype)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    return torch.matmul(weights, repeat_heads(value, heads)).transpose(1, 2).contiguous(), weights
+
+
+class MixedAttention(nn.Module):
+    """Turns a stock attention into one with mechanisms; combined with the stock class of each backbone below."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        settings = config.mixers_of_layer(layer_idx)
+        layout = shared_layout(settings, config.layouts()[layer_idx])
+        self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
+        self.owner = next((name for name in settings if MECHANISMS[name].owns_attention), None)
+        for side, projection in (("key", "k_proj"), ("value", "v_proj")):
+            heads = min(mixer.component_heads(side) for mixer in self._mixers())
+            if heads != layout.key_value_heads:
+                has_bias = getattr(self, projection).bias is not None
+                setattr(self, projection, nn.Linear(layout.hidden_size, heads * layout.head_dim, bias=has_bias))
+        if layout.key_norm_eps is not None:
+            # A combination of normed keys is not the normed combination: the mechanism divides, the norm only scales.
+            divides = any(mixer.divides_keys for mixer in self._mixers())
+            self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
+            self.k_norm = (HeadScaleRMSNorm if divides else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
+
+    def _mixers(self) -> list[Mixer]:
+        return list(self.mixers.values())  # type: ignore[arg-type]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
+        states = self._project(hidden_states)
+        for mixer in self._mixers():
+            mixer.on_projected(states)
+        self._place(states, position_embeddings)
+        if past_key_values is not None:
+            pass_cache(states, past_key_values, self.layer_idx)
+        for mixer in self._mixers():
+            mixer.on_cached(states)
+        call = self._call(attention_mask, kwargs)
+        if self.owner is None:
+            output, weights = call.run(states.query, states.key, states.value)
+        else:
+            output, weights = self.mixers[self.owner].attend(states, call)
+        for mixer in self._mixers():
+            output = mixer.on_output(output, states)
+        return self.o_proj(output.flatten(2).contiguous()), weights
+
+    def _project(self, hidden: torch.Tensor) -> HeadStates:
+        sides = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}
+        heads = {side: projection(hidden) for side, projection in sides.items()}
+        heads = {side: split_heads(x, x.shape[-1] // self.head_dim) for side, x in heads.items()}
+        return HeadStates(hidden=hidden, memory=hidden, **heads)
+
+    def _place(self, states: HeadStates, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
+        if hasattr(self, "q_norm"):
+            states.query, states.key = self.q_norm(states.query), self.k_norm(states.key)
+        states.query, states.key = apply_rotary_pos_emb(states.query, states.key, *position_embeddings)
+
+    def _call(self, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> AttentionCall:
+        backend = self.config._attn_implementation
+        if self.owner is not None:
+            self._check_owner(self.owner, backend, kwargs)
+        dropout = self.attention_dropout if self.training else 0.0
+        window = getattr(self, "sliding_window", None)
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
+        options = {"attention_mask": mask, "dropout": dropout, "scaling": self.scaling, "sliding_window": window}
+        return AttentionCall(partial(interface, self, **options, **kwargs), mask, self.scaling, dropout)
+
+    def _check_owner(self, owner: str, backend: str, kwargs: dict[str, Any]) -> None:
+        if MECHANISMS[owner].needs_weights and backend != "eager":
+            raise ValueError(
+                f"attn_implementation={backend!r} cannot run '{owner}' (layer {self.layer_idx}), which needs the "
+                "attention weights: use 'eager'"
+            )
+        if kwargs.get("cache") is not None:
+            raise ValueError(
+                f"continuous batching cannot run '{owner}' (layer {self.layer_idx}): its paged cache is updated "
+                "inside an attention that this mechanism replaces; use generate()"
+            )
+
+
+class MixedLlamaAttention(MixedAttention, LlamaAttention):
+    """Llama's attention with mechanisms."""
+
+
+class MixedQwen2Attention(MixedAttention, Qwen2Attention):
+    """Qwen2's attention with mechanisms."""
+
+
+class MixedQwen3Attention(MixedAttention, Qwen3Attention):
+    """Qwen3's attention with mechanisms."""
+
+
+class MixedQwen3MoeAttention(MixedAttention, Qwen3MoeAttention):
+    """Qwen3-MoE's attention with mechanisms."""

@@ -1,0 +1,145 @@
+"""What our model classes add to the stock ones, whatever the backbone."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+from transformers.utils.generic import can_return_tuple
+
+from .balance import MixedCausalLMOutput, balance_loss, share_of_batch
+from .mechanisms import MECHANISMS
+from .mixed_attention import MixedAttention
+from .mixer import MixerLeaf
+from .mixture import Mixture
+
+if TYPE_CHECKING:
+    ModelBase = PreTrainedModel
+else:
+    # Plain classes at run time: the library reads settings of every `PreTrainedModel` on the way to a stock class.
+    ModelBase = object
+
+
+class MixedPreTrained(ModelBase):
+    """Starting values and the choice of the attention backend."""
+
+    attention_class: type[MixedAttention]
+    backbone_class: type[Any]
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MixerLeaf):
+            module.initialise(self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
+        """Eager where a mechanism needs the attention weights, and an error where something else was asked for."""
+        needing = [name for name in self.config.mixers if MECHANISMS[name].needs_weights]
+        if not needing:
+            return super().get_correct_attn_implementation(requested_attention, is_init_check)
+        if requested_attention not in (None, "eager"):
+            raise ValueError(
+                f"attn_implementation={requested_attention!r} cannot run {', '.join(map(repr, needing))}, which needs "
+                "the attention weights: use 'eager' or leave it out"
+            )
+        return "eager"
+
+
+class MixedBackbone(MixedPreTrained):
+    """Decoder layers with mixed attention where the config says so, stock attention elsewhere."""
+
+    def __init__(self, config: Any) -> None:
+        config.check_mixers()
+        super().__init__(config)
+
+    def post_init(self) -> None:
+        """Replace attention before the starting values are set."""
+        for index, layer in enumerate(self.layers):
+            if self.config.mixers_of_layer(index):
+                layer.self_attn = self.attention_class(self.config, index)
+        super().post_init()
+
+
+class MixedCausalLM(MixedPreTrained):
+    """The language model head and the losses."""
+
+    def __init__(self, config: Any) -> None:
+        config.check_mixers()
+        PreTrainedModel.__init__(self, config)  # the stock class would build a stock backbone first
+        self.model = self.backbone_class(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_head_router_scores: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> MixedCausalLMOutput:
+        """Logits; with `labels` also the loss, balance losses included."""
+        records = "mixture" in self.config.mixers and bool(labels is not None or output_head_router_scores)
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_head_router_scores=records,
+            **kwargs,
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        result = MixedCausalLMOutput(
+            logits=self.lm_head(outputs.last_hidden_state[:, kept, :]),
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.get("router_logits"),
+            head_router_scores=outputs.get("head_router_scores"),
+        )
+        self._add_losses(result, labels, attention_mask, kwargs)
+        if not output_head_router_scores:
+            result.head_router_scores = None
+        return result
+
+    def _add_losses(
+        self,
+        result: MixedCausalLMOutput,
+        labels: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        if result.head_router_scores:
+            selected = [module.selected_heads for module in self.model.modules() if isinstance(module, Mixture)]
+            result.balance_loss = balance_loss(result.head_router_scores, selected, attention_mask)
+        if labels is None:
+            return
+        result.loss = self.loss_function(
+            logits=result.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+        )
+        if result.balance_loss is not None:
+            weight = self.config.mixers["mixture"]["balance_weight"] * share_of_batch(labels, kwargs)
+            result.loss = result.loss + weight * result.balance_loss.to(result.loss.device)
+
+
+class MixedSequenceClassifier(MixedPreTrained):
+    """The classification head, over our backbone rather than one that an Auto class looks up."""
+
+    def __init__(self, config: Any) -> None:
+        config.check_mixers()
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = self.backbone_class(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()

@@ -1,0 +1,133 @@
+"""The contract that every mechanism fills.
+
+A mechanism is an `nn.Module` that sees heads as tensors and knows no backbone. One attention layer calls the hooks
+of its mechanisms at fixed stages; at one stage, mechanisms run in the order of the config:
+
+1. `on_projected`: queries, keys and values have just been projected; no norm, no position yet.
+2. `on_cached`: keys and values have positions and have passed the cache; what it holds may differ from what is used.
+3. `attend`: queries meet keys. At most one mechanism of a layer may replace this step (`owns_attention`).
+4. `on_output`: each head has its output, `o_proj` comes next.
+
+Parameters live in leaf modules and are only read inside the leaf's own `forward`, because libraries that offload
+weights fetch them by a hook on exactly that call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from .options import Option
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """What a mechanism may know about the attention layer it works in."""
+
+    hidden_size: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    layer_index: int = 0
+    norm_eps: float = 1e-6
+    key_norm_eps: float | None = None
+    """The eps of the per-head norm on keys; None where the backbone has no such norm."""
+    dropout: float = 0.0
+    output_heads: int = 0
+    """How many head outputs reach `on_output`."""
+
+
+@dataclass
+class HeadStates:
+    """The tensors of one attention call, handed from stage to stage."""
+
+    hidden: torch.Tensor
+    """What the queries were projected from: (B, T, hidden)."""
+    memory: torch.Tensor
+    """What the keys and values were projected from: (B, S, hidden); `hidden` itself in self-attention."""
+    query: torch.Tensor
+    """(B, H, T, d)."""
+    key: torch.Tensor
+    """(B, heads, S, d)."""
+    value: torch.Tensor
+    """(B, heads, S, d)."""
+    per_key: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers that belong to a key and must be cached beside it, by mechanism and purpose: (B, S, n)."""
+    gates: torch.Tensor | None = None
+    """(B, T, heads): how much each head's output counts."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """How a layer runs attention: the backend bound to its mask, and the facts to do without the backend."""
+
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+    """(query, key, value) -> (outputs (B, T, H, d), weights (B, H, T, S) or None)."""
+    mask: torch.Tensor | None
+    scaling: float
+    dropout: float
+
+
+Settings = dict[str, Any]
+"""The options of one mechanism in one layer, complete, per-layer counts resolved to one number."""
+
+
+class MixerLeaf(nn.Module):
+    """A module that owns parameters of a mechanism and knows how they start."""
+
+    def initialise(self, std: float) -> None:
+        """Set the starting values with `transformers.initialization`, which spares what a checkpoint has loaded."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how its parameters start")
+
+
+class Mixer(nn.Module):
+    """A mechanism in one layer. Every hook's default changes nothing."""
+
+    options: ClassVar[dict[str, Option]]
+    """The options a config may give, without `layers`, which every mechanism takes."""
+    owns_attention: ClassVar[bool] = False
+    """Replaces the attention step itself."""
+    needs_weights: ClassVar[bool] = False
+    """Needs the logits or weights themselves, which only the eager attention computes."""
+
+    divides_keys: bool = False
+    """Divides keys by their root mean square itself, so that the backbone's norm on keys only scales."""
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__()
+        self.layout = layout
+        self.settings = settings
+
+    @classmethod
+    def complete(cls, options: Settings) -> Settings:
+        """Fill in options whose default depends on others."""
+        return options
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Raise `ValueError` where the settings cannot work in this layer beside the layer's other mechanisms."""
+
+    @classmethod
+    def reshape(cls, layout: HeadLayout) -> HeadLayout:
+        """The layout that the mechanisms of this layer see when this one is among them."""
+        return layout
+
+    def component_heads(self, side: str) -> int:
+        """How many heads the projection of `side` ("key" or "value") has."""
+        return self.layout.key_value_heads
+
+    def on_projected(self, states: HeadStates) -> None:
+        """Queries, keys and values are projected."""
+
+    def on_cached(self, states: HeadStates) -> None:
+        """Keys and values are complete: the past, then the present."""
+
+    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Outputs (B, T, heads, features) and weights; only called where `owns_attention`."""
+        return call.run(states.query, states.key, states.value)
+
+    def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Head outputs (B, T, heads, features)."""
+        return output

@@ -1,0 +1,158 @@
+"""Mixture-of-Head (MoH): a router decides, per token, which head outputs count and by how much.
+
+The first `shared_heads` always count; of the others, `active_heads - shared_heads` are selected per token. The
+two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 softmax(W_s x)`, selected routed heads
+`a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
+`softmax(||q_i|| / std(||q||))` over the routed heads, shared heads simply count. `gate_scale` "unit" renormalises
+so that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate
+1 or 0 and passes its gradient straight through to the score (of heads that count: the others are never computed).
+This file computes every head and multiplies.
+
+Paper: "MoH: Multi-Head Attention as Mixture-of-Head Attention", sections 3.2 and 4.4.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .numerics import widened
+from .options import Choice, Count, Number, Option
+
+
+class RouterMap(nn.Linear, MixerLeaf):
+    """Logits from a token's hidden state."""
+
+    def __init__(self, hidden_size: int, logits: int) -> None:
+        super().__init__(hidden_size, logits, bias=False)
+
+    def initialise(self, std: float) -> None:
+        """Start at random."""
+        init.normal_(self.weight, mean=0.0, std=std)
+
+    def probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Softmax over the logits, in the widened dtype."""
+        return functional.softmax(self(hidden), dim=-1, dtype=widened(hidden.dtype))
+
+
+def straight_through(hard: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """`hard`, exactly, whose gradient where it is 1 is the gradient of `score`."""
+    return hard + hard * (score - score.detach())
+
+
+def query_norm_probabilities(query: torch.Tensor) -> torch.Tensor:
+    """Softmax over heads of `||q_i|| / std(||q||)`: (B, H, T, d) -> (B, T, H)."""
+    norms = torch.linalg.vector_norm(query.to(widened(query.dtype)), dim=-1).transpose(1, 2)
+    variance = norms.var(dim=-1, keepdim=True)
+    # Equal norms have no spread to divide by, and the root's gradient at zero is infinite.
+    spread = variance.clamp_min(1e-12).sqrt()
+    return functional.softmax(norms / spread, dim=-1)
+
+
+class Mixture(Mixer):
+    """The router of one layer; calling it gives gates (B, T, heads) and the routed heads' probabilities."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "shared_heads": Count(minimum=0),
+        "active_heads": Count(required=True),
+        "router": Choice(("two_stage", "query_norm")),
+        "gate": Choice(("weighted", "binary")),
+        "gate_scale": Choice(("unit", "paper")),
+        "balance_weight": Number(0.01),
+    }
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        self.shared_heads: int = settings["shared_heads"]
+        self.selected_heads: int = settings["active_heads"] - self.shared_heads
+        self.routed_heads: int = layout.output_heads - self.shared_heads
+        self.routed = self.shared = self.balance = None
+        if settings["router"] == "two_stage":
+            self.routed = RouterMap(layout.hidden_size, self.routed_heads)
+            if self.shared_heads:
+                self.shared = RouterMap(layout.hidden_size, self.shared_heads)
+                self.balance = RouterMap(layout.hidden_size, 2)
+
+    @classmethod
+    def complete(cls, options: Settings) -> Settings:
+        """Half of the active heads are shared where the config does not say."""
+        active = options["active_heads"]
+        half = [count // 2 for count in active] if isinstance(active, list) else active // 2
+        return {"shared_heads": half} | options
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """There is something to select, to select from, and nothing behind that undoes it."""
+        shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
+        if active > heads:
+            raise ValueError(
+                f"mixers.mixture.active_heads={active} is more than the layer's {heads} head outputs: "
+                f"allowed are 1 to {heads}"
+            )
+        if shared >= active:
+            raise ValueError(
+                f"mixers.mixture.shared_heads={shared} leaves nothing to route among active_heads={active}: "
+                f"allowed are 0 to {active - 1}"
+            )
+        if settings["router"] == "query_norm":
+            cls._check_query_norm(heads - shared, layer)
+        order = list(layer)
+        if layer.get("explicit", {}).get("norm") and order.index("mixture") < order.index("explicit"):
+            raise ValueError(
+                "mixers.mixture before mixers.explicit with norm=True: the norm over head outputs would divide the "
+                "gates away; put 'explicit' first or set mixers.explicit.norm=False"
+            )
+
+    @staticmethod
+    def _check_query_norm(routed: int, layer: dict[str, Settings]) -> None:
+        if routed < 2:
+            raise ValueError(
+                f"mixers.mixture.router='query_norm' compares the routed heads with each other and has {routed} of "
+                "them: allowed are 2 or more; lower shared_heads"
+            )
+        if "differential" in layer:
+            raise ValueError(
+                "mixers.mixture.router='query_norm' scores single query heads, but 'differential' joins them in "
+                "pairs: use router='two_stage'"
+            )
+
+    def forward(self, hidden: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates from hidden states (B, T, hidden) and raw queries (B, H, T, d)."""
+        if self.routed is None:
+            probabilities = query_norm_probabilities(query[:, self.shared_heads :])
+        else:
+            probabilities = self.routed.probabilities(hidden)
+        chosen = probabilities.topk(self.selected_heads, dim=-1).indices
+        selected = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+        shared, routed_weight = self._shared(hidden, probabilities)
+        if self.settings["gate"] == "binary":
+            routed = straight_through(selected, routed_weight * probabilities)
+            shared = straight_through(torch.ones_like(shared), shared)
+        elif self.settings["gate_scale"] == "paper":
+            routed = routed_weight * probabilities * selected
+        else:
+            kept = probabilities * selected
+            routed = routed_weight * self.selected_heads * kept / kept.sum(-1, keepdim=True)
+            if self.balance is not None:
+                routed, shared = 2 * routed, 2 * self.shared_heads * shared
+        return torch.cat([shared, routed], dim=-1), probabilities
+
+    def _shared(self, hidden: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
+        if self.shared is None or self.balance is None:
+            return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
+        first, second = self.balance.probabilities(hidden).split(1, dim=-1)
+        return first * self.shared.probabilities(hidden), second
+
+    def on_projected(self, states: HeadStates) -> None:
+        """Route before the queries are normed and rotated."""
+        states.gates, _ = self(states.hidden, states.query)
+
+    def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Weigh each head's output."""
+        if states.gates is None:
+            raise RuntimeError("mixture has no gates: on_projected was not called for these states")
+        return output * states.gates.unsqueeze(-1).to(output.dtype)

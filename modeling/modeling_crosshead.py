@@ -1,0 +1,186 @@
+"""The model classes: each backbone of the library with mixed attention."""
+
+from typing import Any
+
+import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.llama.modeling_llama import (
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    LlamaPreTrainedModel,
+)
+from transformers.models.qwen2.modeling_qwen2 import (
+    Qwen2ForCausalLM,
+    Qwen2ForSequenceClassification,
+    Qwen2Model,
+    Qwen2PreTrainedModel,
+)
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3ForCausalLM,
+    Qwen3ForSequenceClassification,
+    Qwen3Model,
+    Qwen3PreTrainedModel,
+)
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeModel,
+    Qwen3MoePreTrainedModel,
+    load_balancing_loss_func,
+)
+from transformers.utils.output_capturing import OutputRecorder
+
+from .balance import MixedCausalLMOutput
+from .configuration_crosshead import (
+    CrossheadLlamaConfig,
+    CrossheadQwen2Config,
+    CrossheadQwen3Config,
+    CrossheadQwen3MoeConfig,
+)
+from .mixed_attention import (
+    MixedLlamaAttention,
+    MixedQwen2Attention,
+    MixedQwen3Attention,
+    MixedQwen3MoeAttention,
+)
+from .mixed_model import MixedBackbone, MixedCausalLM, MixedPreTrained, MixedSequenceClassifier
+from .mixture import Mixture
+
+# Stock checkpoints store experts one by one, the model holds them fused. The library's rule for that goes by model
+# type, so ours needs an entry, also where this file runs as remote code.
+register_checkpoint_conversion_mapping(
+    "crosshead_qwen3_moe", get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True
+)
+ROUTING = {"head_router_scores": OutputRecorder(Mixture, index=1)}
+
+
+class CrossheadLlamaPreTrainedModel(MixedPreTrained, LlamaPreTrainedModel):
+    """What the Llama classes share."""
+
+    config: CrossheadLlamaConfig
+    attention_class = MixedLlamaAttention
+    _can_record_outputs = {**LlamaPreTrainedModel._can_record_outputs, **ROUTING}
+
+
+class CrossheadLlamaModel(MixedBackbone, CrossheadLlamaPreTrainedModel, LlamaModel):
+    """Llama with mixed attention."""
+
+
+class CrossheadLlamaForCausalLM(MixedCausalLM, CrossheadLlamaPreTrainedModel, LlamaForCausalLM):
+    """Llama with mixed attention and a language model head."""
+
+    backbone_class = CrossheadLlamaModel
+
+
+class CrossheadLlamaForSequenceClassification(
+    MixedSequenceClassifier, CrossheadLlamaPreTrainedModel, LlamaForSequenceClassification
+):
+    """Llama with mixed attention and a classification head."""
+
+    backbone_class = CrossheadLlamaModel
+
+
+class CrossheadQwen2PreTrainedModel(MixedPreTrained, Qwen2PreTrainedModel):
+    """What the Qwen2 classes share."""
+
+    config: CrossheadQwen2Config
+    attention_class = MixedQwen2Attention
+    _can_record_outputs = {**Qwen2PreTrainedModel._can_record_outputs, **ROUTING}
+
+
+class CrossheadQwen2Model(MixedBackbone, CrossheadQwen2PreTrainedModel, Qwen2Model):
+    """Qwen2 with mixed attention."""
+
+
+class CrossheadQwen2ForCausalLM(MixedCausalLM, CrossheadQwen2PreTrainedModel, Qwen2ForCausalLM):
+    """Qwen2 with mixed attention and a language model head."""
+
+    backbone_class = CrossheadQwen2Model
+
+
+class CrossheadQwen2ForSequenceClassification(
+    MixedSequenceClassifier, CrossheadQwen2PreTrainedModel, Qwen2ForSequenceClassification
+):
+    """Qwen2 with mixed attention and a classification head."""
+
+    backbone_class = CrossheadQwen2Model
+
+
+class CrossheadQwen3PreTrainedModel(MixedPreTrained, Qwen3PreTrainedModel):
+    """What the Qwen3 classes share."""
+
+    config: CrossheadQwen3Config
+    attention_class = MixedQwen3Attention
+    _can_record_outputs = {**Qwen3PreTrainedModel._can_record_outputs, **ROUTING}
+
+
+class CrossheadQwen3Model(MixedBackbone, CrossheadQwen3PreTrainedModel, Qwen3Model):
+    """Qwen3 with mixed attention."""
+
+
+class CrossheadQwen3ForCausalLM(MixedCausalLM, CrossheadQwen3PreTrainedModel, Qwen3ForCausalLM):
+    """Qwen3 with mixed attention and a language model head."""
+
+    backbone_class = CrossheadQwen3Model
+
+
+class CrossheadQwen3ForSequenceClassification(
+    MixedSequenceClassifier, CrossheadQwen3PreTrainedModel, Qwen3ForSequenceClassification
+):
+    """Qwen3 with mixed attention and a classification head."""
+
+    backbone_class = CrossheadQwen3Model
+
+
+class CrossheadQwen3MoePreTrainedModel(MixedPreTrained, Qwen3MoePreTrainedModel):
+    """What the Qwen3-MoE classes share."""
+
+    config: CrossheadQwen3MoeConfig
+    attention_class = MixedQwen3MoeAttention
+    _can_record_outputs = {**Qwen3MoePreTrainedModel._can_record_outputs, **ROUTING}
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # The library looks for a decorator in the file of the class; the experts are the stock ones.
+        return Qwen3MoePreTrainedModel._can_set_experts_implementation()
+
+
+class CrossheadQwen3MoeModel(MixedBackbone, CrossheadQwen3MoePreTrainedModel, Qwen3MoeModel):
+    """Qwen3-MoE with mixed attention."""
+
+
+class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):
+    """Qwen3-MoE with mixed attention and a language model head; the experts' balance loss is the stock one."""
+
+    backbone_class = CrossheadQwen3MoeModel
+
+    def __init__(self, config: CrossheadQwen3MoeConfig) -> None:
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
+
+    def _add_losses(
+        self,
+        result: MixedCausalLMOutput,
+        labels: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> None:
+        super()._add_losses(result, labels, attention_mask, kwargs)
+        if result.router_logits is None:
+            return
+        result.aux_loss = load_balancing_loss_func(
+            result.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
+        )
+        if result.loss is not None:
+            result.loss = result.loss + self.router_aux_loss_coef * result.aux_loss.to(result.loss.device)
+
+
+class CrossheadQwen3MoeForSequenceClassification(
+    MixedSequenceClassifier, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForSequenceClassification
+):
+    """Qwen3-MoE with mixed attention and a classification head."""
+
+    backbone_class = CrossheadQwen3MoeModel

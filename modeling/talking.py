@@ -1,0 +1,133 @@
+"""Talking-Heads: maps across heads on the attention logits and on the attention weights.
+
+`L = P_l J` over the query/key heads' logits, mask, softmax, `U = P_w W`, then values. The mask comes after the first
+map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads` differs
+from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the latter
+are cached beside the keys. All weights are materialised, so only the eager attention applies.
+
+Paper: "Talking-Heads Attention", section 4 and appendix A.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+
+from .grouped import repeat_heads
+from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .numerics import apply_mask
+from .options import Integer, Option, Subset
+from .regroup import regrouping
+
+STAGES = ("logits", "weights")
+DYNAMIC = tuple(f"{source}_{stage}" for stage in STAGES for source in ("query", "key"))
+
+
+class HeadMap(MixerLeaf):
+    """A map across heads (to x from), the same for every query and key."""
+
+    def __init__(self, to_heads: int, from_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(to_heads, from_heads))
+
+    def initialise(self, std: float) -> None:
+        """Start as the regrouping of heads; copies get noise, or they would stay copies for ever."""
+        start = regrouping(*self.weight.shape)
+        if self.weight.shape[0] > self.weight.shape[1]:
+            start = start + std * torch.randn(start.shape, dtype=start.dtype)
+        init.copy_(self.weight, start.to(self.weight))
+
+    def forward(self, maps: torch.Tensor) -> torch.Tensor:
+        """(B, from, T, S) -> (B, to, T, S)."""
+        return torch.einsum("ij,bjts->bits", self.weight.to(maps.dtype), maps)
+
+
+class DynamicHeadMap(nn.Linear, MixerLeaf):
+    """A map across heads (to x from) made from a token's input."""
+
+    def __init__(self, hidden_size: int, to_heads: int, from_heads: int) -> None:
+        super().__init__(hidden_size, to_heads * from_heads, bias=False)
+        self.from_heads = from_heads
+
+    def initialise(self, std: float) -> None:
+        """Start small: the paper trains well only with 0.1 / sqrt(hidden size x heads mapped from)."""
+        init.normal_(self.weight, mean=0.0, std=0.1 * (self.in_features * self.from_heads) ** -0.5)
+
+    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
+        """(B, tokens, to * from) -> (B, tokens, to, from)."""
+        return flat.unflatten(-1, (-1, self.from_heads))
+
+
+class Talking(Mixer):
+    """Static and dynamic maps on logits and weights."""
+
+    options: ClassVar[dict[str, Option]] = {
+        "on": Subset(STAGES),
+        "softmax_heads": Integer(),
+        "dynamic": Subset(DYNAMIC, default=(), may_be_empty=True),
+    }
+    owns_attention = True
+    needs_weights = True
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        softmax_heads = settings.get("softmax_heads") or layout.query_heads
+        sizes = {"logits": (softmax_heads, layout.query_heads), "weights": (layout.output_heads, softmax_heads)}
+        for stage in settings["on"]:
+            self.add_module(stage, HeadMap(*sizes[stage]))
+        for name in settings["dynamic"]:
+            self.add_module(name, DynamicHeadMap(layout.hidden_size, *sizes[name.split("_")[1]]))
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Head counts meet, dynamic terms have a static map to add to, nobody else owns the weights."""
+        on, heads = settings["on"], settings.get("softmax_heads")
+        if heads not in (None, layout.query_heads) and set(on) != set(STAGES):
+            raise ValueError(
+                f"mixers.talking.softmax_heads={heads} needs a map on both sides of the softmax, but "
+                f"mixers.talking.on={on!r}: allowed is {layout.query_heads}, or on={list(STAGES)!r}"
+            )
+        for name in settings["dynamic"]:
+            if name.split("_")[1] not in on:
+                raise ValueError(
+                    f"mixers.talking.dynamic={name!r} adds to the static map of {name.split('_')[1]!r}, which "
+                    f"mixers.talking.on={on!r} does not have"
+                )
+        if "differential" in layer:
+            raise ValueError(
+                "mixers.talking beside mixers.differential: both define the attention weights (the second is a fixed "
+                "case of the first); use them in different layers"
+            )
+
+    def on_projected(self, states: HeadStates) -> None:
+        """Make the keys' maps, which the cache keeps."""
+        for name in self.settings["dynamic"]:
+            if name.startswith("key"):
+                states.per_key[f"talking.{name}"] = getattr(self, name)(states.memory)
+
+    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits, map, mask, softmax, map, values."""
+        key = repeat_heads(states.key, self.layout.query_heads)
+        value = repeat_heads(states.value, self.layout.output_heads)
+        logits = torch.matmul(states.query, key.transpose(2, 3)) * call.scaling
+        logits = apply_mask(self._mix("logits", apply_mask(logits, None), states), call.mask)
+        weights = self._mix("weights", functional.softmax(logits, dim=-1), states).to(value.dtype)
+        weights = functional.dropout(weights, p=call.dropout, training=self.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    def _mix(self, stage: str, maps: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """The static map, plus the dynamic ones: (B, from, T, S) -> (B, to, T, S)."""
+        if stage not in self.settings["on"]:
+            return maps
+        mixed = getattr(self, stage)(maps)
+        if f"query_{stage}" in self.settings["dynamic"]:
+            dynamic = getattr(self, f"query_{stage}")
+            per_query = dynamic.unflatten(dynamic(states.hidden)).to(maps.dtype)
+            mixed = mixed + torch.einsum("btij,bjts->bits", per_query, maps)
+        if f"key_{stage}" in self.settings["dynamic"]:
+            dynamic = getattr(self, f"key_{stage}")
+            per_key = dynamic.unflatten(states.per_key[f"talking.key_{stage}"]).to(maps.dtype)
+            mixed = mixed + torch.einsum("bsij,bjts->bits", per_key, maps)
+        return mixed

@@ -1,0 +1,297 @@
+"""The five mechanisms as slow loops, written from the papers' equations: the truth the fast code is compared with.
+
+Nothing here is shared with the library, and nothing is vectorised over batch, tokens or heads. A sequence of head
+vectors is a list of lists, `heads[token][head]`, each entry a vector of the head's size. Papers: Knocking-Heads
+Attention, equations 5 to 11; Multi-head Explicit Attention, equations 4 to 6 and 10 to 12; Mixture-of-Head attention,
+equations 4 to 7, 9 and 10; Talking-Heads Attention, section 4 and appendix A.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Options = Mapping[str, Any]
+Mixers = Mapping[str, Options]
+Weights = Mapping[str, Tensor]
+Heads = list[list[Tensor]]  # [token][head], each (d,)
+Sides = dict[str, Heads]  # "query", "key", "value"
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """The sizes of one attention layer. `layer_index` counts from 0; `norm_eps` is the eps of every RMSNorm."""
+
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    layer_index: int
+    norm_eps: float
+    has_qk_norm: bool
+
+
+def linear(vector: Tensor, weights: Weights, name: str) -> Tensor:
+    """Return `W x`, plus the bias where the layer has one."""
+    result = weights[f"{name}.weight"] @ vector
+    return result + weights[f"{name}.bias"] if f"{name}.bias" in weights else result
+
+
+def project(inputs: Tensor, weights: Weights, name: str, head_dim: int) -> Heads:
+    """Project every token of one sequence and cut the result into heads."""
+    projected = [linear(inputs[t], weights, name) for t in range(inputs.shape[0])]
+    return [[row[start : start + head_dim] for start in range(0, row.shape[0], head_dim)] for row in projected]
+
+
+def add(terms: Iterable[Tensor]) -> Tensor:
+    """Return the sum of tensors of one shape."""
+    return torch.stack(list(terms)).sum(dim=0)
+
+
+def rms_norm(vector: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
+    """Return `w * x / sqrt(mean(x^2) + eps)`, without `w` where there is none."""
+    normalised = vector / torch.sqrt((vector * vector).mean() + eps)
+    return normalised if weight is None else weight * normalised
+
+
+def rotate(vector: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return one head's vector with RoPE applied; feature i turns with feature i + d/2."""
+    half = vector.shape[0] // 2
+    return vector * cos + torch.cat([-vector[half:], vector[:half]]) * sin
+
+
+def combine(heads: list[Tensor], matrix: Tensor) -> list[Tensor]:
+    """Return the combined heads `new_i = sum_j matrix_ij heads_j` of one token, or of one pair of tokens."""
+    return [add(matrix[i, j] * heads[j] for j in range(matrix.shape[1])) for i in range(matrix.shape[0])]
+
+
+def softmax_over_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Softmax of one query's logits over the keys it may look at; the same weight on every key where it has none."""
+    if not bool(allowed.any()):
+        return torch.full_like(logits, 1.0 / logits.shape[0])
+    return torch.softmax(logits.masked_fill(~allowed, -math.inf), dim=0)
+
+
+def knocking(vector: Tensor, side: str, weights: Weights, options: Options) -> Tensor:
+    """Knocking-Heads, equations 5 to 11: the one map that every head of a side ("query", "key", "value") shares."""
+    if side not in options["on"]:
+        return vector
+    name, form = f"mixers.knocking.{side}", options["form"]
+    if form == "linear":
+        return linear(vector, weights, name)
+    gate = torch.sigmoid(linear(vector, weights, f"{name}.gate"))
+    if form == "gate":
+        return 2 * vector * gate
+    if form == "mlp":
+        return 2 * linear(linear(vector, weights, f"{name}.up") * gate, weights, f"{name}.down")
+    raise ValueError(f"knocking form is {form!r}; known are 'linear', 'mlp', 'gate'")
+
+
+def explicit(components: list[Tensor], side: str, weights: Weights, options: Options) -> list[Tensor]:
+    """MEA, equations 10 and 11: one token's keys or values as combinations `K_i = sum_j C_ij B_j` of components."""
+    if side not in options["on"]:
+        return components
+    return combine(components, weights[f"mixers.explicit.{side}.weight"])
+
+
+def talking(
+    per_head: list[Tensor], side: str, query_input: Tensor, key_input: Tensor, weights: Weights, options: Options
+) -> list[Tensor]:
+    """Talking-Heads: mix one query and key's logits or weights over heads, by a static map plus maps of inputs."""
+    if side not in options["on"]:
+        return per_head
+    matrix = weights[f"mixers.talking.{side}.weight"]
+    for source, source_input in (("query", query_input), ("key", key_input)):
+        if f"{source}_{side}" in options["dynamic"]:
+            matrix = matrix + linear(source_input, weights, f"mixers.talking.{source}_{side}").reshape(matrix.shape)
+    return combine(per_head, matrix)
+
+
+def differential(
+    softmaxes: list[Tensor], values: Heads, weights: Weights, shape: LayerShape, options: Options
+) -> list[Tensor]:
+    """MEA equations 4 to 6: one query's outputs, one of size 2d for each pair of heads.
+
+    `softmaxes` has for every head the query's weights over the keys. `lambda_init` is the paper's
+    `0.8 - 0.6 exp(-0.3 (layer - 1))` with layers counted from 1. Without the norm, its factor goes too.
+    """
+    lambda_init = 0.8 - 0.6 * math.exp(-0.3 * shape.layer_index)
+    name = "mixers.differential.lambda"
+    first = torch.exp(torch.dot(weights[f"{name}_q1"], weights[f"{name}_k1"]))
+    second = torch.exp(torch.dot(weights[f"{name}_q2"], weights[f"{name}_k2"]))
+    subtracted = first - second + lambda_init
+    outputs = []
+    for pair in range(shape.query_heads // 2):
+        source = pair // (shape.query_heads // shape.key_value_heads)
+        attention = softmaxes[2 * pair] - subtracted * softmaxes[2 * pair + 1]
+        both = [torch.cat([token[2 * source], token[2 * source + 1]]) for token in values]
+        output = add(attention[s] * both[s] for s in range(len(both)))
+        if options["norm"]:
+            output = (1 - lambda_init) * rms_norm(output, shape.norm_eps)
+        outputs.append(output)
+    return outputs
+
+
+def routed_probabilities(token_input: Tensor, queries: list[Tensor], weights: Weights, options: Options) -> Tensor:
+    """One token's softmax over the routed heads: of `W_r x`, or of the queries' norms over their deviation."""
+    if options["router"] == "two_stage":
+        return torch.softmax(linear(token_input, weights, "mixers.mixture.routed"), dim=0)
+    if options["router"] != "query_norm":
+        raise ValueError(f"mixture router is {options['router']!r}; known are 'two_stage', 'query_norm'")
+    norms = torch.stack([torch.sqrt(torch.dot(query, query)) for query in queries[options["shared_heads"] :]])
+    variance = ((norms - norms.mean()) ** 2).sum() / (norms.shape[0] - 1)
+    return torch.softmax(norms / torch.sqrt(variance), dim=0)
+
+
+def mixture(
+    token_input: Tensor, queries: list[Tensor], weights: Weights, options: Options
+) -> tuple[Tensor, Tensor, Tensor]:
+    """MoH equations 5, 6, 9, 10: one token's routed probabilities (R,), selected heads (R,) and gates (heads,).
+
+    "paper" gates are the formula to the letter; "unit" gates are 1 on average, by the counts of types and of heads.
+    Without shared heads, and for the router without parameters, there are no weights `a1`, `a2` of the head types.
+    """
+    probabilities = routed_probabilities(token_input, queries, weights, options)
+    shared, count = options["shared_heads"], options["active_heads"] - options["shared_heads"]
+    selected = sorted(range(probabilities.shape[0]), key=lambda i: -probabilities[i].item())[:count]
+    selected_sum = probabilities[selected].sum()
+    zero, one = probabilities.new_zeros(()), probabilities.new_ones(())
+
+    paper, unit, on = [one] * shared, [one] * shared, [one] * shared
+    paper_factor, unit_factor = one, one
+    if options["router"] == "two_stage" and shared > 0:
+        a1, a2 = torch.softmax(linear(token_input, weights, "mixers.mixture.balance"), dim=0)
+        shares = torch.softmax(linear(token_input, weights, "mixers.mixture.shared"), dim=0)
+        paper, paper_factor = [a1 * share for share in shares], a2
+        unit, unit_factor = [2 * a1 * share * shared for share in shares], 2 * a2
+    for i in range(probabilities.shape[0]):
+        on.append(one if i in selected else zero)
+        paper.append(paper_factor * probabilities[i] if i in selected else zero)
+        unit.append(unit_factor * probabilities[i] / selected_sum * count if i in selected else zero)
+
+    if options["gate"] == "binary":  # forward 1 or 0; the gradient is that of the score, the paper's gate
+        gates = [on[i] + (paper[i] - paper[i].detach()) for i in range(len(on))]
+    else:
+        gates = {"paper": paper, "unit": unit}[options["gate_scale"]]
+    return probabilities, torch.stack(on[shared:]), torch.stack(gates)
+
+
+def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
+    """MoH equation 7 over the valid tokens, mean over layers, without beta.
+
+    `routed` has for each layer that routes the probabilities and the selected heads, both (B, T, R); `valid` (B, T).
+    """
+    tokens = [(b, t) for b in range(valid.shape[0]) for t in range(valid.shape[1]) if bool(valid[b, t])]
+    losses = []
+    for probabilities, selected in routed:
+        for head in range(probabilities.shape[2]):
+            mean_probability = add(probabilities[b, t, head] for b, t in tokens) / len(tokens)
+            frequency = add(selected[b, t, head] for b, t in tokens) / len(tokens)
+            losses.append(mean_probability * frequency)
+    return add(losses) / len(routed)
+
+
+def attend(
+    t: int, inputs: Tensor, sides: Sides, weights: Weights, shape: LayerShape, mixers: Mixers, allowed: Tensor
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Attention of query token `t`: the head outputs, and each head's weights (S,) that multiply the values."""
+    queries, keys, values = sides["query"], sides["key"], sides["value"]
+    group = shape.query_heads // shape.key_value_heads
+
+    pairs = []  # one list of per-head logits for every key
+    for s in range(len(keys)):
+        logits = []
+        for head in range(shape.query_heads):
+            source = 2 * (head // 2 // group) + head % 2 if "differential" in mixers else head // group
+            logits.append(torch.dot(queries[t][head], keys[s][source]) / math.sqrt(shape.head_dim))
+        if "talking" in mixers:
+            logits = talking(logits, "logits", inputs[t], inputs[s], weights, mixers["talking"])
+        pairs.append(logits)
+
+    rows = []  # one vector of weights over the keys for every softmax head
+    for head in range(len(pairs[0])):
+        rows.append(softmax_over_allowed(torch.stack([logits[head] for logits in pairs]), allowed[t]))
+    if "talking" in mixers:  # before differential's subtraction, whose H/2 results the H-wide map could not take
+        mixed = []
+        for s in range(len(keys)):
+            per_head = [row[s] for row in rows]
+            mixed.append(talking(per_head, "weights", inputs[t], inputs[s], weights, mixers["talking"]))
+        rows = [torch.stack([mixed[s][head] for s in range(len(keys))]) for head in range(shape.query_heads)]
+
+    if "differential" in mixers:
+        return differential(rows, values, weights, shape, mixers["differential"]), rows
+    heads = range(shape.query_heads)
+    return [add(rows[head][s] * values[s][head // group] for s in range(len(values))) for head in heads], rows
+
+
+def sequence_layer(
+    inputs: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers, cos: Tensor, sin: Tensor, allowed: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """`attention_layer` for one sequence: every argument and result without its batch dimension."""
+    sides = {side: project(inputs, weights, f"{side[0]}_proj", shape.head_dim) for side in ("query", "key", "value")}
+
+    router_queries = sides["query"]
+    for name, options in mixers.items():
+        if name == "knocking":
+            for side in sides:
+                sides[side] = [[knocking(v, side, weights, options) for v in token] for token in sides[side]]
+        if name == "mixture":
+            router_queries = sides["query"]
+    if "differential" in mixers:  # a gate belongs to a pair: its query is the two queries, one after the other
+        router_queries = [[torch.cat(token[i : i + 2]) for i in range(0, len(token), 2)] for token in router_queries]
+
+    if "explicit" in mixers:  # the definition: combine the raw components, then normalise, then rotate
+        for side in ("key", "value"):
+            sides[side] = [explicit(token, side, weights, mixers["explicit"]) for token in sides[side]]
+    for side in ("query", "key"):
+        if shape.has_qk_norm:
+            scale = weights[f"{side[0]}_norm.weight"]
+            sides[side] = [[rms_norm(vector, shape.norm_eps, scale) for vector in token] for token in sides[side]]
+        sides[side] = [[rotate(vector, cos[t], sin[t]) for vector in token] for t, token in enumerate(sides[side])]
+
+    results, used, routing = [], [], []
+    for t in range(inputs.shape[0]):
+        outputs, rows = attend(t, inputs, sides, weights, shape, mixers, allowed)
+        for name, options in mixers.items():
+            if name == "explicit" and options["norm"]:
+                scale = weights["mixers.explicit.norm.weight"]
+                outputs = [rms_norm(output, shape.norm_eps, scale) for output in outputs]
+            if name == "mixture":
+                routing.append(mixture(inputs[t], router_queries[t], weights, options))
+                outputs = [gate * output for gate, output in zip(routing[t][2], outputs, strict=True)]
+        results.append(linear(torch.cat(outputs), weights, "o_proj"))
+        used.append(torch.stack(rows))  # (H, S)
+    extras = {"weights": torch.stack(used, dim=1)}
+    if "mixture" in mixers:
+        for i, name in enumerate(("probabilities", "selected", "gates")):
+            extras[name] = torch.stack([token[i] for token in routing])
+    return torch.stack(results), extras
+
+
+def attention_layer(
+    inputs: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers, cos: Tensor, sin: Tensor, allowed: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One attention layer with its mechanisms: the output (B, T, hidden) and what was seen on the way.
+
+    `inputs` is (B, T, hidden); `weights` has the state dict's names relative to the attention module; `mixers` maps
+    a mechanism to its complete options, in the order of the config; `cos` and `sin` are (B, T, d); `allowed` is
+    (B, T, S) and True where a query may look at a key. The extras are "weights" (B, H, T, S) and, with mixture,
+    "probabilities" and "selected" (B, T, R) and "gates" (B, T, heads).
+    """
+    batch = range(inputs.shape[0])
+    found = [sequence_layer(inputs[b], weights, shape, mixers, cos[b], sin[b], allowed[b]) for b in batch]
+    extras = {name: torch.stack([found[b][1][name] for b in batch]) for name in found[0][1]}
+    return torch.stack([found[b][0] for b in batch]), extras
+
+
+ORACLES: dict[str, Callable[..., Any]] = {
+    "knocking": knocking,
+    "explicit": explicit,
+    "mixture": mixture,
+    "talking": talking,
+    "differential": differential,
+}

@@ -1,0 +1,120 @@
+"""Toy models for the tests: every backbone, every mechanism, weights that hide nothing."""
+
+import math
+from typing import Any
+
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+import crosshead
+
+BACKBONES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
+STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
+    "Llama": (LlamaConfig, LlamaForCausalLM),
+    "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "Qwen3Moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+EXTRA_SIZES: dict[str, dict[str, Any]] = {
+    "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+MECHANISM_CASES: dict[str, dict[str, Any]] = {
+    "knocking": {"knocking": {"on": ["value", "key"]}},
+    "explicit": {"explicit": {"key_heads": 1, "value_heads": [1, 2]}},
+    "mixture": {"mixture": {"shared_heads": 1, "active_heads": 3}},
+    "talking": {
+        "talking": {"softmax_heads": 6, "dynamic": ["query_logits", "key_logits", "query_weights", "key_weights"]}
+    },
+    "differential": {"differential": {}},
+}
+"""One telling configuration per mechanism; a new mechanism needs an entry here and an oracle."""
+COMPOSITIONS: dict[str, dict[str, Any]] = {
+    "knocking+mixture": {
+        "knocking": {"form": "linear", "on": ["query", "key", "value"]},
+        "mixture": {"shared_heads": 1, "active_heads": 3, "router": "query_norm", "gate": "binary"},
+    },
+    "explicit+talking+mixture": {
+        "explicit": {"key_heads": 2, "value_heads": 1},
+        "talking": {"dynamic": ["key_logits"]},
+        "mixture": {"shared_heads": 2, "active_heads": 3, "gate_scale": "paper"},
+    },
+    "knocking+explicit+differential": {
+        "knocking": {},
+        "explicit": {"norm": False, "value_heads": 1, "layers": [1]},
+        "differential": {},
+    },
+}
+CASES = MECHANISM_CASES | COMPOSITIONS
+
+
+def stock_config(backbone: str, **changes: Any) -> PreTrainedConfig:
+    """A tiny stock configuration."""
+    return STOCK[backbone][0](**(SIZES | EXTRA_SIZES.get(backbone, {}) | changes))
+
+
+def mixed_config(backbone: str, mixers: dict[str, Any], **changes: Any) -> Any:
+    """A tiny configuration of ours."""
+    config_class = getattr(crosshead, f"Crosshead{backbone}Config")
+    return config_class(**(SIZES | EXTRA_SIZES.get(backbone, {}) | changes), mixers=mixers)
+
+
+def stock_model(backbone: str, backend: str = "eager", **changes: Any) -> Any:
+    """A tiny stock language model with lopsided weights."""
+    config = stock_config(backbone, **changes)
+    config._attn_implementation = backend
+    return lopsided(STOCK[backbone][1](config)).eval()
+
+
+def mixed_model(backbone: str, mixers: dict[str, Any], backend: str | None = "eager", **changes: Any) -> Any:
+    """A tiny language model of ours with lopsided weights."""
+    config = mixed_config(backbone, mixers, **changes)
+    if backend is not None:
+        config._attn_implementation = backend
+    return lopsided(getattr(crosshead, f"Crosshead{backbone}ForCausalLM")(config)).eval()
+
+
+@torch.no_grad()
+def lopsided(model: Any, seed: int = 0) -> Any:
+    """Give every parameter values without symmetry, larger towards later rows, so that no swap of heads cancels."""
+    for index, (name, parameter) in enumerate(sorted(model.named_parameters())):
+        generator = torch.Generator().manual_seed(1000 * seed + index)
+        noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        slope = torch.linspace(0.5, 1.5, parameter.shape[0], dtype=torch.float64)
+        slope = slope.reshape(-1, *[1] * (parameter.ndim - 1))
+        if parameter.ndim == 1:
+            values = (1.0 if "norm" in name else 0.0) + 0.3 * noise * slope
+        else:
+            values = noise * slope / math.sqrt(parameter.shape[-1])
+        parameter.copy_(values.to(parameter.dtype))
+    return model
+
+
+def tokens(batch: int = 2, length: int = 9, seed: int = 1, vocabulary: int = 61) -> torch.Tensor:
+    """Random token ids without the padding token."""
+    return torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
