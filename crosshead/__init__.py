@@ -21,10 +21,10 @@ from crosshead.modeling.modeling_crosshead import (
     CrossheadQwen2Model,
     CrossheadQwen3ForCausalLM,
     CrossheadQwen3ForSequenceClassification,
+    CrossheadQwen3Model,
     CrossheadQwen3MoeForCausalLM,
     CrossheadQwen3MoeForSequenceClassification,
     CrossheadQwen3MoeModel,
-    CrossheadQwen3Model,
 )
 from crosshead.registration import register
 

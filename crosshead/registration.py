@@ -19,7 +19,11 @@ def register(
     """Register one family, for loading here and for shipping its code with what is saved."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
     config.register_for_auto_class()
-    served = {AutoModel: backbone, AutoModelForCausalLM: language_model, AutoModelForSequenceClassification: classifier}
-    for auto, model in served.items():
+    served = (
+        (AutoModel, backbone),
+        (AutoModelForCausalLM, language_model),
+        (AutoModelForSequenceClassification, classifier),
+    )
+    for auto, model in served:
         auto.register(config, model, exist_ok=True)
         model.register_for_auto_class(auto.__name__)

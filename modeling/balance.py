@@ -14,9 +14,9 @@ IGNORED_LABEL = -100
 class MixedCausalLMOutput(MoeCausalLMOutputWithPast):
     """A causal language model's output, plus what the head routers did."""
 
-    balance_loss: torch.FloatTensor | None = None
+    balance_loss: torch.Tensor | None = None
     """Before its weight; mean over the layers that route."""
-    head_router_scores: tuple[torch.FloatTensor, ...] | None = None
+    head_router_scores: tuple[torch.Tensor, ...] | None = None
     """Per routing layer, each routed head's probability: (B, T, routed heads)."""
 
 

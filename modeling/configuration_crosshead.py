@@ -1,7 +1,7 @@
 """Configurations: the stock backbones' own, plus the field `mixers`."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -21,6 +21,9 @@ AUTO_CLASSES = {
 }
 """The Auto classes that a published folder serves -> the ending of our class's name."""
 
+NO_TENSOR_PARALLELISM: dict[str, Any] = {}
+"""The stock plans give each device some of the heads; mechanisms work across all of them."""
+
 
 class MixersConfig(ConfigBase):
     """The part that the four configurations share: `mixers`, an ordered mapping of mechanism to options."""
@@ -29,13 +32,18 @@ class MixersConfig(ConfigBase):
     mixers: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check and complete `mixers`, and name the files that load the model where crosshead is not installed."""
-        super().__post_init__(**kwargs)
-        self.check_mixers()
+        """Check and complete `mixers`, and name the files that load the model where crosshead is not installed.
+
+        A stock configuration's `model_type` would stay on the instance and mislead saving and loading.
+        """
+        own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
+        super().__post_init__(**own)
         family = type(self).__name__.removesuffix("Config")
         code = {"AutoConfig": f"configuration_crosshead.{family}Config"}
         code |= {auto: f"modeling_crosshead.{family}{ending}" for auto, ending in AUTO_CLASSES.items()}
         self.auto_map = code
+        self.validate()  # the stock checks, which the library runs for the stock class only
+        self.check_mixers()
 
     def check_mixers(self) -> None:
         """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
@@ -63,18 +71,13 @@ class MixersConfig(ConfigBase):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build from a dictionary, a stock backbone's too.
-
-        A stock `model_type` would stay on the instance and mislead saving and loading; `mixers` given beside the
-        dictionary would be set after all checks.
-        """
-        own = {key: value for key, value in config_dict.items() if key not in ("model_type", "auto_map")}
-        if "mixers" in kwargs:
-            own["mixers"] = kwargs.pop("mixers")
-        return super().from_dict(own, **kwargs)
+        """Build from a dictionary, a stock backbone's too; fields given beside it take part in every check."""
+        beside = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # that may be "auto"
+        return super().from_dict(config_dict | {key: kwargs.pop(key) for key in beside}, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something."""
+        """JSON with sorted keys, except `mixers`, whose order means something; checked once more, it may have changed."""
+        self.check_mixers()
         content = json.loads(super().to_json_string(use_diff))
         content["mixers"] = self.mixers
         return json.dumps(content, indent=2) + "\n"
@@ -84,7 +87,7 @@ class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
     """`LlamaConfig` plus `mixers`."""
 
     model_type = "crosshead_llama"
-    base_model_tp_plan = None
+    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
     mixers: dict[str, Any] | None = None
 
 
@@ -92,7 +95,7 @@ class CrossheadQwen2Config(MixersConfig, Qwen2Config):
     """`Qwen2Config` plus `mixers`."""
 
     model_type = "crosshead_qwen2"
-    base_model_tp_plan = None
+    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
     mixers: dict[str, Any] | None = None
 
 
@@ -100,7 +103,7 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
     """`Qwen3Config` plus `mixers`."""
 
     model_type = "crosshead_qwen3"
-    base_model_tp_plan = None
+    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
     has_key_norm = True
     mixers: dict[str, Any] | None = None
 
@@ -109,6 +112,6 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
     """`Qwen3MoeConfig` plus `mixers`."""
 
     model_type = "crosshead_qwen3_moe"
-    base_model_tp_plan = None
+    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
     has_key_norm = True
     mixers: dict[str, Any] | None = None

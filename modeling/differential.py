@@ -42,6 +42,10 @@ class Differential(Mixer, MixerLeaf):
 
     options: ClassVar[dict[str, Option]] = {"norm": Flag(True)}
     owns_attention = True
+    lambda_q1: nn.Parameter
+    lambda_k1: nn.Parameter
+    lambda_q2: nn.Parameter
+    lambda_k2: nn.Parameter
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
@@ -62,7 +66,9 @@ class Differential(Mixer, MixerLeaf):
             ("num_key_value_heads", layout.key_value_heads),
         ):
             if heads % 2:
-                raise ValueError(f"mixers.differential pairs heads, but {name}={heads} is odd: allowed are even counts")
+                raise ValueError(
+                    f"mixers.differential pairs heads, but {name}={heads} is odd: allowed are even counts"
+                )
         if layout.dropout:
             raise ValueError(
                 f"mixers.differential has no dropout, but attention_dropout={layout.dropout}: allowed is 0.0"

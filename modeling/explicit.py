@@ -47,6 +47,8 @@ class Explicit(Mixer):
         "value_heads": Count(),
         "norm": Flag(True),
     }
+    key: HeadCombination
+    value: HeadCombination
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
@@ -83,9 +85,9 @@ class Explicit(Mixer):
 
     def on_projected(self, states: HeadStates) -> None:
         """Where keys are normed per head, keep each combined head's `1 / rms`."""
-        if self.divides_keys:
-            combined = self.key(states.key)
-            scale = inverse_rms(combined, self.layout.key_norm_eps)  # (B, heads, S, 1)
+        eps = self.layout.key_norm_eps
+        if eps is not None and "key" in self.settings["on"]:
+            scale = inverse_rms(self.key(states.key), eps)  # (B, heads, S, 1)
             states.per_key["explicit.inverse_rms"] = scale.squeeze(-1).transpose(1, 2).to(states.key.dtype)
 
     def on_cached(self, states: HeadStates) -> None:

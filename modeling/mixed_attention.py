@@ -42,12 +42,23 @@ def eager_attention(
 class MixedAttention(nn.Module):
     """Turns a stock attention into one with mechanisms; combined with the stock class of each backbone below."""
 
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: Any
+    k_norm: Any
+
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         settings = config.mixers_of_layer(layer_idx)
         layout = shared_layout(settings, config.layouts()[layer_idx])
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
-        self.owner = next((name for name in settings if MECHANISMS[name].owns_attention), None)
         for side, projection in (("key", "k_proj"), ("value", "v_proj")):
             heads = min(mixer.component_heads(side) for mixer in self._mixers())
             if heads != layout.key_value_heads:
@@ -80,10 +91,11 @@ class MixedAttention(nn.Module):
         for mixer in self._mixers():
             mixer.on_cached(states)
         call = self._call(attention_mask, kwargs)
-        if self.owner is None:
+        attend = next((mixer.attend for mixer in self._mixers() if mixer.owns_attention), None)
+        if attend is None:
             output, weights = call.run(states.query, states.key, states.value)
         else:
-            output, weights = self.mixers[self.owner].attend(states, call)
+            output, weights = attend(states, call)
         for mixer in self._mixers():
             output = mixer.on_output(output, states)
         return self.o_proj(output.flatten(2).contiguous()), weights
@@ -101,28 +113,28 @@ class MixedAttention(nn.Module):
 
     def _call(self, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> AttentionCall:
         backend = self.config._attn_implementation
-        if self.owner is not None:
-            self._check_owner(self.owner, backend, kwargs)
+        self._check_backend(backend, kwargs)
         dropout = self.attention_dropout if self.training else 0.0
         window = getattr(self, "sliding_window", None)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
         options = {"attention_mask": mask, "dropout": dropout, "scaling": self.scaling, "sliding_window": window}
         return AttentionCall(partial(interface, self, **options, **kwargs), mask, self.scaling, dropout)
 
-    def _check_owner(self, owner: str, backend: str, kwargs: dict[str, Any]) -> None:
-        if MECHANISMS[owner].needs_weights and backend != "eager":
-            raise ValueError(
-                f"attn_implementation={backend!r} cannot run '{owner}' (layer {self.layer_idx}), which needs the "
-                "attention weights: use 'eager'"
-            )
-        if kwargs.get("cache") is not None:
-            raise ValueError(
-                f"continuous batching cannot run '{owner}' (layer {self.layer_idx}): its paged cache is updated "
-                "inside an attention that this mechanism replaces; use generate()"
-            )
+    def _check_backend(self, backend: str, kwargs: dict[str, Any]) -> None:
+        for name, mixer in self.mixers.items():
+            if mixer.needs_weights and backend != "eager":
+                raise ValueError(
+                    f"attn_implementation={backend!r} cannot run {name!r} (layer {self.layer_idx}), which needs the "
+                    "attention weights: use 'eager'"
+                )
+            if mixer.owns_attention and kwargs.get("cache") is not None:
+                raise ValueError(
+                    f"continuous batching cannot run {name!r} (layer {self.layer_idx}): its paged cache is updated "
+                    "inside an attention that this mechanism replaces; use generate()"
+                )
 
 
-class MixedLlamaAttention(MixedAttention, LlamaAttention):
+class MixedLlamaAttention(MixedAttention, LlamaAttention):  # type: ignore[misc]  # positions are required
     """Llama's attention with mechanisms."""
 
 

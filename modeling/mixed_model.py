@@ -50,6 +50,8 @@ class MixedPreTrained(ModelBase):
 class MixedBackbone(MixedPreTrained):
     """Decoder layers with mixed attention where the config says so, stock attention elsewhere."""
 
+    layers: Any
+
     def __init__(self, config: Any) -> None:
         config.check_mixers()
         super().__init__(config)

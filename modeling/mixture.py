@@ -5,8 +5,11 @@ two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 
 `a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
 `softmax(||q_i|| / std(||q||))` over the routed heads, shared heads simply count. `gate_scale` "unit" renormalises
 so that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate
-1 or 0 and passes its gradient straight through to the score (of heads that count: the others are never computed).
-This file computes every head and multiplies.
+1 or 0 and passes its gradient straight through to the score, the formula's gate, of the heads that count; the scale
+means nothing to it. This file computes every head and multiplies.
+
+What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
+but for the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
 
 Paper: "MoH: Multi-Head Attention as Mixture-of-Head Attention", sections 3.2 and 4.4.
 """
@@ -108,15 +111,15 @@ class Mixture(Mixer):
 
     @staticmethod
     def _check_query_norm(routed: int, layer: dict[str, Settings]) -> None:
-        if routed < 2:
-            raise ValueError(
-                f"mixers.mixture.router='query_norm' compares the routed heads with each other and has {routed} of "
-                "them: allowed are 2 or more; lower shared_heads"
-            )
         if "differential" in layer:
             raise ValueError(
                 "mixers.mixture.router='query_norm' scores single query heads, but 'differential' joins them in "
                 "pairs: use router='two_stage'"
+            )
+        if routed < 2:
+            raise ValueError(
+                f"mixers.mixture.router='query_norm' compares the routed heads with each other and has {routed} of "
+                "them: allowed are 2 or more; lower shared_heads"
             )
 
     def forward(self, hidden: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

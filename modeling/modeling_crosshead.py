@@ -171,11 +171,12 @@ class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedMod
         super()._add_losses(result, labels, attention_mask, kwargs)
         if result.router_logits is None:
             return
-        result.aux_loss = load_balancing_loss_func(
+        aux_loss: Any = load_balancing_loss_func(
             result.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
         )
+        result.aux_loss = aux_loss
         if result.loss is not None:
-            result.loss = result.loss + self.router_aux_loss_coef * result.aux_loss.to(result.loss.device)
+            result.loss = result.loss + self.router_aux_loss_coef * aux_loss.to(result.loss.device)
 
 
 class CrossheadQwen3MoeForSequenceClassification(

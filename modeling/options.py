@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from difflib import get_close_matches
+from sys import float_info
 from typing import Any, Protocol
 
 
@@ -23,9 +24,9 @@ def refuse(name: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not allowed: {allowed}")
 
 
-def unknown(name: str, kind: str, given: str, allowed: list[str]) -> ValueError:
+def unknown(name: str, kind: str, given: Any, allowed: list[str]) -> ValueError:
     """The error for a name that does not exist, with the nearest one that does."""
-    near = get_close_matches(given, allowed, n=1)
+    near = get_close_matches(given, allowed, n=1) if isinstance(given, str) else []
     hint = f"did you mean {near[0]!r}? " if near else ""
     return ValueError(f"{name} has no {kind} {given!r}: {hint}allowed are {', '.join(map(repr, allowed))}")
 
@@ -108,7 +109,7 @@ class Number(SameEverywhere):
         """The number."""
         if value is None:
             return self.default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
             raise refuse(name, value, "use a number from 0 up")
         return float(value)
 

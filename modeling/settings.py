@@ -23,7 +23,7 @@ def complete_mixers(mixers: Any, layouts: list[HeadLayout]) -> dict[str, Setting
 
 def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
     if name not in MECHANISMS:
-        raise unknown("mixers", "mechanism", str(name), list(MECHANISMS))
+        raise unknown("mixers", "mechanism", name, list(MECHANISMS))
     options = {} if options is None else options
     if not isinstance(options, Mapping):
         raise ValueError(f"mixers.{name}={options!r} is not allowed: use a mapping of option to value")
@@ -31,7 +31,7 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
     known = {**mechanism.options, LAYERS: Layers()}
     for option in options:
         if option not in known:
-            raise unknown(f"mixers.{name}", "option", str(option), list(known))
+            raise unknown(f"mixers.{name}", "option", option, list(known))
     # Options that were not given and have no default of their own stay out.
     parsed = {
         option: value
@@ -65,6 +65,11 @@ def shared_layout(settings: Mapping[str, Settings], layout: HeadLayout) -> HeadL
 def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
     """`ValueError` where a mechanism cannot work in this layer, alone or beside the others."""
     layout = shared_layout(settings, layout)
+    if settings and layout.query_heads % max(layout.key_value_heads, 1) != 0:
+        raise ValueError(
+            f"mixers need query heads in equal groups: num_attention_heads={layout.query_heads} is not a multiple of "
+            f"num_key_value_heads={layout.key_value_heads}"
+        )
     for name, options in settings.items():
         try:
             MECHANISMS[name].check(options, layout, settings)

@@ -47,7 +47,7 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
 MECHANISM_CASES: dict[str, dict[str, Any]] = {
     "knocking": {"knocking": {"on": ["value", "key"]}},
     "explicit": {"explicit": {"key_heads": 1, "value_heads": [1, 2]}},
-    "mixture": {"mixture": {"shared_heads": 1, "active_heads": 3}},
+    "mixture": {"mixture": {"shared_heads": 2, "active_heads": 3}},
     "talking": {
         "talking": {"softmax_heads": 6, "dynamic": ["query_logits", "key_logits", "query_weights", "key_weights"]}
     },
@@ -118,3 +118,15 @@ def lopsided(model: Any, seed: int = 0) -> Any:
 def tokens(batch: int = 2, length: int = 9, seed: int = 1, vocabulary: int = 61) -> torch.Tensor:
     """Random token ids without the padding token."""
     return torch.randint(1, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+NEUTRAL: dict[str, list[dict[str, Any]]] = {
+    "knocking": [{"knocking": {"form": form, "on": ["query", "key", "value"]}} for form in ("mlp", "linear", "gate")],
+    "explicit": [{"explicit": {"norm": False}}],
+    "mixture": [
+        {"mixture": {"active_heads": 4, "router": router, "gate": "binary"}} for router in ("two_stage", "query_norm")
+    ],
+    "talking": [{"talking": {}}, {"talking": {"on": ["logits"]}}],
+    "differential": [],
+}
+"""Configurations that start as the stock model, by mechanism."""

@@ -1,0 +1,64 @@
+# Everything runs from here. `make test` needs only CPython 3.11 or newer with pip and venv: it sets itself up.
+#
+#   BASE_PYTHON  the interpreter that the virtual environments are made from
+#   PYTHON       the interpreter that runs things: give one that has everything (absolute path) to skip the set-up
+#   TORCH_FROM   options for installing torch, such as --index-url https://download.pytorch.org/whl/cpu
+#   ARGS         more options for pytest, such as ARGS="-k knocking -x"
+BASE_PYTHON = python3
+PYTHON = $(CURDIR)/.venv/bin/python
+TORCH_FROM =
+ARGS =
+WORKERS = 2
+THREADS = 1
+
+OLDEST = .venv-oldest/bin/python
+# -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores.
+PYTEST = -P -m pytest -n $(WORKERS)
+ENVIRONMENT = OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false
+
+ifeq ($(origin PYTHON),file)
+READY = .venv/ready
+endif
+
+.PHONY: help test test-oldest lint format types hf-suite clean
+.DEFAULT_GOAL = help
+
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
+
+test: $(READY) ## all tests, with the versions in constraints.txt
+	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)
+
+test-oldest: .venv-oldest/ready ## the model tests, with the oldest supported transformers
+	$(ENVIRONMENT) $(OLDEST) $(PYTEST) tests/modeling $(ARGS)
+
+lint: $(READY) ## ruff: rules and format
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+
+format: $(READY) ## let ruff rewrite the files
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+# Type checkers do not follow setuptools' mapping of the root folders, so they read a copy laid out as installed.
+types: $(READY) ## mypy
+	rm -rf build
+	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
+	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
+
+hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
+	$(PYTHON) tests/hf_suite/run.py
+
+clean: ## remove everything that make made
+	rm -rf build dist .cache .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes first and alone: resolved together with the rest, some installers fetch gigabytes of CUDA packages.
+.venv/ready: constraints.txt
+.venv-oldest/ready: constraints-oldest.txt
+.venv/ready .venv-oldest/ready: pyproject.toml
+	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "crosshead needs Python 3.11 or newer")'
+	$(BASE_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c $(filter constraints%,$^) torch
+	$(@D)/bin/python -m pip install --quiet -c $(filter constraints%,$^) -e '.[dev]'
+	touch $@

@@ -1,0 +1,232 @@
+"""The rules of the house, each a function from one source file to a list of complaints.
+
+`test_house.py` runs every rule over every file, and every rule over a snippet that breaks it.
+"""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDERS = ("crosshead", "modeling", "conversion", "recipes", "evals", "model_cards")
+
+ARROWS: dict[str, set[str]] = {
+    "modeling": set(),
+    "conversion": {"modeling"},
+    "evals": {"modeling"},
+    "recipes": {"modeling", "evals"},
+    "model_cards": set(),
+    "crosshead": set(FOLDERS),
+}
+"""Which of our folders a folder may import, itself apart."""
+
+PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
+OPTIONAL = {"accelerate", "datasets", "lm_eval", "peft"}
+FILE_LINES = 300
+FUNCTION_LINES = 60
+
+# What transformers' saver takes for a relative import, in code, docstrings and comments alike.
+SAVER_IMPORT = re.compile(r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+))", re.MULTILINE)
+MACHINE_PATH = re.compile(r"(?<![\w.:/})\]>])/(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp)\b")
+PRUNED = {"build", "dist", "__pycache__"}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file of the project, by its path from the root."""
+
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @property
+    def folder(self) -> str:
+        return PurePosixPath(self.path).parts[0]
+
+    @property
+    def is_test(self) -> bool:
+        return self.folder == "tests"
+
+
+def project_files() -> list[Path]:
+    """Every file that belongs to the project: no build products, environments or caches."""
+
+    def walk(folder: Path) -> Iterator[Path]:
+        for entry in sorted(folder.iterdir()):
+            hidden = entry.name.startswith(".") and entry.name not in (".ci", ".github", ".gitignore")
+            if hidden or entry.name in PRUNED or entry.name.endswith(".egg-info"):
+                continue
+            if entry.is_dir():
+                yield from walk(entry)
+            else:
+                yield entry
+
+    return list(walk(ROOT))
+
+
+def read(path: Path) -> Source:
+    """A project file as a `Source`; bytes that are no text become replacement characters."""
+    return Source(path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8", errors="replace"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[ast.Import | ast.ImportFrom, str, int]]:
+    """Every import as (node, dotted name, level); `from a import b` is given as `a.b`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield node, alias.name, 0
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                yield node, f"{node.module}.{alias.name}" if node.module else alias.name, node.level
+
+
+def imported_folder(source: Source, name: str, level: int) -> str | None:
+    """Which of our folders an import reaches, or None for somebody else's package."""
+    parts = name.split(".")
+    if level:
+        package = ["crosshead"] if source.folder == "crosshead" else ["crosshead", source.folder]
+        package += PurePosixPath(source.path).parts[1:-1]
+        parts = package[: len(package) - level + 1] + parts
+    if parts[0] != "crosshead":
+        return None
+    return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "crosshead"
+
+
+def arrows(source: Source) -> list[str]:
+    """A folder imports only what the arrows allow, and under the name it is installed by."""
+    if source.is_test:
+        return []
+    allowed = ARROWS[source.folder] | {source.folder}
+    found = []
+    for node, name, level in imports(source.tree):
+        if not level and name.split(".")[0] in set(FOLDERS) - {"crosshead"}:
+            found.append(f"line {node.lineno}: `{name}` is imported as `crosshead.{name}`")
+        folder = imported_folder(source, name, level)
+        if folder and folder not in allowed:
+            found.append(f"line {node.lineno}: {source.folder} may not import {folder}")
+    return found
+
+
+def portable(source: Source, siblings: set[str] | None = None) -> list[str]:
+    """modeling/ travels to the Hub: flat, torch, transformers, the standard library and `from .x import y` alone."""
+    if source.folder != "modeling":
+        return []
+    known = siblings if siblings is not None else {path.stem for path in (ROOT / "modeling").glob("*.py")}
+    found = [] if source.path.count("/") == 1 else ["modeling/ is flat: no file in a folder below it"]
+    relative = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.level]
+    for node in relative:
+        if node.level > 1 or not node.module or "." in node.module:
+            found.append(f"line {node.lineno}: the Hub saver follows `from .x import y` alone")
+    for node, name, level in imports(source.tree):
+        if not level and name.split(".")[0] not in PORTABLE:
+            found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
+    for match in SAVER_IMPORT.finditer(source.text):
+        module = match[1] or match[2]
+        if module not in known - {"__init__"}:
+            line = source.text.count("\n", 0, match.start(match.lastindex or 0)) + 1
+            found.append(f"line {line}: the Hub saver would look for modeling/{module}.py, even from a docstring")
+    return found
+
+
+def lazy(source: Source) -> list[str]:
+    """An optional package is imported in the function that needs it (or for type checkers alone)."""
+
+    def outside_functions(node: ast.AST) -> Iterator[ast.AST]:
+        yield node
+        if isinstance(node, Function) or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+            return
+        for child in ast.iter_child_nodes(node):
+            yield from outside_functions(child)
+
+    if source.is_test:
+        return []
+    direct = {id(node) for node in outside_functions(source.tree)}
+    return [
+        f"line {node.lineno}: `{name}` is optional: import it in the function that needs it"
+        for node, name, level in imports(source.tree)
+        if id(node) in direct and not level and name.split(".")[0] in OPTIONAL
+    ]
+
+
+def file_length(source: Source) -> list[str]:
+    """A file holds one idea."""
+    lines = len(source.text.splitlines())
+    return [f"{lines} lines, {FILE_LINES} at most"] if lines > FILE_LINES else []
+
+
+def function_length(source: Source) -> list[str]:
+    """So does a function."""
+    if source.is_test:
+        return []
+    spans = [(node, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions(source.tree)]
+    return [f"{node.name}: {lines} lines, {FUNCTION_LINES} at most" for node, lines in spans if lines > FUNCTION_LINES]
+
+
+def no_assert(source: Source) -> list[str]:
+    """Outside tests an error is raised, and quotes the offending value."""
+    nodes = [] if source.is_test else ast.walk(source.tree)
+    return [f"line {node.lineno}: assert" for node in nodes if isinstance(node, ast.Assert)]
+
+
+def no_print(source: Source) -> list[str]:
+    """Only the command line and tests write to the terminal."""
+    nodes = [] if source.is_test or source.folder == "crosshead" else ast.walk(source.tree)
+    calls = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)]
+    return [f"line {node.lineno}: print" for node in calls if node.func.id == "print"]
+
+
+def docstrings(source: Source) -> list[str]:
+    """Every public module, class, function and method says what it is."""
+    if source.is_test:
+        return []
+    nodes = [("the module", source.tree), *public(source.tree)]
+    return [f"{name}: no docstring" for name, node in nodes if not ast.get_docstring(node)]
+
+
+def annotations(source: Source) -> list[str]:
+    """Every public function names the types of its arguments and of its result."""
+    if source.is_test:
+        return []
+    found = []
+    for name, node in public(source.tree):
+        if isinstance(node, Function):
+            bare = [arg.arg for arg in arguments(node) if arg.annotation is None and arg.arg not in ("self", "cls")]
+            found += [f"{name}: {arg} has no type" for arg in bare]
+            found += [f"{name}: no return type"] if node.returns is None else []
+    return found
+
+
+def machine_paths(source: Source) -> list[str]:
+    """The project names no path of the machine it was written on."""
+    lines = enumerate(source.text.splitlines(), 1)
+    return [f"line {number}: {match[0]}" for number, line in lines for match in MACHINE_PATH.finditer(line)]
+
+
+def functions(tree: ast.AST) -> list[Function]:
+    """All functions and methods below a node."""
+    return [node for node in ast.walk(tree) if isinstance(node, Function)]
+
+
+def arguments(node: Function) -> list[ast.arg]:
+    """All arguments of a function, starred ones included."""
+    spec = node.args
+    starred = [arg for arg in (spec.vararg, spec.kwarg) if arg is not None]
+    return [*spec.posonlyargs, *spec.args, *spec.kwonlyargs, *starred]
+
+
+def public(tree: ast.Module | ast.ClassDef, prefix: str = "") -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    """The public classes and functions of a module, and the public methods of its public classes."""
+    for node in tree.body:
+        if isinstance(node, Function | ast.ClassDef) and not node.name.startswith("_"):
+            yield prefix + node.name, node
+            if isinstance(node, ast.ClassDef):
+                yield from public(node, f"{prefix}{node.name}.")

@@ -1,0 +1,124 @@
+"""What the stock backbones bring along stays: position embeddings, windows, ties, biases, the experts' layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+
+import crosshead
+from toys import BACKBONES, STOCK, lopsided, mixed_model, stock_model, tokens
+
+ROPES: dict[str, dict[str, Any]] = {
+    "default": {"rope_type": "default", "rope_theta": 500.0},
+    "linear": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "rope_theta": 500.0, "factor": 2.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "rope_type": "longrope",
+        "rope_theta": 500.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [1.0, 2.0, 3.0, 4.0],
+    },
+    "llama3": {
+        "rope_type": "llama3",
+        "rope_theta": 500.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+}
+KNOCKING = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
+EXPLICIT = {"explicit": {"norm": False}}
+
+
+def both(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) -> tuple[Any, Any]:
+    """A stock model, and ours from its checkpoint."""
+    stock = stock_model(backbone, **changes)
+    stock.save_pretrained(folder)
+    model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
+    return stock, model_class.from_pretrained(folder, mixers=mixers, attn_implementation="eager").eval()
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("rope", ROPES)
+@torch.no_grad()
+def test_every_rope_type(rope: str, backbone: str, tmp_path: Path) -> None:
+    stock, ours = both(backbone, tmp_path, KNOCKING, rope_parameters=ROPES[rope])
+    long = tokens(1, 100)  # longer than what the scaled types were made for
+    assert torch.equal(ours(long).logits, stock(long).logits)
+    explicit = type(ours).from_pretrained(tmp_path, mixers=EXPLICIT, attn_implementation="eager").eval()
+    expected = stock(long).logits
+    assert (explicit(long).logits - expected).norm() <= 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize("backbone", ("Qwen2", "Qwen3", "Qwen3Moe"))
+@torch.no_grad()
+def test_sliding_window_layers(backbone: str, tmp_path: Path) -> None:
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    stock, ours = both(backbone, tmp_path, KNOCKING, **window)
+    assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("tied", (True, False))
+@torch.no_grad()
+def test_tied_embeddings(tied: bool, backbone: str, tmp_path: Path) -> None:
+    stock, ours = both(backbone, tmp_path / "stock", KNOCKING, tie_word_embeddings=tied)
+    assert (ours.lm_head.weight is ours.model.embed_tokens.weight) is tied
+    assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
+    ours.save_pretrained(tmp_path / "ours")
+    with safe_open(tmp_path / "ours" / "model.safetensors", "pt") as saved:
+        assert ("lm_head.weight" in saved.keys()) is not tied  # noqa: SIM118
+    again = type(ours).from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert torch.equal(again(tokens()).logits, stock(tokens()).logits)
+
+
+@pytest.mark.parametrize("backbone", ("Llama", "Qwen3", "Qwen3Moe"))
+def test_attention_bias(backbone: str) -> None:
+    model = mixed_model(backbone, {"explicit": {"key_heads": 1, "value_heads": 1}}, attention_bias=True)
+    attention = model.model.layers[0].self_attn
+    assert attention.k_proj.bias.shape == attention.v_proj.bias.shape == (8,)
+    assert attention.q_proj.bias is not None
+
+
+def test_qwen2_components_have_biases() -> None:
+    attention = mixed_model("Qwen2", {"explicit": {"key_heads": 1, "value_heads": 1}}).model.layers[0].self_attn
+    assert attention.k_proj.bias.shape == attention.v_proj.bias.shape == (8,)
+    assert attention.o_proj.bias is None
+
+
+def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Names and shapes in a saved folder."""
+    with safe_open(folder / "model.safetensors", "pt") as saved:
+        return {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
+
+
+@torch.no_grad()
+def test_experts_keep_the_stock_layout(tmp_path: Path) -> None:
+    stock, ours = both("Qwen3Moe", tmp_path / "stock", KNOCKING)
+    ours.save_pretrained(tmp_path / "ours")
+    saved = tensors(tmp_path / "ours")
+    assert {name: shape for name, shape in saved.items() if ".mixers." not in name} == tensors(tmp_path / "stock")
+    back = STOCK["Qwen3Moe"][1].from_pretrained(tmp_path / "ours", attn_implementation="eager").eval()
+    assert torch.equal(back(tokens()).logits, stock(tokens()).logits)
+    fresh = lopsided(type(ours)(ours.config))
+    fresh.save_pretrained(tmp_path / "fresh")
+    assert tensors(tmp_path / "fresh") == saved
+    again, report = type(ours).from_pretrained(
+        tmp_path / "fresh", attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert torch.equal(again.eval()(tokens()).logits, fresh.eval()(tokens()).logits)
+
+
+def test_expert_losses_are_the_stock_ones(tmp_path: Path) -> None:
+    stock, ours = both("Qwen3Moe", tmp_path, KNOCKING, output_router_logits=True)
+    expected, found = stock(tokens(), labels=tokens()), ours(tokens(), labels=tokens())
+    assert torch.equal(found.loss, expected.loss)
+    assert torch.equal(found.aux_loss, expected.aux_loss)
+    assert len(found.router_logits) == len(expected.router_logits) == 2

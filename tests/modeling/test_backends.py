@@ -1,0 +1,139 @@
+"""Attention backends: those that can run a mechanism agree, the others are refused, none forgets the mask."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import eager_mask
+
+import crosshead
+from toys import BACKBONES, CASES, mixed_config, mixed_model, tokens
+
+NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
+DISPATCHED = [case for case in CASES if "talking" not in case]
+PADDED = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    """Logits of the real tokens of a padded batch."""
+    return model(tokens(), attention_mask=PADDED).logits[PADDED.bool()]
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", DISPATCHED)
+def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
+    eager, sdpa = (mixed_model(backbone, CASES[case], backend=backend) for backend in ("eager", "sdpa"))
+    assert (logits(eager) - logits(sdpa)).abs().max() < 1e-4
+    default = mixed_model(backbone, CASES[case], backend=None)
+    assert default.config._attn_implementation == "sdpa"
+    assert torch.equal(logits(default), logits(sdpa))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", DISPATCHED)
+def test_flex_attention_agrees_with_eager(case: str) -> None:
+    sizes = {"hidden_size": 32, "head_dim": 16}  # the smallest heads that it compiles for
+    eager, flex = (mixed_model("Qwen3", CASES[case], backend=b, **sizes) for b in ("eager", "flex_attention"))
+    assert (logits(eager) - logits(flex)).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", NEEDS_WEIGHTS)
+def test_the_default_runs_what_needs_weights(case: str, backbone: str) -> None:
+    default = mixed_model(backbone, CASES[case], backend=None)
+    assert default.config._attn_implementation == "eager"
+    assert torch.equal(logits(default), logits(mixed_model(backbone, CASES[case], backend="eager")))
+
+
+@pytest.mark.parametrize("backend", ("sdpa", "flash_attention_2", "flex_attention"))
+@pytest.mark.parametrize("case", NEEDS_WEIGHTS)
+def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any) -> None:
+    expected = f"attn_implementation='{backend}' cannot run 'talking'.*use 'eager'"
+    with pytest.raises(ValueError, match=expected):
+        AutoModelForCausalLM.from_config(mixed_config("Llama", CASES[case]), attn_implementation=backend)
+    model = mixed_model("Llama", CASES[case])
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=expected):
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=backend)
+    with pytest.raises(ValueError, match=expected):
+        model.set_attn_implementation(backend)
+    model.config._attn_implementation = backend  # past every check
+    with pytest.raises(ValueError, match=expected):
+        model(tokens())
+
+
+def test_flash_attention_is_not_refused_by_us() -> None:
+    with pytest.raises(ImportError, match=r"flash_attn|kernels|FlashAttention"):
+        AutoModelForCausalLM.from_config(
+            mixed_config("Llama", {"knocking": {}}), attn_implementation="flash_attention_2"
+        )
+
+
+def test_set_attn_implementation_switches() -> None:
+    model = mixed_model("Llama", CASES["explicit"])
+    expected = logits(model)
+    model.set_attn_implementation("sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    assert (logits(model) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("case", DISPATCHED)
+def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
+    """A custom attention sees what stock models give it: all query heads, all key/value heads, the window, a mask."""
+    seen: list[Any] = []
+
+    def spy(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        seen.append((tuple(query.shape), tuple(key.shape), tuple(value.shape), kwargs["sliding_window"]))
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("spy", spy)
+    AttentionMaskInterface.register("spy", eager_mask)
+    model = mixed_model("Qwen3", CASES[case], backend="spy")
+    assert (logits(model) - logits(mixed_model("Qwen3", CASES[case]))).abs().max() < 1e-4
+    assert set(seen) == {((2, 4, 9, 8), (2, 2, 9, 8), (2, 2, 9, 8), None)}
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_eager_returns_the_weights(case: str, backbone: str) -> None:
+    model = mixed_model(backbone, CASES[case])
+    weights = model(tokens(), output_attentions=True).attentions
+    assert len(weights) == 2
+    for layer in weights:
+        assert layer.shape == (2, 4, 9, 9)
+        assert layer.triu(1).abs().max() == 0  # nothing from the future
+        if "talking" not in case:
+            assert (layer.sum(-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", [*NEEDS_WEIGHTS, "differential"])
+def test_paged_caches_are_refused_where_attention_is_replaced(case: str) -> None:
+    attention = mixed_model("Llama", CASES[case]).model.layers[0].self_attn
+    tables = (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
+    with pytest.raises(ValueError, match="continuous batching cannot run"):
+        attention(torch.zeros(2, 9, 24), position_embeddings=tables, cache=object())
+
+
+@pytest.mark.parametrize("case", [case for case in DISPATCHED if "differential" not in case])
+def test_continuous_batching(case: str) -> None:
+    from transformers import GenerationConfig
+
+    model = mixed_model("Llama", CASES[case], backend="sdpa")
+    settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0)
+    settings_paged = GenerationConfig(
+        max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0, num_blocks=16, max_batch_tokens=64
+    )
+    ids = tokens(1, 9)
+    expected = model.generate(ids, generation_config=settings)[0, 9:].tolist()
+    results = model.generate_batch(inputs=[ids[0].tolist()], generation_config=settings_paged)
+    assert next(iter(results.values())).generated_tokens == expected
+
+
+def test_families_are_registered() -> None:
+    for config_class, models in crosshead.FAMILIES.items():
+        config = config_class(**mixed_config(config_class.__name__[9:-6], {}).to_dict())
+        assert type(AutoModelForCausalLM.from_config(config)) is models[1]

@@ -1,0 +1,202 @@
+"""What every mechanism must keep true on every backbone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import crosshead
+from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
+
+NEUTRAL_CASES = [(name, index) for name, cases in NEUTRAL.items() for index in range(len(cases))]
+on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
+for_every_case = pytest.mark.parametrize("case", CASES)
+
+
+def ours_from_stock(backbone: str, folder: Path, mixers: dict[str, Any], backend: str = "eager") -> Any:
+    """Our class loading a stock checkpoint."""
+    model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
+    return model_class.from_pretrained(folder, mixers=mixers, attn_implementation=backend).eval()
+
+
+@on_every_backbone
+@pytest.mark.parametrize(("mechanism", "index"), NEUTRAL_CASES)
+@torch.no_grad()
+def test_neutral_start_is_the_stock_model(mechanism: str, index: int, backbone: str, tmp_path: Path) -> None:
+    stock = stock_model(backbone)
+    stock.save_pretrained(tmp_path)
+    ours = ours_from_stock(backbone, tmp_path, NEUTRAL[mechanism][index])
+    expected = stock(tokens()).logits
+    difference = (ours(tokens()).logits - expected).abs().max()
+    # Where keys are normed per head, explicit divides after the combination: one rounding more.
+    added_arithmetic = mechanism == "explicit" and backbone.startswith("Qwen3")
+    assert difference <= (1e-6 * expected.abs().max() if added_arithmetic else 0)
+
+
+@on_every_backbone
+@torch.no_grad()
+def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> None:
+    stock = stock_model(backbone, backend="sdpa")
+    stock.save_pretrained(tmp_path)
+    ours = ours_from_stock(backbone, tmp_path, {}, backend="sdpa")
+    assert {type(layer.self_attn) for layer in ours.model.layers} == {type(stock.model.layers[0].self_attn)}
+    assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
+    model = mixed_model(backbone, CASES[case])
+    model.save_pretrained(tmp_path / "first")
+    again = type(model).from_pretrained(tmp_path / "first", attn_implementation="eager").eval()
+    again.save_pretrained(tmp_path / "second")
+    third = type(model).from_pretrained(tmp_path / "second", attn_implementation="eager")
+    for reloaded in (again, third.eval()):
+        assert list(reloaded.config.mixers) == list(CASES[case])
+        assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
+
+
+@on_every_backbone
+@for_every_case
+def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
+    keeps_shapes = {
+        name: {option: value for option, value in options.items() if not option.endswith(("key_heads", "value_heads"))}
+        for name, options in CASES[case].items()
+    }
+    stock_model(backbone).save_pretrained(tmp_path)
+    torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with NaN
+    try:
+        model = ours_from_stock(backbone, tmp_path, keeps_shapes)
+        fresh = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")(mixed_config(backbone, keeps_shapes))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for candidate in (model, fresh):
+        for name, parameter in candidate.named_parameters():
+            assert parameter.isfinite().all(), name
+    starts = dict(fresh.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".mixers." in name:
+            assert abs(parameter.mean() - starts[name].mean()) < 0.3, name
+            assert parameter.abs().max() < 2, name
+
+
+@on_every_backbone
+@for_every_case
+def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
+    trained = mixed_model(backbone, CASES[case])
+    fresh = type(trained)(mixed_config(backbone, CASES[case]))
+    for model in (trained, fresh):
+        model.train()
+        model(tokens(), labels=tokens()).loss.backward()
+        for name, parameter in model.named_parameters():
+            assert parameter.grad is not None, name
+            assert parameter.grad.isfinite().all(), name
+            if ".mixers." in name:
+                assert parameter.grad.abs().max() > 0, name
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
+    for backend in backends(case):
+        model = mixed_model(backbone, CASES[case], backend=backend)
+        ids, changed = tokens(), tokens()
+        changed[:, 5:] = tokens(seed=2)[:, 5:]
+        difference = (model(ids).logits - model(changed).logits).abs().amax(dim=(0, 2))
+        assert difference[:5].max() < 1e-5
+        assert difference[5:].min() > 1e-3
+
+
+def backends(case: str) -> tuple[str, ...]:
+    """The attention backends that a case runs on without an accelerator or a compiler."""
+    return ("eager",) if "talking" in CASES[case] else ("eager", "sdpa")
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
+    for backend in backends(case):
+        model = mixed_model(backbone, CASES[case], backend=backend)
+        long, short = tokens(1, 9), tokens(1, 6, seed=3)
+        ids = torch.cat([long, torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1)])
+        mask = (ids != 0).long()
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
+        cache, steps = None, []
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 9)):
+            out = model(
+                ids[:, start:stop],
+                attention_mask=mask[:, :stop],
+                position_ids=positions[:, start:stop],
+                past_key_values=cache,
+                use_cache=True,
+            )
+            cache = out.past_key_values
+            steps.append(out.logits)
+        decoded = torch.cat(steps, dim=1)
+        assert (decoded[:1] - model(long).logits).abs().max() < 1e-4
+        assert (decoded[1:, 3:] - model(short).logits).abs().max() < 1e-4
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
+    first, second = tokens(1, 5), tokens(1, 7, seed=4)
+    positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
+    for backend in backends(case):
+        model = mixed_model(backbone, CASES[case], backend=backend)
+        packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
+        separate = torch.cat([model(first).logits, model(second).logits], dim=1)
+        assert (packed - separate).abs().max() < 1e-4
+
+
+@on_every_backbone
+@for_every_case
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
+    model = mixed_model(backbone, CASES[case])
+    expected = model(tokens()).logits
+    half = model.to(dtype).train()
+    out = half(tokens(), labels=tokens())
+    assert out.logits.dtype == dtype
+    agreement = torch.nn.functional.cosine_similarity(out.logits.float(), expected, dim=-1)
+    assert agreement.median() > 0.98
+    out.loss.backward()
+    assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
+
+
+@for_every_case
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+def test_fully_padded_rows_stay_finite(case: str, dtype: torch.dtype) -> None:
+    mask = torch.ones(2, 9, dtype=torch.long)
+    mask[1] = 0
+    for backend in backends(case):
+        model = mixed_model("Qwen3", CASES[case], backend=backend).to(dtype).train()
+        labels = tokens().masked_fill(mask == 0, -100)
+        out = model(tokens(), attention_mask=mask, labels=labels)
+        assert out.logits.isfinite().all()
+        out.loss.backward()
+        assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_sequence_classification(case: str, backbone: str, tmp_path: Path) -> None:
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    config = mixed_config(backbone, CASES[case], num_labels=3)
+    model = lopsided(AutoModelForSequenceClassification.from_config(config)).eval()
+    assert type(model) is getattr(crosshead, f"Crosshead{backbone}ForSequenceClassification")
+    model.save_pretrained(tmp_path)
+    logits = model(tokens(), labels=torch.tensor([0, 2])).logits
+    assert logits.shape == (2, 3)
+    again = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
+    assert torch.equal(again(tokens()).logits, logits)
+    backbone_alone = AutoModel.from_pretrained(tmp_path).eval()
+    assert type(backbone_alone) is getattr(crosshead, f"Crosshead{backbone}Model")
+    assert torch.equal(backbone_alone(tokens()).last_hidden_state, model.model(tokens()).last_hidden_state)

@@ -1,0 +1,136 @@
+"""Generation with every kind of cache, and what the cache holds."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+from toys import BACKBONES, CASES, mixed_model, tokens
+
+on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
+for_every_case = pytest.mark.parametrize("case", CASES)
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+NEW = 6
+
+
+@torch.no_grad()
+def greedy_without_cache(model: Any, ids: torch.Tensor, new: int = NEW) -> torch.Tensor:
+    """The truth about greedy decoding: a full forward per token."""
+    for _ in range(new):
+        following = model(ids, use_cache=False).logits[:, -1:].argmax(-1)
+        ids = torch.cat([ids, following], dim=1)
+    return ids
+
+
+def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Greedy generation of a fixed number of tokens."""
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
+
+
+@on_every_backbone
+@for_every_case
+def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> None:
+    model = mixed_model(backbone, CASES[case])
+    ids = tokens()
+    expected = greedy_without_cache(model, ids)
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, use_cache=False), expected)
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(generate(model, ids, **static), expected)
+
+
+@on_every_backbone
+@for_every_case
+def test_beams_and_assistants(case: str, backbone: str) -> None:
+    model = mixed_model(backbone, CASES[case])
+    ids = tokens()
+    cached = generate(model, ids, num_beams=3)
+    assert torch.equal(cached, generate(model, ids, num_beams=3, use_cache=False))
+    one = ids[:1]
+    expected = greedy_without_cache(model, one)
+    assistant = mixed_model(backbone, CASES[case], num_hidden_layers=2)
+    with torch.no_grad():
+        for parameter in assistant.parameters():
+            parameter.mul_(1.01)
+    assert torch.equal(generate(model, one, assistant_model=assistant), expected)
+    assert torch.equal(generate(model, one, prompt_lookup_num_tokens=2), expected)
+
+
+@pytest.mark.parametrize("backbone", ("Qwen2", "Qwen3", "Qwen3Moe"))
+@for_every_case
+def test_sliding_windows(case: str, backbone: str) -> None:
+    """Windows shorter than the text: cached decoding still equals the full forward, and the window matters."""
+    model = mixed_model(backbone, CASES[case], **WINDOW)
+    ids = tokens(2, 9)
+    expected = greedy_without_cache(model, ids)
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, cache_implementation="static", disable_compile=True), expected)
+    wide = mixed_model(backbone, CASES[case])
+    with torch.no_grad():
+        assert (wide(ids).logits - model(ids).logits)[:, -1].abs().max() > 1e-3
+
+
+def cache_bytes(cache: Any) -> int:
+    """What a cache's tensors take."""
+    return sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+
+
+def filled_cache(backbone: str, mixers: dict[str, Any], cache: Any = None) -> Any:
+    """The cache after generation."""
+    model = mixed_model(backbone, mixers, num_key_value_heads=4)
+    out = model.generate(
+        tokens(),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        past_key_values=cache,
+    )
+    return out.past_key_values
+
+
+@on_every_backbone
+@pytest.mark.parametrize("norm", (False, True))
+def test_half_the_components_take_half_the_cache(backbone: str, norm: bool) -> None:
+    full = filled_cache(backbone, {})
+    half = filled_cache(backbone, {"explicit": {"key_heads": 2, "value_heads": 2, "norm": norm}})
+    seen = full.get_seq_length()
+    assert half.get_seq_length() == seen
+    numbers = 2 * 2 * seen * 4 * 4 if backbone.startswith("Qwen3") else 0  # batch, layers, tokens, heads, bytes
+    assert cache_bytes(half) == cache_bytes(full) // 2 + numbers
+
+
+def test_uneven_components_take_their_share() -> None:
+    full = cache_bytes(filled_cache("Llama", {}))
+    mixers = {"explicit": {"key_heads": [1, 3], "value_heads": [2, 2], "norm": False}}
+    assert cache_bytes(filled_cache("Llama", mixers)) == full * (1 + 3 + 2 + 2) // 16
+    one_layer = {"explicit": {"key_heads": 2, "value_heads": 2, "layers": [1], "norm": False}}
+    assert cache_bytes(filled_cache("Llama", one_layer)) == full * 3 // 4
+
+
+def test_static_cache_takes_components_only() -> None:
+    model = mixed_model("Llama", {"explicit": {"key_heads": 2, "value_heads": 2}}, num_key_value_heads=4)
+    cache = StaticCache(config=model.config, max_cache_len=32)
+    with torch.no_grad():
+        model(tokens(), past_key_values=cache)
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 2, 32, 8)] * 2
+
+
+def test_other_mechanisms_leave_the_cache_as_it_is() -> None:
+    full = cache_bytes(filled_cache("Qwen3", {}))
+    for mixers in ({"knocking": {}}, {"mixture": {"active_heads": 3}}, {"talking": {}}, {"differential": {}}):
+        assert cache_bytes(filled_cache("Qwen3", mixers)) == full
+
+
+@for_every_case
+@torch.no_grad()
+def test_cropped_and_reordered_caches(case: str) -> None:
+    model = mixed_model("Qwen3", CASES[case])
+    ids = tokens(2, 9)
+    cache = DynamicCache(config=model.config)
+    model(ids, past_key_values=cache)
+    cache.crop(-3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    continued = model(ids.flip(0)[:, 6:], past_key_values=cache).logits
+    assert (continued - model(ids.flip(0)).logits[:, 6:]).abs().max() < 1e-4

@@ -1,0 +1,169 @@
+"""Mechanisms away from Llama: as tensors, bidirectional, with keys from elsewhere; and beside the library's own."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from crosshead.modeling.differential import lambda_start
+from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.modeling.mixer import AttentionCall, HeadLayout, HeadStates
+from crosshead.modeling.numerics import HeadRMSNorm, apply_mask, rms_normalised
+from crosshead.modeling.regroup import regrouping
+from crosshead.modeling.settings import complete_mixers, layer_settings, shared_layout
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+
+import oracles
+from toys import lopsided, mixed_model, tokens
+
+LAYOUT = HeadLayout(hidden_size=12, query_heads=4, key_value_heads=2, head_dim=6)
+
+
+def build(name: str, options: dict[str, Any], layout: HeadLayout = LAYOUT) -> Any:
+    """A mechanism by itself, in float64."""
+    settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
+    return lopsided(MECHANISMS[name](shared_layout(settings, layout), settings[name])).double()
+
+
+def states(queries: int = 3, keys: int = 5) -> HeadStates:
+    """Queries from one sequence, keys and values from another."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return HeadStates(
+        hidden=draw(2, queries, 12),
+        memory=draw(2, keys, 12),
+        query=draw(2, 4, queries, 6),
+        key=draw(2, 2, keys, 6),
+        value=draw(2, 2, keys, 6),
+    )
+
+
+def test_talking_between_two_sequences_without_a_mask() -> None:
+    talking = build("talking", {"dynamic": ["query_logits", "key_weights"], "softmax_heads": 3})
+    given = states()
+    talking.on_projected(given)
+    unused: Any = None
+    output, weights = talking.attend(given, AttentionCall(unused, None, 6**-0.5, 0.0))
+    named = {f"mixers.talking.{name}": parameter for name, parameter in talking.named_parameters()}
+    mixers = {"talking": talking.settings}
+    shape = oracles.LayerShape(4, 2, 6, 0, 1e-6, False)
+    for b in range(2):
+        heads = {
+            side: [[getattr(given, side)[b, head, t] for head in range(count)] for t in range(length)]
+            for side, count, length in (("query", 4, 3), ("key", 2, 5), ("value", 2, 5))
+        }
+        both = torch.cat(
+            [given.hidden[b], given.memory[b]]
+        )  # the oracle knows one sequence: look inputs up by position
+        for t in range(3):
+            row = []
+            for s in range(5):
+                logits = [heads["query"][t][h] @ heads["key"][s][h // 2] / math.sqrt(6) for h in range(4)]
+                row.append(oracles.talking(logits, "logits", both[t], both[3 + s], named, talking.settings))
+            soft = [torch.softmax(torch.stack([cell[h] for cell in row]), 0) for h in range(3)]
+            mixed = [
+                oracles.talking(
+                    [soft[h][s] for h in range(3)], "weights", both[t], both[3 + s], named, mixers["talking"]
+                )
+                for s in range(5)
+            ]
+            for head in range(shape.query_heads):
+                expected = sum(mixed[s][head] * heads["value"][s][head // 2] for s in range(5))
+                assert (output[b, t, head] - expected).abs().max() < 1e-12
+                assert (weights[b, head, t] - torch.stack([mixed[s][head] for s in range(5)])).abs().max() < 1e-12
+
+
+def test_explicit_and_knocking_know_no_sequence_length() -> None:
+    given = states()
+    explicit = build("explicit", {"norm": False})
+    raw = given.key
+    explicit.on_projected(given)
+    explicit.on_cached(given)
+    weight = explicit.key.weight
+    assert torch.allclose(given.key[:, 1], weight[1, 0] * raw[:, 0] + weight[1, 1] * raw[:, 1])
+    knocking = build("knocking", {"on": ["query"], "form": "linear"})
+    query = given.query
+    knocking.on_projected(given)
+    assert torch.allclose(given.query, query @ knocking.query.weight.T)
+
+
+def test_mixture_routes_queries_only() -> None:
+    mixture = build("mixture", {"active_heads": 3, "shared_heads": 1})
+    given = states()
+    mixture.on_projected(given)
+    assert given.gates is not None and given.gates.shape == (2, 3, 4)
+    output = torch.ones(2, 3, 4, 6, dtype=torch.float64)
+    assert torch.equal(mixture.on_output(output, given)[..., 0], given.gates)
+    assert (given.gates == 0).sum() == 2 * 3
+
+
+def test_gates_are_one_on_average_in_unit_scale() -> None:
+    gates, _ = build("mixture", {"active_heads": 3, "shared_heads": 1})(states().hidden, states().query)
+    assert torch.allclose(gates.sum(-1).mean(), gates.new_tensor(3.0), atol=0.8)
+    even = build("mixture", {"active_heads": 4, "shared_heads": 2})
+    with torch.no_grad():
+        for parameter in even.parameters():
+            parameter.zero_()
+    gates, _ = even(states().hidden, states().query)
+    assert torch.allclose(gates, torch.ones_like(gates))
+
+
+def test_equal_query_norms_route_without_nan() -> None:
+    mixture = build("mixture", {"active_heads": 2, "shared_heads": 1, "router": "query_norm"})
+    query = torch.zeros(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
+    gates, probabilities = mixture(states().hidden[:1, :2], query)
+    (gates.sum() + probabilities.pow(2).sum()).backward()
+    assert gates.isfinite().all() and query.grad is not None and query.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("heads", ((4, 4), (8, 4), (4, 2)))
+@torch.no_grad()
+def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
+    """DiffLlama pairs head i with head i + H/2, we pair neighbours; otherwise both define the same."""
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    ours = mixed_model("Llama", {"differential": {}}, hidden_size=32, **sizes)
+    shared = {
+        name: getattr(ours.config, name)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "head_dim", "rms_norm_eps")
+    }
+    theirs = DiffLlamaForCausalLM(
+        DiffLlamaConfig(**shared, **sizes, num_hidden_layers=2, rope_parameters=ours.config.rope_parameters)
+    ).eval()
+    weights = {}
+    for name, tensor in ours.state_dict().items():
+        count = {"q_proj": heads[0], "k_proj": heads[1], "v_proj": heads[1]}.get(name.split(".")[-2], 0)
+        if count:
+            by_head = tensor.unflatten(0, (count, -1))
+            tensor = torch.cat([by_head[0::2], by_head[1::2]]).flatten(0, 1)
+        weights[name.replace("mixers.differential.", "")] = tensor
+    missing, unexpected = theirs.load_state_dict(weights, strict=False)
+    assert not unexpected and all("groupnorm" in name for name in missing)
+    assert (ours(tokens()).logits - theirs(tokens()).logits).abs().max() < 1e-5
+
+
+def test_lambda_starts_as_the_paper_says() -> None:
+    """The formula counts layers from 1."""
+    assert lambda_start(0) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (1 - 1)))
+    assert lambda_start(3) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (4 - 1)))
+
+
+@pytest.mark.parametrize(("rows", "columns"), ((4, 4), (6, 4), (4, 6), (3, 1), (1, 3), (5, 2)))
+def test_regrouping_goes_up_and_down(rows: int, columns: int) -> None:
+    there, back = regrouping(rows, columns), regrouping(columns, rows)
+    few = min(rows, columns)
+    round_trip = back @ there if columns == few else there @ back
+    assert torch.allclose(round_trip, torch.eye(few, dtype=torch.float64))
+
+
+def test_norms_and_masks_keep_float64_and_survive_half() -> None:
+    x = torch.randn(2, 3, dtype=torch.float64)
+    assert rms_normalised(x, 1e-6).dtype == torch.float64
+    assert HeadRMSNorm(3, 1e-6).double()(x).dtype == torch.float64
+    lowest = torch.full((1, 1, 1, 2), torch.finfo(torch.float16).min, dtype=torch.float16)
+    masked = apply_mask(torch.full((1, 1, 1, 2), -60.0, dtype=torch.float16), lowest)
+    assert torch.softmax(masked, -1).isfinite().all()
+    boolean = apply_mask(torch.zeros(1, 1, 1, 2), torch.tensor([[[[True, False]]]]))
+    assert torch.softmax(boolean, -1).tolist() == [[[[1.0, 0.0]]]]

@@ -1,0 +1,145 @@
+"""The house keeps its own rules: every rule over every file, and every rule caught breaking."""
+
+import tomllib
+
+import pytest
+
+import house
+from house import ROOT, Source
+
+PYTHON_RULES = [
+    house.arrows,
+    house.portable,
+    house.lazy,
+    house.file_length,
+    house.function_length,
+    house.no_assert,
+    house.no_print,
+    house.docstrings,
+    house.annotations,
+]
+FILES = [path.relative_to(ROOT).as_posix() for path in house.project_files()]
+OURS = [path for path in FILES if path.endswith(".py") and path.split("/")[0] in (*house.FOLDERS, "tests")]
+TABLES = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+
+BROKEN = [
+    (house.arrows, "modeling/a.py", "import crosshead"),
+    (house.arrows, "modeling/a.py", "def f():\n    from crosshead.evals import cost"),
+    (house.arrows, "modeling/a.py", "from ..conversion import convert"),
+    (house.arrows, "conversion/a.py", "from crosshead.recipes.train import train"),
+    (house.arrows, "conversion/a.py", "from ..recipes import train"),
+    (house.arrows, "conversion/a.py", "from .. import recipes"),
+    (house.arrows, "conversion/a.py", "from crosshead import evals"),
+    (house.arrows, "evals/a.py", "import crosshead.recipes.train as train"),
+    (house.arrows, "evals/a.py", "from crosshead import __version__"),
+    (house.arrows, "recipes/a.py", "from crosshead.conversion import convert"),
+    (house.arrows, "model_cards/a.py", "from crosshead.modeling.mixer import HeadMixer"),
+    (house.arrows, "recipes/a.py", "import modeling"),
+    (house.portable, "modeling/a.py", "import numpy as np"),
+    (house.portable, "modeling/a.py", "try:\n    import einops\nexcept ImportError:\n    pass"),
+    (house.portable, "modeling/a.py", "from crosshead.modeling.b import c"),
+    (house.portable, "modeling/a.py", "from . import b"),
+    (house.portable, "modeling/a.py", "from ..modeling.b import c"),
+    (house.portable, "modeling/a.py", "from .b.c import d"),
+    (house.portable, "modeling/a.py", "from .missing import d"),
+    (house.portable, "modeling/a.py", '"""Use it so:\n\n    from .missing import d\n"""'),
+    (house.portable, "modeling/a.py", "from .__init__ import d"),
+    (house.portable, "modeling/kernels/a.py", "import torch"),
+    (house.lazy, "recipes/a.py", "import datasets"),
+    (house.lazy, "recipes/a.py", "try:\n    from peft import LoraConfig\nexcept ImportError:\n    LoraConfig = None"),
+    (house.lazy, "evals/a.py", "class A:\n    import lm_eval.api"),
+    (house.lazy, "crosshead/a.py", "if True:\n    import accelerate"),
+    (house.file_length, "evals/a.py", "x = 1\n" * 301),
+    (house.file_length, "tests/a.py", "x = 1\n" * 301),
+    (house.function_length, "evals/a.py", "def f():\n" + "    x = 1\n" * 60),
+    (house.function_length, "evals/a.py", "class A:\n    async def f(self):\n" + "        x = 1\n" * 60),
+    (house.no_assert, "evals/a.py", "def f(x):\n    assert x"),
+    (house.no_assert, "crosshead/cli.py", "assert True"),
+    (house.no_print, "evals/a.py", "def f(x):\n    print(x)"),
+    (house.docstrings, "evals/a.py", "x = 1"),
+    (house.docstrings, "evals/a.py", '"""Module."""\ndef f(): ...'),
+    (house.docstrings, "evals/a.py", '"""Module."""\nclass A: ...'),
+    (house.docstrings, "evals/a.py", '"""Module."""\nclass A:\n    """A."""\n    def f(self): ...'),
+    (house.annotations, "evals/a.py", "def f(x) -> None: ..."),
+    (house.annotations, "evals/a.py", "def f(x: int): ..."),
+    (house.annotations, "evals/a.py", "def f(*, x) -> None: ..."),
+    (house.annotations, "evals/a.py", "def f(**kwargs) -> None: ..."),
+    (house.annotations, "evals/a.py", "class A:\n    def f(self, x) -> None: ..."),
+    (house.machine_paths, "README.md", "see " + "/" + "home/somebody/model"),
+    (house.machine_paths, "evals/a.py", 'PATH = "' + "/" + 'tmp/model"'),
+]
+FINE = [
+    (house.arrows, "conversion/a.py", "from crosshead.modeling.mixer import HeadMixer\nfrom ..modeling import mixer"),
+    (house.arrows, "recipes/a.py", "from crosshead.evals import cost\nfrom .schema import Recipe\nimport torch"),
+    (house.arrows, "crosshead/cli.py", "from crosshead.recipes import train\nfrom .modeling import mixer"),
+    (house.arrows, "tests/a.py", "from crosshead.recipes import train"),
+    (house.portable, "modeling/a.py", "import math\nimport torch.nn.functional as F\nfrom .b import (\n    c,\n)"),
+    (house.lazy, "recipes/a.py", "def f():\n    import datasets"),
+    (house.lazy, "recipes/a.py", "if TYPE_CHECKING:\n    from datasets import Dataset"),
+    (house.file_length, "evals/a.py", "x = 1\n" * 300),
+    (house.function_length, "evals/a.py", "def f():\n" + "    x = 1\n" * 59),
+    (house.function_length, "tests/a.py", "def f():\n" + "    x = 1\n" * 60),
+    (house.no_assert, "tests/a.py", "assert True"),
+    (house.no_print, "crosshead/cli.py", "print(1)"),
+    (house.no_print, "evals/a.py", "def f(x):\n    x.print()"),
+    (house.docstrings, "evals/a.py", '"""Module."""\ndef _f(): ...'),
+    (house.docstrings, "evals/a.py", '"""Module."""\nclass A:\n    """A."""\n    def __init__(self): ...'),
+    (house.annotations, "evals/a.py", "def _f(x): ..."),
+    (house.annotations, "evals/a.py", "class A:\n    @classmethod\n    def f(cls, *x: int) -> int: ..."),
+    (house.machine_paths, "README.md", "https://example.org/" + "home/x and a/" + "tmp/x and {root}/" + "work"),
+]
+
+
+def named(cases):
+    """Pytest parameters whose id starts with the rule."""
+    return [pytest.param(*case, id=f"{case[0].__name__}-{index}") for index, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize("path", OURS)
+@pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)
+def test_file_keeps_rule(rule, path):
+    found = rule(house.read(ROOT / path))
+    assert not found, f"{path}: {'; '.join(found)} ({rule.__doc__})"
+
+
+@pytest.mark.parametrize("path", FILES)
+def test_file_names_no_machine(path):
+    assert not house.machine_paths(house.read(ROOT / path))
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), named(BROKEN))
+def test_rule_catches(rule, path, text):
+    extra = {"siblings": {"__init__", "a", "b"}} if rule is house.portable else {}
+    assert rule(Source(path, text), **extra)
+
+
+@pytest.mark.parametrize(("rule", "path", "text"), named(FINE))
+def test_rule_lets_pass(rule, path, text):
+    extra = {"siblings": {"__init__", "a", "b"}} if rule is house.portable else {}
+    assert rule(Source(path, text), **extra) == []
+
+
+def test_every_rule_is_seen_breaking():
+    assert {case[0] for case in BROKEN} == {case[0] for case in FINE} == {*PYTHON_RULES, house.machine_paths}
+
+
+def test_rules_see_every_python_file():
+    roots = {path.split("/")[0] for path in FILES if path.endswith(".py")}
+    assert roots == {*house.FOLDERS, "tests"}, "a root folder with code needs a place in house.FOLDERS"
+
+
+def test_every_folder_is_packaged():
+    installed = {("crosshead" if name == "crosshead" else f"crosshead.{name}"): name for name in house.FOLDERS}
+    assert set(TABLES["packages"]) == set(installed)
+    assert TABLES["package-dir"] == installed
+
+
+@pytest.mark.parametrize("folder", house.FOLDERS)
+def test_folder_is_a_typed_package(folder):
+    assert f"{folder}/__init__.py" in FILES
+    assert f"{folder}/py.typed" in FILES
+
+
+def test_no_test_folder_hides_the_package():
+    # tests/ is on sys.path for its helpers, and a folder there comes before the editable install.
+    assert not (ROOT / "tests" / "crosshead").exists()
