@@ -41,7 +41,7 @@ def balance_loss(
 
 def token_weights(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """What each token (B, T) contributes to a mean: nothing if it is padding."""
-    if attention_mask is None or attention_mask.ndim != 2:
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         weights = scores.new_ones(scores.shape[:2])
     else:
         weights = attention_mask[:, -scores.shape[1] :].to(scores)

@@ -76,7 +76,7 @@ class MixersConfig(ConfigBase):
         return super().from_dict(config_dict | {key: kwargs.pop(key) for key in beside}, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something; checked once more, it may have changed."""
+        """JSON with sorted keys, except `mixers`, whose order means something; checked, as they may have changed."""
         self.check_mixers()
         content = json.loads(super().to_json_string(use_diff))
         content["mixers"] = self.mixers

@@ -115,6 +115,10 @@ class MixedCausalLM(MixedPreTrained):
             result.head_router_scores = None
         return result
 
+    def _get_static_cache_init_shape(self) -> Any:
+        # The library would allocate the stock model's heads ahead of time; what a mixed layer stores only it knows.
+        return None if self.config.mixers else super()._get_static_cache_init_shape()
+
     def _add_losses(
         self,
         result: MixedCausalLMOutput,

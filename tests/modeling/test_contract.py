@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import cpu_offload
 
 import crosshead
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
@@ -167,6 +168,18 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
     assert agreement.median() > 0.98
     out.loss.backward()
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_offloaded_weights(case: str, backbone: str) -> None:
+    """accelerate fetches a module's weights when the module is called: no parameter may be read around that."""
+    model = mixed_model(backbone, CASES[case])
+    expected = model(tokens()).logits
+    cpu_offload(model, execution_device=torch.device("cpu"))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert torch.equal(model(tokens()).logits, expected)
 
 
 @for_every_case

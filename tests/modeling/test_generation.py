@@ -36,8 +36,10 @@ def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> No
     expected = greedy_without_cache(model, ids)
     assert torch.equal(generate(model, ids), expected)
     assert torch.equal(generate(model, ids, use_cache=False), expected)
-    static = {"cache_implementation": "static", "disable_compile": True}
-    assert torch.equal(generate(model, ids, **static), expected)
+    for cache in ("dynamic", "static"):
+        options = {"cache_implementation": cache, "disable_compile": True}
+        assert torch.equal(generate(model, ids, **options), expected)
+        assert torch.equal(generate(model, ids, prefill_chunk_size=4, **options), expected)
 
 
 @on_every_backbone

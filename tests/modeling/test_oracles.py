@@ -1,5 +1,6 @@
 """Every mechanism, with every option, against the slow loops written from the papers: outputs and gradients."""
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -162,6 +163,39 @@ def test_layer(case: str, backbone: str) -> None:
 @pytest.mark.parametrize("case", OPTION_CASES)
 def test_layer_options(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, OPTION_CASES[case]))
+
+
+PAIRABLE: dict[str, dict[str, Any]] = {
+    "knocking": {"on": ["query", "value"]},
+    "explicit": {"value_heads": 1},
+    "explicit without norm": {"key_heads": 1, "norm": False},
+    "mixture": {"shared_heads": 1, "active_heads": 2},
+    "mixture by query norm": {"shared_heads": 0, "active_heads": 2, "router": "query_norm"},
+    "talking": {"softmax_heads": 3, "dynamic": ["key_logits"]},
+    "differential": {},
+}
+REFUSED = {
+    ("explicit", "differential"),
+    ("differential", "explicit"),
+    ("talking", "differential"),
+    ("differential", "talking"),
+    ("mixture by query norm", "differential"),
+    ("differential", "mixture by query norm"),
+    ("mixture", "explicit"),
+    ("mixture by query norm", "explicit"),
+}
+PAIRS = [pair for pair in permutations(PAIRABLE, 2) if pair[0].split()[0] != pair[1].split()[0]]
+
+
+@pytest.mark.parametrize("pair", PAIRS)
+def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
+    """Two mechanisms in either order follow the oracle, or are refused with a reason when the config is made."""
+    mixers = {name.split()[0]: PAIRABLE[name] for name in pair}
+    if pair in REFUSED:
+        with pytest.raises(ValueError, match="mixers"):
+            Layer("Qwen3", mixers)
+    else:
+        assert_layer_agrees(Layer("Qwen3", mixers))
 
 
 @pytest.mark.parametrize("heads", ((4, 4), (4, 1), (6, 2), (8, 4)))
