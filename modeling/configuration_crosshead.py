@@ -1,7 +1,7 @@
 """Configurations: the stock backbones' own, plus the field `mixers`."""
 
 import json
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
@@ -21,8 +21,10 @@ AUTO_CLASSES = {
 }
 """The Auto classes that a published folder serves -> the ending of our class's name."""
 
-NO_TENSOR_PARALLELISM: dict[str, Any] = {}
-"""The stock plans give each device some of the heads; mechanisms work across all of them."""
+
+def shared_plan(config: Any) -> dict[str, str]:
+    """The stock tensor-parallel plan without attention: mechanisms work across all heads, a device has some."""
+    return {module: split for module, split in config.base_model_tp_plan.items() if ".self_attn." not in module}
 
 
 class MixersConfig(ConfigBase):
@@ -87,7 +89,7 @@ class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
     """`LlamaConfig` plus `mixers`."""
 
     model_type = "crosshead_llama"
-    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
+    base_model_tp_plan = shared_plan(LlamaConfig)
     mixers: dict[str, Any] | None = None
 
 
@@ -95,7 +97,7 @@ class CrossheadQwen2Config(MixersConfig, Qwen2Config):
     """`Qwen2Config` plus `mixers`."""
 
     model_type = "crosshead_qwen2"
-    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
+    base_model_tp_plan = shared_plan(Qwen2Config)
     mixers: dict[str, Any] | None = None
 
 
@@ -103,7 +105,7 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
     """`Qwen3Config` plus `mixers`."""
 
     model_type = "crosshead_qwen3"
-    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
+    base_model_tp_plan = shared_plan(Qwen3Config)
     has_key_norm = True
     mixers: dict[str, Any] | None = None
 
@@ -112,6 +114,6 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
     """`Qwen3MoeConfig` plus `mixers`."""
 
     model_type = "crosshead_qwen3_moe"
-    base_model_tp_plan: ClassVar[dict[str, Any]] = NO_TENSOR_PARALLELISM
+    base_model_tp_plan = shared_plan(Qwen3MoeConfig)
     has_key_norm = True
     mixers: dict[str, Any] | None = None

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .grouped import repeat_heads
 from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
 from .numerics import rms_normalised, widened
 from .options import Flag, Option
@@ -90,9 +91,15 @@ class Differential(Mixer, MixerLeaf):
         """Attention once per half of the values, then the difference within each pair."""
         query, key = split_pairs(states.query), split_pairs(states.key)
         halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]
-        outputs, weights = zip(*(call.run(query, key, half) for half in halves), strict=True)
+        output, weights = call.run(query, key, halves[0])
+        if call.gives_weights and weights is not None:  # both halves from the very weights that are returned
+            weights = join_pairs(weights)
+            split = split_pairs(weights)
+            outputs = [torch.matmul(split, repeat_heads(half, split.shape[1])).transpose(1, 2) for half in halves]
+        else:
+            outputs = [output, call.run(query, key, halves[1])[0]]
         first, second = torch.cat(outputs, dim=-1).chunk(2, dim=2)  # (B, T, pairs, 2d) each
         output = first - self().to(first.dtype) * second
         if self.settings["norm"]:
             output = (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
-        return output, None if weights[0] is None else join_pairs(weights[0])
+        return output, weights

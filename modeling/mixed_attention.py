@@ -118,7 +118,8 @@ class MixedAttention(nn.Module):
         window = getattr(self, "sliding_window", None)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
         options = {"attention_mask": mask, "dropout": dropout, "scaling": self.scaling, "sliding_window": window}
-        return AttentionCall(partial(interface, self, **options, **kwargs), mask, self.scaling, dropout)
+        run = partial(interface, self, **options, **kwargs)
+        return AttentionCall(run, backend == "eager", mask, self.scaling, dropout)
 
     def _check_backend(self, backend: str, kwargs: dict[str, Any]) -> None:
         for name, mixer in self.mixers.items():

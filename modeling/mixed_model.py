@@ -34,14 +34,17 @@ class MixedPreTrained(ModelBase):
         else:
             super()._init_weights(module)
 
-    def get_correct_attn_implementation(self, requested_attention: str | None, is_init_check: bool = False) -> str:
-        """Eager where a mechanism needs the attention weights, and an error where something else was asked for."""
+    def _check_and_adjust_attn_implementation(
+        self, attn_implementation: str | None, *arguments: Any, **options: Any
+    ) -> str:
+        # Eager where a mechanism needs the attention weights, and an error where something else was asked for. The
+        # library's own flags are per class and come after its search for downloadable kernels.
         needing = [name for name in self.config.mixers if MECHANISMS[name].needs_weights]
         if not needing:
-            return super().get_correct_attn_implementation(requested_attention, is_init_check)
-        if requested_attention not in (None, "eager"):
+            return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
+        if attn_implementation not in (None, "eager"):
             raise ValueError(
-                f"attn_implementation={requested_attention!r} cannot run {', '.join(map(repr, needing))}, which needs "
+                f"attn_implementation={attn_implementation!r} cannot run {', '.join(map(repr, needing))}, which needs "
                 "the attention weights: use 'eager' or leave it out"
             )
         return "eager"
@@ -117,7 +120,7 @@ class MixedCausalLM(MixedPreTrained):
 
     def _get_static_cache_init_shape(self) -> Any:
         # The library would allocate the stock model's heads ahead of time; what a mixed layer stores only it knows.
-        return None if self.config.mixers else super()._get_static_cache_init_shape()
+        return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
     def _add_losses(
         self,

@@ -65,6 +65,8 @@ class AttentionCall:
 
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
     """(query, key, value) -> (outputs (B, T, H, d), weights (B, H, T, S) or None)."""
+    gives_weights: bool
+    """The backend is eager attention: what it returns beside the outputs are the weights they were made with."""
     mask: torch.Tensor | None
     scaling: float
     dropout: float

@@ -4,7 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+)
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
@@ -120,16 +126,12 @@ def test_paged_caches_are_refused_where_attention_is_replaced(case: str) -> None
 
 @pytest.mark.parametrize("case", [case for case in DISPATCHED if "differential" not in case])
 def test_continuous_batching(case: str) -> None:
-    from transformers import GenerationConfig
-
     model = mixed_model("Llama", CASES[case], backend="sdpa")
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0)
-    settings_paged = GenerationConfig(
-        max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0, num_blocks=16, max_batch_tokens=64
-    )
+    small = ContinuousBatchingConfig(num_blocks=4, max_batch_tokens=64)  # by default it takes most of the memory
     ids = tokens(1, 9)
     expected = model.generate(ids, generation_config=settings)[0, 9:].tolist()
-    results = model.generate_batch(inputs=[ids[0].tolist()], generation_config=settings_paged)
+    results = model.generate_batch([ids[0].tolist()], generation_config=settings, continuous_batching_config=small)
     assert next(iter(results.values())).generated_tokens == expected
 
 

@@ -46,7 +46,7 @@ def test_talking_between_two_sequences_without_a_mask() -> None:
     given = states()
     talking.on_projected(given)
     unused: Any = None
-    output, weights = talking.attend(given, AttentionCall(unused, None, 6**-0.5, 0.0))
+    output, weights = talking.attend(given, AttentionCall(unused, True, None, 6**-0.5, 0.0))
     named = {f"mixers.talking.{name}": parameter for name, parameter in talking.named_parameters()}
     mixers = {"talking": talking.settings}
     shape = oracles.LayerShape(4, 2, 6, 0, 1e-6, False)

@@ -1,0 +1,85 @@
+"""The cases of the suite: which classes, with which mixers, next to which stock baseline.
+
+Every mechanism runs on Llama, and one on each other backbone: `explicit` with fewer component heads on Qwen3, whose
+k-norm does not commute with the combination; `knocking` on Qwen2, whose projections have a bias; `mixture` on
+Qwen3-MoE, which has a balance loss of its own. A sixth mechanism adds one line here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "num_labels": 3,
+}
+
+BACKBONES: dict[str, str] = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+
+EXTRA_SIZES: dict[str, dict[str, Any]] = {
+    "qwen2": {"head_dim": None},  # Qwen2 has no such field: its head size is hidden_size / num_attention_heads
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One pytest run: a backbone and, for our classes, the `mixers` of its config."""
+
+    backbone: str
+    mixers: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The case's name, as in `knocking+mixture-llama` or `stock-llama`."""
+        return f"{'+'.join(self.mixers) or 'stock'}-{self.backbone}"
+
+    @property
+    def baseline(self) -> str:
+        """The name of the stock case that this one is compared with."""
+        return Case(self.backbone).name
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the case's classes start with."""
+        return ("Crosshead" if self.mixers else "") + BACKBONES[self.backbone]
+
+    def config_kwargs(self) -> dict[str, Any]:
+        """The arguments that the case's config is made from."""
+        sizes = {**SIZES, **EXTRA_SIZES.get(self.backbone, {})}
+        sizes = {key: value for key, value in sizes.items() if value is not None}
+        return {**sizes, "mixers": self.mixers} if self.mixers else sizes
+
+
+EXPLICIT = {"explicit": {"key_heads": 1, "value_heads": 1}}
+MIXTURE = {"mixture": {"shared_heads": 1, "active_heads": 3}}
+
+BASELINES: list[Case] = [Case(backbone) for backbone in BACKBONES]
+OURS: list[Case] = [
+    Case("llama", {"knocking": {}}),
+    Case("llama", EXPLICIT),
+    Case("llama", MIXTURE),
+    Case("llama", {"talking": {}}),
+    Case("llama", {"differential": {}}),
+    Case("llama", {"knocking": {}, **MIXTURE}),
+    Case("qwen2", {"knocking": {}}),
+    Case("qwen3", EXPLICIT),
+    Case("qwen3_moe", MIXTURE),
+]
+CASES: dict[str, Case] = {case.name: case for case in BASELINES + OURS}
+
+
+def select(substring: str) -> list[Case]:
+    """The cases whose name contains `substring`, after the baselines that they are compared with."""
+    chosen = [case for case in CASES.values() if substring in case.name]
+    needed = {case.baseline for case in chosen}
+    return [case for case in BASELINES if case.name in needed] + [case for case in chosen if case.mixers]
