@@ -20,17 +20,26 @@ ifeq ($(origin PYTHON),file)
 READY = .venv/ready
 endif
 
-.PHONY: help test test-oldest lint format types hf-suite clean
+BARE = .venv-bare/bin/python
+OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
+
+.PHONY: help test test-oldest test-published lint format types hf-suite clean
 .DEFAULT_GOAL = help
 
 help: ## this list
-	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 14
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 17
 
 test: $(READY) ## all tests, with the versions in constraints.txt
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)
 
 test-oldest: .venv-oldest/ready ## the model tests, with the oldest supported transformers
 	$(ENVIRONMENT) $(OLDEST) $(PYTEST) tests/modeling $(ARGS)
+
+test-published: $(READY) .venv-bare/ready ## saved models load where only torch and transformers are installed
+	rm -rf build/published
+	$(PYTHON) -P tests/published/write.py build/published/first
+	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/first build/published/second
+	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/second build/published/third
 
 lint: $(READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .
@@ -50,10 +59,15 @@ hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py
 
 clean: ## remove everything that make made
-	rm -rf build dist .cache .venv .venv-oldest .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
+	rm -rf build dist .cache .venv .venv-oldest .venv-bare .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone: resolved together with the rest, some installers fetch gigabytes of CUDA packages.
+.venv-bare/ready: constraints.txt pyproject.toml
+	$(BASE_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt transformers
+	touch $@
 .venv/ready: constraints.txt
 .venv-oldest/ready: constraints-oldest.txt
 .venv/ready .venv-oldest/ready: pyproject.toml

@@ -30,11 +30,12 @@ def balance_loss(
     """
     losses = []
     for probabilities, count in zip(scores, selected, strict=True):
-        tokens = token_weights(probabilities, attention_mask)
+        tokens = token_weights(probabilities, attention_mask).unsqueeze(-1)
         chosen = probabilities.topk(count, dim=-1).indices
         frequency = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
-        mean_probability = torch.einsum("bt,bti->i", tokens, probabilities)
-        mean_frequency = torch.einsum("bt,bti->i", tokens, frequency)
+        # Not as a product of matrices, which autocast would round.
+        mean_probability = (tokens * probabilities).sum((0, 1))
+        mean_frequency = (tokens * frequency).sum((0, 1))
         losses.append((mean_probability * mean_frequency).sum().to(scores[0].device))
     return torch.stack(losses).mean()
 

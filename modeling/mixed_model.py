@@ -7,12 +7,12 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import can_return_tuple
+from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
 from .balance import MixedCausalLMOutput, balance_loss, share_of_batch
 from .mechanisms import MECHANISMS
 from .mixed_attention import MixedAttention
 from .mixer import MixerLeaf
-from .mixture import Mixture
 
 if TYPE_CHECKING:
     ModelBase = PreTrainedModel
@@ -65,6 +65,9 @@ class MixedBackbone(MixedPreTrained):
             if self.config.mixers_of_layer(index):
                 layer.self_attn = self.attention_class(self.config, index)
         super().post_init()
+        if "mixture" in self.config.mixers:
+            # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
+            maybe_install_capturing_hooks(self)
 
 
 class MixedCausalLM(MixedPreTrained):
@@ -113,6 +116,11 @@ class MixedCausalLM(MixedPreTrained):
             router_logits=outputs.get("router_logits"),
             head_router_scores=outputs.get("head_router_scores"),
         )
+        if records and not result.head_router_scores:
+            raise RuntimeError(
+                f"{type(self.model).__name__} recorded no head router scores, so the balance loss would be missing: "
+                "shard or wrap the decoder layers and the whole model, not the backbone in between"
+            )
         self._add_losses(result, labels, attention_mask, kwargs)
         if not output_head_router_scores:
             result.head_router_scores = None
@@ -130,7 +138,10 @@ class MixedCausalLM(MixedPreTrained):
         kwargs: dict[str, Any],
     ) -> None:
         if result.head_router_scores:
-            selected = [module.selected_heads for module in self.model.modules() if isinstance(module, Mixture)]
+            layers = map(self.config.mixers_of_layer, range(self.config.num_hidden_layers))
+            # From the config: wrappers such as peft's keep copies of the modules.
+            routing = [layer["mixture"] for layer in layers if "mixture" in layer]
+            selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
             result.balance_loss = balance_loss(result.head_router_scores, selected, attention_mask)
         if labels is None:
             return

@@ -36,9 +36,10 @@ class RouterMap(nn.Linear, MixerLeaf):
         """Start at random."""
         init.normal_(self.weight, mean=0.0, std=std)
 
-    def probabilities(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Softmax over the logits, in the widened dtype."""
-        return functional.softmax(self(hidden), dim=-1, dtype=widened(hidden.dtype))
+
+def scores(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Softmax over a router's logits, in the widened dtype."""
+    return functional.softmax(router(hidden), dim=-1, dtype=widened(hidden.dtype))
 
 
 def straight_through(hard: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
@@ -127,7 +128,7 @@ class Mixture(Mixer):
         if self.routed is None:
             probabilities = query_norm_probabilities(query[:, self.shared_heads :])
         else:
-            probabilities = self.routed.probabilities(hidden)
+            probabilities = scores(self.routed, hidden)
         chosen = probabilities.topk(self.selected_heads, dim=-1).indices
         selected = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
         shared, routed_weight = self._shared(hidden, probabilities)
@@ -147,8 +148,8 @@ class Mixture(Mixer):
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
         if self.shared is None or self.balance is None:
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
-        first, second = self.balance.probabilities(hidden).split(1, dim=-1)
-        return first * self.shared.probabilities(hidden), second
+        first, second = scores(self.balance, hidden).split(1, dim=-1)
+        return first * scores(self.shared, hidden), second
 
     def on_projected(self, states: HeadStates) -> None:
         """Route before the queries are normed and rotated."""

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 from transformers import initialization as init
+from transformers.utils.generic import maybe_autocast
 
 from .grouped import repeat_heads
 from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
@@ -54,10 +55,6 @@ class DynamicHeadMap(nn.Linear, MixerLeaf):
     def initialise(self, std: float) -> None:
         """Start small: the paper trains well only with 0.1 / sqrt(hidden size x heads mapped from)."""
         init.normal_(self.weight, mean=0.0, std=0.1 * (self.in_features * self.from_heads) ** -0.5)
-
-    def unflatten(self, flat: torch.Tensor) -> torch.Tensor:
-        """(B, tokens, to * from) -> (B, tokens, to, from)."""
-        return flat.unflatten(-1, (-1, self.from_heads))
 
 
 class Talking(Mixer):
@@ -121,13 +118,13 @@ class Talking(Mixer):
         """The static map, plus the dynamic ones: (B, from, T, S) -> (B, to, T, S)."""
         if stage not in self.settings["on"]:
             return maps
-        mixed = getattr(self, stage)(maps)
+        per_token = {}
         if f"query_{stage}" in self.settings["dynamic"]:
-            dynamic = getattr(self, f"query_{stage}")
-            per_query = dynamic.unflatten(dynamic(states.hidden)).to(maps.dtype)
-            mixed = mixed + torch.einsum("btij,bjts->bits", per_query, maps)
+            per_token["btij,bjts->bits"] = getattr(self, f"query_{stage}")(states.hidden)
         if f"key_{stage}" in self.settings["dynamic"]:
-            dynamic = getattr(self, f"key_{stage}")
-            per_key = dynamic.unflatten(states.per_key[f"talking.key_{stage}"]).to(maps.dtype)
-            mixed = mixed + torch.einsum("bsij,bjts->bits", per_key, maps)
+            per_token["bsij,bjts->bits"] = states.per_key[f"talking.key_{stage}"]
+        with maybe_autocast(maps.device.type, enabled=False):  # logits and weights stay wide
+            mixed = getattr(self, stage)(maps)
+            for equation, flat in per_token.items():
+                mixed = mixed + torch.einsum(equation, flat.unflatten(-1, (-1, maps.shape[1])).to(maps.dtype), maps)
         return mixed

@@ -1,0 +1,61 @@
+"""torch.compile in one graph gives the loss and the gradients of eager execution."""
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from toys import CASES, mixed_model, tokens
+
+PAIRS = [*(("Llama", case) for case in CASES), ("Qwen3", "explicit"), ("Qwen3Moe", "mixture")]
+
+pytestmark = pytest.mark.compile
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> Iterator[None]:
+    yield
+    torch.compiler.reset()
+
+
+def inputs() -> dict[str, torch.Tensor]:
+    """Padded sequences, and what a training loop passes beside them."""
+    ids = tokens()
+    mask = torch.ones_like(ids)
+    mask[1, 6:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    items = labels[:, 1:].ne(-100).sum() + 3
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "num_items_in_batch": items}
+
+
+def run(model: Any, call: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss and the gradients of one call."""
+    loss = call(**inputs(), use_cache=False).loss
+    loss.backward()
+    found = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    return loss.detach(), found
+
+
+def check(backbone: str, case: str, backend: str, **changes: Any) -> None:
+    """Compile a model that has never run, then compare with one that is not compiled, and with itself."""
+    model, plain = (mixed_model(backbone, CASES[case], backend=None, **changes).train() for _ in range(2))
+    if backbone == "Qwen3Moe":
+        for each in (model, plain):
+            each.set_experts_implementation("batched_mm")  # the one that every supported version can trace
+    compiled = run(model, torch.compile(model, fullgraph=True, backend=backend))
+    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(run(model, model), run(plain, plain), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("backbone", "case"), PAIRS)
+def test_one_graph_equals_eager(backbone: str, case: str) -> None:
+    check(backbone, case, "aot_eager")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ and finds no g++")
+def test_generated_code_equals_eager() -> None:
+    check("Llama", "explicit+talking+mixture", "inductor", num_hidden_layers=1)

@@ -1,0 +1,74 @@
+"""Two gloo processes, by FSDP2 and by the Trainer's data parallelism, against one process on the same batch."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toys import CASES
+
+WORKER = Path(__file__).with_name("fsdp_worker.py")
+
+pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """What the two processes found, all cases in one start."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    arguments = [sys.executable, "-P", str(WORKER), *(str(folder / name) for name in ("meet", "results", "trainer"))]
+    paths = os.pathsep.join(filter(None, [str(WORKER.parents[1]), os.environ.get("PYTHONPATH")]))
+    shared = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"MASTER_ADDR": "localhost"}  # accelerate asks for it; the processes meet at a file
+    logs = [folder / f"log-{rank}" for rank in range(2)]
+    workers = []
+    try:
+        for rank, log in enumerate(logs):
+            environment = os.environ | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with log.open("w") as output:
+                workers.append(subprocess.Popen(arguments, env=environment, stdout=output, stderr=output))
+        codes = [worker.wait(timeout=400) for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert codes == [0, 0], "\n".join(log.read_text() for log in logs)
+    return torch.load(folder / "results")
+
+
+def expected(results: dict[Any, Any], case: str, parts: int) -> dict[str, Any]:
+    """One process: the whole batch at once, but in parts where there is a balance loss, which is one per part."""
+    return results["plain", case, parts if "mixture" in CASES[case] else 1]
+
+
+def assert_same(found: Any, wanted: Any) -> None:
+    """Equal up to the rounding of sums taken in another order."""
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_fully_sharded(results: dict[Any, Any], case: str, checkpointing: bool) -> None:
+    assert_same(results["sharded", case, checkpointing], expected(results, case, parts=2))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("accumulation", (1, 2))
+def test_data_parallel(results: dict[Any, Any], case: str, accumulation: int) -> None:
+    found = results["data parallel", case, accumulation]
+    wanted = expected(results, case, parts=2 * accumulation)
+    assert found["wrapper"] == "DistributedDataParallel"
+    assert found["loss"] == pytest.approx(wanted["loss"].item(), rel=1e-4)
+    assert_same(found["gradients"], wanted["gradients"])
+
+
+def test_a_balance_loss_is_never_lost(results: dict[Any, Any]) -> None:
+    """The library records nothing in a backbone that is itself sharded: an error, or the right loss."""
+    found = results["backbone"]
+    if "error" in found:
+        assert "head router scores" in found["error"]
+    else:
+        assert_same(found, expected(results, "mixture", parts=2))

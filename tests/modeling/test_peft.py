@@ -1,0 +1,87 @@
+"""peft: LoRA on the projections, or on every linear layer, beside fully trained mechanisms."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+
+from toys import CASES, mixed_model, tokens
+
+for_every_case = pytest.mark.parametrize("case", CASES)
+
+
+def lora(case: str, everywhere: bool = False) -> LoraConfig:
+    """LoRA on queries and values with the mechanisms trained in full, or on all that is linear."""
+    if everywhere:
+        return LoraConfig(r=2, target_modules="all-linear")
+    return LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
+
+
+def adapted(case: str, everywhere: bool = False) -> Any:
+    """A toy model with a fresh adapter."""
+    torch.manual_seed(0)
+    return get_peft_model(mixed_model("Llama", CASES[case]), lora(case, everywhere))
+
+
+def trained(case: str, everywhere: bool = False) -> Any:
+    """An adapter after a few steps, all of which must have moved: large steps, so that nothing is nearly zero."""
+    model = adapted(case, everywhere).train()
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    optimizer = torch.optim.AdamW(trainable.values(), lr=0.02)
+    for step in range(3):
+        model(tokens(seed=step), labels=tokens(seed=step)).loss.backward()
+        for name, parameter in trainable.items():
+            assert parameter.grad is not None, name
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) != parameter.requires_grad, name
+    return model.eval()
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Logits equal up to what other kernels make of tensors that lie elsewhere in memory."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def original_name(name: str) -> str:
+    """The name that a parameter of an adapted model had before."""
+    return name.removeprefix("base_model.model.").replace(".modules_to_save.default", "")
+
+
+@for_every_case
+def test_a_fresh_adapter_changes_no_loss_and_no_gradient(case: str) -> None:
+    plain, model = mixed_model("Llama", CASES[case]).train(), adapted(case).train()
+    expected = plain(tokens(), labels=tokens()).loss
+    expected.backward()
+    found = model(tokens(), labels=tokens()).loss
+    found.backward()
+    assert torch.equal(found, expected)
+    fully_trained = {name: x for name, x in model.named_parameters() if x.requires_grad and "lora" not in name}
+    mixers = {name: parameter for name, parameter in plain.named_parameters() if ".mixers." in name}
+    assert {original_name(name) for name in fully_trained} == set(mixers)
+    for name, parameter in fully_trained.items():
+        torch.testing.assert_close(parameter.grad, mixers[original_name(name)].grad, rtol=0, atol=1e-7)
+
+
+@for_every_case
+@pytest.mark.parametrize("everywhere", (False, True))
+def test_a_trained_adapter_survives_save_load_and_merge(case: str, everywhere: bool, tmp_path: Path) -> None:
+    model = trained(case, everywhere)
+    expected = model(tokens()).logits.detach()
+    model.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(mixed_model("Llama", CASES[case]), tmp_path / "adapter").eval()
+    torch.testing.assert_close(dict(loaded.named_parameters()), dict(model.named_parameters()), rtol=0, atol=0)
+    assert_close(loaded(tokens()).logits, expected)
+    plain = mixed_model("Llama", CASES[case])
+    with loaded.disable_adapter():
+        assert_close(loaded(tokens()).logits, plain(tokens()).logits)
+    merged = loaded.merge_and_unload()
+    assert set(merged.state_dict()) == set(plain.state_dict())
+    assert_close(merged(tokens()).logits, expected)
+    merged.save_pretrained(tmp_path / "merged")
+    again = type(plain).from_pretrained(tmp_path / "merged", attn_implementation="eager").eval()
+    assert_close(again(tokens()).logits, merged(tokens()).logits)

@@ -1,0 +1,262 @@
+"""Training loops: transformers' Trainer and accelerate, accumulation, activation checkpointing, the balance loss."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments
+
+from toys import BACKBONES, CASES, lopsided, mixed_model
+
+for_every_case = pytest.mark.parametrize("case", CASES)
+ROUTED: dict[str, dict[str, Any]] = {
+    "two_stage": CASES["mixture"],
+    "query_norm": CASES["knocking+mixture"],
+    "paper": CASES["explicit+talking+mixture"],
+    "one_layer": {"mixture": {"shared_heads": 0, "active_heads": 2, "layers": [1]}},
+}
+for_every_router = pytest.mark.parametrize("router", ROUTED)
+BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: counted twice, or per call, it would show
+
+
+def weighing(mixers: dict[str, Any], balance_weight: float) -> dict[str, Any]:
+    """The same mixers with another weight on the balance loss."""
+    routing = {"mixture": mixers["mixture"] | {"balance_weight": balance_weight}} if "mixture" in mixers else {}
+    return mixers | routing
+
+
+def model_of(mixers: dict[str, Any], checkpointing: bool = False, backbone: str = "Llama") -> Any:
+    """A toy model in training mode."""
+    model = mixed_model(backbone, mixers).train()
+    if checkpointing:
+        # The old name is deprecated where the new one exists.
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    return model
+
+
+def batch(rows: int = 8, length: int = 9) -> dict[str, torch.Tensor]:
+    """Sequences of different lengths, padded left and right in turn; some tokens are not to be predicted."""
+    generator = torch.Generator().manual_seed(4)
+    input_ids = torch.randint(1, 61, (rows, length), generator=generator)
+    mask = torch.ones_like(input_ids)
+    for row in range(rows):
+        padding = slice(0, row % 5) if row % 2 else slice(length - row % 5, length)
+        mask[row, padding] = 0
+    labels = input_ids.masked_fill(mask == 0, -100)
+    labels[0, :6] = labels[3, 2:] = labels[5, 4:6] = -100
+    return {"input_ids": input_ids * mask, "attention_mask": mask, "labels": labels}
+
+
+def parts(whole: dict[str, torch.Tensor], count: int) -> list[dict[str, torch.Tensor]]:
+    """The batch in `count` micro-batches."""
+    pieces = {name: tensor.chunk(count) for name, tensor in whole.items()}
+    return [{name: pieces[name][index] for name in pieces} for index in range(count)]
+
+
+def predicted(inputs: dict[str, torch.Tensor]) -> int:
+    """How many tokens are predicted."""
+    return int(inputs["labels"][:, 1:].ne(-100).sum())
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """By parameter; every parameter must have one."""
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    """A copy of the parameters."""
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def balance_by_hand(model: Any, scores: tuple[torch.Tensor, ...], mask: torch.Tensor) -> torch.Tensor:
+    """`sum_i P_i f_i` over the real tokens, mean over the layers that route; `scores` are (B, T, heads)."""
+    settings = model.config.mixers["mixture"]
+    selected = settings["active_heads"] - settings["shared_heads"]
+    layers = []
+    for layer in scores:
+        real = layer[mask.bool()]
+        places = real.argsort(dim=-1, descending=True).argsort(dim=-1)
+        layers.append((real.mean(0) * (places < selected).to(real).mean(0)).sum())
+    return torch.stack(layers).mean()
+
+
+def by_hand(model: Any, batches: list[dict[str, torch.Tensor]], shares: list[float]) -> torch.Tensor:
+    """Each micro-batch's mean cross-entropy and balance loss, times its share. Gradients are left in the model."""
+    total = torch.zeros(())
+    for inputs, share in zip(batches, shares, strict=True):
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+        output = model(**given, use_cache=False, output_head_router_scores=True)
+        loss = functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), inputs["labels"][:, 1:].flatten())
+        if output.head_router_scores:
+            balance = balance_by_hand(model, output.head_router_scores, inputs["attention_mask"])
+            loss = loss + model.config.mixers["mixture"]["balance_weight"] * balance
+        (share * loss).backward()
+        total += share * loss.detach()
+    return total
+
+
+def trainer_for(model: Any, folder: Path, **options: Any) -> Trainer:
+    """The library's Trainer on the CPU over the rows of `batch()`."""
+    rows = [{name: tensor[row] for name, tensor in batch().items()} for row in range(8)]
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        logging_nan_inf_filter=False,
+        **options,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=rows)
+
+
+def one_step(model: Any, folder: Path, accumulation: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """One optimizer step over `batch()` in `accumulation` micro-batches: the loss, and the gradients applied."""
+    trainer = trainer_for(
+        model,
+        folder,
+        max_steps=1,
+        optim="sgd",
+        learning_rate=1.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        per_device_train_batch_size=8 // accumulation,
+        gradient_accumulation_steps=accumulation,
+        train_sampling_strategy="sequential",
+        save_strategy="no",
+    )
+    before = values(model)
+    loss = trainer.train().training_loss
+    after = values(model)
+    return loss, {name: before[name] - after[name] for name in before}
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """Equal up to the rounding of sums taken in another order."""
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-6)
+
+
+@for_every_case
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> None:
+    losses, found = [], []
+    for checkpointing in (False, True):
+        model = model_of(weighing(CASES[case], BALANCE_WEIGHT), checkpointing, backbone)
+        loss = model(**batch(), use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        found.append(gradients(model))
+    torch.testing.assert_close(losses[1], losses[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-7)
+
+
+@for_every_case
+def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Path) -> None:
+    mixers = weighing(CASES[case], 0.0)
+    plain = model_of(mixers)
+    expected = plain(**batch(), use_cache=False).loss
+    expected.backward()
+    for accumulation in (1, 4):
+        loss, found = one_step(model_of(mixers), tmp_path, accumulation)
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        assert_same(found, gradients(plain))
+
+
+@for_every_router
+@pytest.mark.parametrize("accumulation", (1, 2, 4))
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_trainer_counts_the_balance_loss_once(
+    router: str, accumulation: int, checkpointing: bool, tmp_path: Path
+) -> None:
+    mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
+    plain, pieces = model_of(mixers), parts(batch(), accumulation)
+    expected = by_hand(plain, pieces, [predicted(piece) / predicted(batch()) for piece in pieces])
+    loss, found = one_step(model_of(mixers, checkpointing), tmp_path, accumulation)
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(found, gradients(plain))
+
+
+@for_every_router
+def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: str) -> None:
+    mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
+    plain, pieces = model_of(mixers), parts(batch(), 4)
+    expected = by_hand(plain, pieces, [1 / 4] * 4)
+    AcceleratorState._reset_state(reset_partial_state=True)  # a Trainer may have left its precision there
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = accelerator.prepare(model_of(mixers))
+    losses = []
+    for piece in pieces:
+        with accelerator.accumulate(model):
+            loss = model(**piece, use_cache=False).loss
+            accelerator.backward(loss)
+            losses.append(loss.item())
+    assert sum(losses) / 4 == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(gradients(model), gradients(plain))
+
+
+@for_every_router
+@pytest.mark.parametrize("side", ("left", "right"))
+@torch.no_grad()
+def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
+    model = model_of(ROUTED[router])
+    sequences = [batch()["input_ids"][row, :length] for row, length in ((0, 9), (2, 4), (6, 6))]
+    alone = [model(row[None], output_head_router_scores=True).head_router_scores for row in sequences]
+    together = tuple(torch.cat(layer, dim=1) for layer in zip(*alone, strict=True))
+    expected = balance_by_hand(model, together, torch.ones(1, 9 + 4 + 6))
+    ids, mask = torch.full((3, 9), 7), torch.zeros(3, 9, dtype=torch.long)
+    for row, sequence in enumerate(sequences):
+        place = slice(0, len(sequence)) if side == "right" else slice(9 - len(sequence), 9)
+        ids[row, place], mask[row, place] = sequence, 1
+    found = model(ids, attention_mask=mask, output_head_router_scores=True)
+    torch.testing.assert_close(found.balance_loss, expected, rtol=1e-5, atol=0)
+    unmasked = model(ids, output_head_router_scores=True).balance_loss
+    assert (unmasked - expected).abs() > 1e-3  # or the mask would make no difference here
+
+
+@for_every_case
+def test_resumed_and_reloaded_training_is_the_same(case: str, tmp_path: Path) -> None:
+    options = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
+    first = trainer_for(model_of(CASES[case]), tmp_path, **options)
+    first.train()
+    again = trainer_for(lopsided(model_of(CASES[case]), seed=5), tmp_path, **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    logs = [[entry["loss"] for entry in trainer.state.log_history if "loss" in entry] for trainer in (first, again)]
+    assert len(logs[0]) == 4
+    assert logs[1] == logs[0]
+    torch.testing.assert_close(values(again.model), values(first.model), rtol=0, atol=0)
+    loaded = type(first.model).from_pretrained(tmp_path / "checkpoint-4", attn_implementation="eager")
+    with torch.no_grad():
+        assert loaded.eval()(**batch()).loss == first.model.eval()(**batch()).loss
+
+
+@for_every_case
+def test_training_in_bfloat16(case: str, tmp_path: Path) -> None:
+    model = model_of(CASES[case])
+    with torch.no_grad():
+        expected = model(**batch()).loss.item()
+    before = values(model)
+    trainer = trainer_for(
+        model, tmp_path, bf16=True, max_steps=3, logging_steps=1, per_device_train_batch_size=8, save_strategy="no"
+    )
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[0] == pytest.approx(expected, rel=0.02)
+    assert losses[0] > losses[1] > losses[2]
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert parameter.isfinite().all(), name
+        assert not torch.equal(parameter, before[name]), name
+
+
+@for_every_router
+def test_autocast_does_not_round_the_balance_loss(router: str) -> None:
+    model = model_of(ROUTED[router])
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(**batch(), output_head_router_scores=True)
+    expected = balance_by_hand(model, output.head_router_scores, batch()["attention_mask"])
+    assert output.balance_loss.dtype == torch.float32
+    torch.testing.assert_close(output.balance_loss, expected, rtol=1e-5, atol=0)
