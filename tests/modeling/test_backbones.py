@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import crosshead
 from toys import BACKBONES, STOCK, lopsided, mixed_model, stock_model, tokens
@@ -23,6 +24,7 @@ ROPES: dict[str, dict[str, Any]] = {
         "short_factor": [1.0, 1.1, 1.2, 1.3],
         "long_factor": [1.0, 2.0, 3.0, 4.0],
     },
+    "proportional": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.5},
     "llama3": {
         "rope_type": "llama3",
         "rope_theta": 500.0,
@@ -42,6 +44,10 @@ def both(backbone: str, folder: Path, mixers: dict[str, Any], **changes: Any) ->
     stock.save_pretrained(folder)
     model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
     return stock, model_class.from_pretrained(folder, mixers=mixers, attn_implementation="eager").eval()
+
+
+def test_every_rope_type_of_the_library_is_in_the_table() -> None:
+    assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload
+from safetensors.torch import load_file, save_file
 
 import crosshead
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
@@ -81,6 +82,22 @@ def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path
         if ".mixers." in name:
             assert abs(parameter.mean() - starts[name].mean()) < 0.3, name
             assert parameter.abs().max() < 2, name
+
+
+def test_a_half_loaded_mechanism_keeps_what_was_loaded(tmp_path: Path) -> None:
+    model = mixed_model("Llama", {"differential": {}})
+    model.save_pretrained(tmp_path)
+    dropped = "model.layers.0.self_attn.mixers.differential.lambda_k2"
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights[dropped]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    half, report = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert set(report["missing_keys"]) == {dropped}
+    for name, parameter in half.state_dict().items():
+        if name == dropped:
+            assert 0 < parameter.abs().max() < 1
+        else:
+            assert torch.equal(parameter, weights[name]), name
 
 
 @on_every_backbone
