@@ -26,7 +26,8 @@ def balance_loss(
     """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
 
     `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
-    `selected` says how many heads each layer selects. A mask (B, past + T) takes padding out of both means.
+    `selected` says how many heads each layer selects. A mask (B, past + T) takes padding out of both means; one of
+    another form, made by the caller, says nothing about padding.
     """
     losses = []
     for probabilities, count in zip(scores, selected, strict=True):

@@ -1,6 +1,7 @@
 """Configurations: the stock backbones' own, plus the field `mixers`."""
 
 import json
+import os
 from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
@@ -31,6 +32,7 @@ class MixersConfig(ConfigBase):
     """The part that the four configurations share: `mixers`, an ordered mapping of mechanism to options."""
 
     has_key_norm = False
+    keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -78,11 +80,17 @@ class MixersConfig(ConfigBase):
         return super().from_dict(config_dict | {key: kwargs.pop(key) for key in beside}, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something; checked, as they may have changed."""
-        self.check_mixers()
+        """JSON with sorted keys, except `mixers`, whose order means something."""
         content = json.loads(super().to_json_string(use_diff))
         content["mixers"] = self.mixers
         return json.dumps(content, indent=2) + "\n"
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save, after one more check: `mixers` or what they depend on may have changed."""
+        self.check_mixers()
+        super().save_pretrained(save_directory, push_to_hub, **kwargs)
 
 
 class CrossheadLlamaConfig(MixersConfig, LlamaConfig):

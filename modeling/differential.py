@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .grouped import repeat_heads
+from .eager import attention_weights, weigh_values
 from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
 from .numerics import rms_normalised, widened
 from .options import Flag, Option
@@ -91,13 +91,13 @@ class Differential(Mixer, MixerLeaf):
         """Attention once per half of the values, then the difference within each pair."""
         query, key = split_pairs(states.query), split_pairs(states.key)
         halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]
-        output, weights = call.run(query, key, halves[0])
-        if call.gives_weights and weights is not None:  # both halves from the very weights that are returned
-            weights = join_pairs(weights)
+        weights = None
+        if call.eager:
+            weights = join_pairs(attention_weights(query, key, call.mask, call.scaling))
             split = split_pairs(weights)
-            outputs = [torch.matmul(split, repeat_heads(half, split.shape[1])).transpose(1, 2) for half in halves]
+            outputs = [weigh_values(split, half) for half in halves]
         else:
-            outputs = [output, call.run(query, key, halves[1])[0]]
+            outputs = [call.run(query, key, half)[0] for half in halves]
         first, second = torch.cat(outputs, dim=-1).chunk(2, dim=2)  # (B, T, pairs, 2d) each
         output = first - self().to(first.dtype) * second
         if self.settings["norm"]:

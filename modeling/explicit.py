@@ -83,7 +83,7 @@ class Explicit(Mixer):
         """The configured count, or as many as the backbone has heads."""
         return self.settings.get(f"{side}_heads") or self.layout.key_value_heads
 
-    def on_projected(self, states: HeadStates) -> None:
+    def on_settled(self, states: HeadStates) -> None:
         """Where keys are normed per head, keep each combined head's `1 / rms`."""
         eps = self.layout.key_norm_eps
         if eps is not None and "key" in self.settings["on"]:

@@ -13,21 +13,36 @@ from .mixer import HeadStates
 
 def pass_cache(states: HeadStates, cache: Cache, layer_index: int) -> None:
     """Store the states' keys and values and replace them by past and present together."""
-    if not states.per_key and states.key.shape[1] == states.value.shape[1]:
-        states.key, states.value = cache.update(states.key, states.value, layer_index)
-        return
     key_heads, value_heads = states.key.shape[1], states.value.shape[1]
+    if not states.per_key and key_heads == value_heads:
+        states.key, states.value = update(cache, states.key, states.value, layer_index)
+        return
     beside = list(states.per_key.values())
-    keys, values = cache.update(
+    keys, values = update(
+        cache,
         torch.cat([merge_heads(states.key), *beside], dim=-1).unsqueeze(1),
         merge_heads(states.value).unsqueeze(1),
         layer_index,
     )
-    widths = [states.key.shape[1] * states.key.shape[-1], *(numbers.shape[-1] for numbers in beside)]
+    widths = [key_heads * states.key.shape[-1], *(numbers.shape[-1] for numbers in beside)]
     merged, *beside = keys.squeeze(1).split(widths, dim=-1)
     states.key = split_heads(merged, key_heads)
     states.value = split_heads(values.squeeze(1), value_heads)
     states.per_key = dict(zip(states.per_key, beside, strict=True))
+
+
+def update(
+    cache: Cache, keys: torch.Tensor, values: torch.Tensor, layer_index: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache's own update, refused where the past was stored by a layer of another form."""
+    past = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
+    if past is not None and past.numel() and (past.shape[1], past.shape[-1]) != (keys.shape[1], keys.shape[-1]):
+        raise ValueError(
+            f"the cache of layer {layer_index} holds {past.shape[1]} heads of {past.shape[-1]} numbers, the layer "
+            f"stores {keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that "
+            "was made for the stock one"
+        )
+    return cache.update(keys, values, layer_index)
 
 
 def merge_heads(x: torch.Tensor) -> torch.Tensor:

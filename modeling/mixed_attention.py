@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
@@ -13,30 +12,12 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from .grouped import repeat_heads
+from .eager import eager_attention
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
 from .mixer import AttentionCall, HeadStates, Mixer
-from .numerics import HeadRMSNorm, HeadScaleRMSNorm, apply_mask
+from .numerics import HeadRMSNorm, HeadScaleRMSNorm
 from .settings import shared_layout
-
-
-def eager_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention that returns its weights: the stock eager form, but float64 stays float64 and no row becomes NaN."""
-    heads = query.shape[1]
-    logits = torch.matmul(query, repeat_heads(key, heads).transpose(2, 3)) * scaling
-    weights = functional.softmax(apply_mask(logits, attention_mask), dim=-1).to(query.dtype)
-    weights = functional.dropout(weights, p=dropout, training=module.training)
-    return torch.matmul(weights, repeat_heads(value, heads)).transpose(1, 2).contiguous(), weights
 
 
 class MixedAttention(nn.Module):
@@ -85,17 +66,19 @@ class MixedAttention(nn.Module):
         states = self._project(hidden_states)
         for mixer in self._mixers():
             mixer.on_projected(states)
+        for mixer in self._mixers():
+            mixer.on_settled(states)
         self._place(states, position_embeddings)
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx)
         for mixer in self._mixers():
             mixer.on_cached(states)
         call = self._call(attention_mask, kwargs)
-        attend = next((mixer.attend for mixer in self._mixers() if mixer.owns_attention), None)
-        if attend is None:
+        owner = next((mixer for mixer in self._mixers() if mixer.owns_attention), None)
+        if owner is None:
             output, weights = call.run(states.query, states.key, states.value)
         else:
-            output, weights = attend(states, call)
+            output, weights = owner.attend(states, call)
         for mixer in self._mixers():
             output = mixer.on_output(output, states)
         return self.o_proj(output.flatten(2).contiguous()), weights

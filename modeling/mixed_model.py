@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.utils.generic import can_return_tuple
@@ -27,6 +28,12 @@ class MixedPreTrained(ModelBase):
     attention_class: type[MixedAttention]
     backbone_class: type[Any]
 
+    @classmethod
+    def _check_config(cls, config: Any) -> None:
+        if not hasattr(config, "check_mixers"):
+            raise TypeError(f"{cls.__name__} needs a crosshead configuration, not a {type(config).__name__}")
+        config.check_mixers()
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MixerLeaf):
@@ -49,6 +56,17 @@ class MixedPreTrained(ModelBase):
             )
         return "eager"
 
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any
+    ) -> None:
+        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
+        if enable and reentrant and "mixture" in self.config.mixers:
+            raise ValueError(
+                "use_reentrant=True would drop the gradient of mixture's balance loss, which is computed outside the "
+                "checkpointed layers: use use_reentrant=False"
+            )
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *arguments, **options)
+
 
 class MixedBackbone(MixedPreTrained):
     """Decoder layers with mixed attention where the config says so, stock attention elsewhere."""
@@ -56,7 +74,7 @@ class MixedBackbone(MixedPreTrained):
     layers: Any
 
     def __init__(self, config: Any) -> None:
-        config.check_mixers()
+        self._check_config(config)
         super().__init__(config)
 
     def post_init(self) -> None:
@@ -74,7 +92,7 @@ class MixedCausalLM(MixedPreTrained):
     """The language model head and the losses."""
 
     def __init__(self, config: Any) -> None:
-        config.check_mixers()
+        self._check_config(config)
         PreTrainedModel.__init__(self, config)  # the stock class would build a stock backbone first
         self.model = self.backbone_class(config)
         self.vocab_size = config.vocab_size
@@ -108,56 +126,57 @@ class MixedCausalLM(MixedPreTrained):
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        result = MixedCausalLMOutput(
-            logits=self.lm_head(outputs.last_hidden_state[:, kept, :]),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.get("router_logits"),
-            head_router_scores=outputs.get("head_router_scores"),
-        )
-        if records and not result.head_router_scores:
+        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        if records and not outputs.get("head_router_scores"):
             raise RuntimeError(
                 f"{type(self.model).__name__} recorded no head router scores, so the balance loss would be missing: "
                 "shard or wrap the decoder layers and the whole model, not the backbone in between"
             )
-        self._add_losses(result, labels, attention_mask, kwargs)
-        if not output_head_router_scores:
-            result.head_router_scores = None
-        return result
+        return MixedCausalLMOutput(
+            **self._losses(outputs, logits, labels, attention_mask, kwargs),
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.get("router_logits"),
+            head_router_scores=outputs.get("head_router_scores") if output_head_router_scores else None,
+        )
 
-    def _get_static_cache_init_shape(self) -> Any:
-        # The library would allocate the stock model's heads ahead of time; what a mixed layer stores only it knows.
-        return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
-
-    def _add_losses(
+    def _losses(
         self,
-        result: MixedCausalLMOutput,
+        outputs: Any,
+        logits: torch.Tensor,
         labels: torch.LongTensor | None,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> None:
-        if result.head_router_scores:
+    ) -> dict[str, Any]:
+        """The output's losses by name; `loss` is their weighted sum where there are labels."""
+        losses: dict[str, Any] = {"loss": None, "balance_loss": None}
+        if labels is not None:
+            vocabulary = self.config.vocab_size
+            losses["loss"] = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
+        scores = outputs.get("head_router_scores")
+        if scores:
             layers = map(self.config.mixers_of_layer, range(self.config.num_hidden_layers))
             # From the config: wrappers such as peft's keep copies of the modules.
             routing = [layer["mixture"] for layer in layers if "mixture" in layer]
             selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
-            result.balance_loss = balance_loss(result.head_router_scores, selected, attention_mask)
-        if labels is None:
-            return
-        result.loss = self.loss_function(
-            logits=result.logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-        )
-        if result.balance_loss is not None:
-            weight = self.config.mixers["mixture"]["balance_weight"] * share_of_batch(labels, kwargs)
-            result.loss = result.loss + weight * result.balance_loss.to(result.loss.device)
+            losses["balance_loss"] = balance_loss(scores, selected, attention_mask)
+            if labels is not None:
+                weight = self.config.mixers["mixture"]["balance_weight"] * share_of_batch(labels, kwargs)
+                losses["loss"] = losses["loss"] + weight * losses["balance_loss"].to(losses["loss"].device)
+        return losses
+
+    def _get_static_cache_init_shape(self) -> Any:
+        # The library would allocate the stock model's heads ahead of time; what a mixed layer stores only it knows.
+        return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
 
 class MixedSequenceClassifier(MixedPreTrained):
     """The classification head, over our backbone rather than one that an Auto class looks up."""
 
     def __init__(self, config: Any) -> None:
-        config.check_mixers()
+        self._check_config(config)
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = self.backbone_class(config)

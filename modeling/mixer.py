@@ -4,6 +4,7 @@ A mechanism is an `nn.Module` that sees heads as tensors and knows no backbone. 
 of its mechanisms at fixed stages; at one stage, mechanisms run in the order of the config:
 
 1. `on_projected`: queries, keys and values have just been projected; no norm, no position yet.
+   `on_settled`: all mechanisms are done with that; norms and positions come next.
 2. `on_cached`: keys and values have positions and have passed the cache; what it holds may differ from what is used.
 3. `attend`: queries meet keys. At most one mechanism of a layer may replace this step (`owns_attention`).
 4. `on_output`: each head has its output, `o_proj` comes next.
@@ -65,8 +66,8 @@ class AttentionCall:
 
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
     """(query, key, value) -> (outputs (B, T, H, d), weights (B, H, T, S) or None)."""
-    gives_weights: bool
-    """The backend is eager attention: what it returns beside the outputs are the weights they were made with."""
+    eager: bool
+    """The backend is eager attention, which returns the weights its outputs were made with."""
     mask: torch.Tensor | None
     scaling: float
     dropout: float
@@ -123,12 +124,15 @@ class Mixer(nn.Module):
     def on_projected(self, states: HeadStates) -> None:
         """Queries, keys and values are projected."""
 
+    def on_settled(self, states: HeadStates) -> None:
+        """Queries, keys and values are as they will be normed and placed."""
+
     def on_cached(self, states: HeadStates) -> None:
         """Keys and values are complete: the past, then the present."""
 
     def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Outputs (B, T, heads, features) and weights; only called where `owns_attention`."""
-        return call.run(states.query, states.key, states.value)
+        raise NotImplementedError(f"{type(self).__name__} owns attention and does not say how it attends")
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Head outputs (B, T, heads, features)."""

@@ -31,7 +31,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
-from .balance import MixedCausalLMOutput
 from .configuration_crosshead import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
@@ -161,22 +160,23 @@ class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedMod
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
 
-    def _add_losses(
+    def _losses(
         self,
-        result: MixedCausalLMOutput,
+        outputs: Any,
+        logits: torch.Tensor,
         labels: torch.LongTensor | None,
         attention_mask: torch.Tensor | None,
         kwargs: dict[str, Any],
-    ) -> None:
-        super()._add_losses(result, labels, attention_mask, kwargs)
-        if result.router_logits is None:
-            return
+    ) -> dict[str, Any]:
+        losses = super()._losses(outputs, logits, labels, attention_mask, kwargs)
+        if outputs.router_logits is None:
+            return losses
         aux_loss: Any = load_balancing_loss_func(
-            result.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
+            outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
         )
-        result.aux_loss = aux_loss
-        if result.loss is not None:
-            result.loss = result.loss + self.router_aux_loss_coef * aux_loss.to(result.loss.device)
+        if labels is not None:
+            losses["loss"] = losses["loss"] + self.router_aux_loss_coef * aux_loss.to(losses["loss"].device)
+        return losses | {"aux_loss": aux_loss}
 
 
 class CrossheadQwen3MoeForSequenceClassification(

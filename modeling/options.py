@@ -162,7 +162,7 @@ class Layers(SameEverywhere):
         if value is None:
             return None
         allowed = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
-        if not isinstance(value, list | tuple) or not value or not all(is_whole(index) for index in value):
+        if not isinstance(value, list | tuple | range) or not value or not all(is_whole(index) for index in value):
             raise refuse(name, value, allowed)
         if len(set(value)) < len(value) or not all(0 <= index < layers for index in value):
             raise refuse(name, value, allowed)

@@ -70,6 +70,12 @@ def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
             f"mixers need query heads in equal groups: num_attention_heads={layout.query_heads} is not a multiple of "
             f"num_key_value_heads={layout.key_value_heads}"
         )
+    owners = [name for name in settings if MECHANISMS[name].owns_attention]
+    if len(owners) > 1:
+        raise ValueError(
+            f"{' and '.join(f'mixers.{name}' for name in owners)} both replace the attention step (layer "
+            f"{layout.layer_index}): use them in different layers"
+        )
     for name, options in settings.items():
         try:
             MECHANISMS[name].check(options, layout, settings)

@@ -16,9 +16,9 @@ from torch.nn import functional
 from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
-from .grouped import repeat_heads
+from .eager import attention_logits, weigh_values
 from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
-from .numerics import apply_mask
+from .numerics import apply_mask, widened
 from .options import Integer, Option, Subset
 from .regroup import regrouping
 
@@ -79,7 +79,7 @@ class Talking(Mixer):
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Head counts meet, dynamic terms have a static map to add to, nobody else owns the weights."""
+        """Head counts meet, and dynamic terms have a static map to add to."""
         on, heads = settings["on"], settings.get("softmax_heads")
         if heads not in (None, layout.query_heads) and set(on) != set(STAGES):
             raise ValueError(
@@ -92,11 +92,6 @@ class Talking(Mixer):
                     f"mixers.talking.dynamic={name!r} adds to the static map of {name.split('_')[1]!r}, which "
                     f"mixers.talking.on={on!r} does not have"
                 )
-        if "differential" in layer:
-            raise ValueError(
-                "mixers.talking beside mixers.differential: both define the attention weights (the second is a fixed "
-                "case of the first); use them in different layers"
-            )
 
     def on_projected(self, states: HeadStates) -> None:
         """Make the keys' maps, which the cache keeps."""
@@ -106,13 +101,11 @@ class Talking(Mixer):
 
     def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits, map, mask, softmax, map, values."""
-        key = repeat_heads(states.key, self.layout.query_heads)
-        value = repeat_heads(states.value, self.layout.output_heads)
-        logits = torch.matmul(states.query, key.transpose(2, 3)) * call.scaling
-        logits = apply_mask(self._mix("logits", apply_mask(logits, None), states), call.mask)
-        weights = self._mix("weights", functional.softmax(logits, dim=-1), states).to(value.dtype)
+        logits = attention_logits(states.query, states.key, call.scaling)
+        logits = apply_mask(self._mix("logits", logits.to(widened(logits.dtype)), states), call.mask)
+        weights = self._mix("weights", functional.softmax(logits, dim=-1), states).to(states.value.dtype)
         weights = functional.dropout(weights, p=call.dropout, training=self.training)
-        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+        return weigh_values(weights, states.value), weights
 
     def _mix(self, stage: str, maps: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """The static map, plus the dynamic ones: (B, from, T, S) -> (B, to, T, S)."""

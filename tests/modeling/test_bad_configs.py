@@ -31,7 +31,7 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("knocking.on", (*TARGETS, "twice"), [["key", "value", "key"]]),
     ("knocking.on", (*TARGETS, "'values' is unknown"), [["key", "values"]]),
     ("knocking.init", ("one of", "'identity'", "'random'"), ["zero", 0.02, ["identity"]]),
-    ("knocking.layers", LAYERS, [[], 1, False, "all", [2], range(2)]),
+    ("knocking.layers", LAYERS, [[], 1, False, "all", [2], range(3)]),
     ("explicit.layers", LAYERS, [[-1], [1.0]]),
     ("mixture.layers", LAYERS, [[0, 0], [0, None]]),
     ("talking.layers", LAYERS, [[True], [[0], [1]]]),

@@ -1,10 +1,12 @@
 """Every mechanism, with every option, against the slow loops written from the papers: outputs and gradients."""
 
+from collections.abc import Callable
 from itertools import permutations
 from typing import Any
 
 import pytest
 import torch
+from crosshead.modeling.balance import balance_loss
 from transformers import DynamicCache
 
 import oracles
@@ -138,10 +140,10 @@ class Layer:
         }
 
 
-def assert_layer_agrees(layer: Layer) -> None:
+def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = None) -> None:
     """Outputs, then every gradient."""
     layer.inputs.requires_grad_(True)
-    ours, (truth, _) = layer.ours(), layer.truth()
+    ours, (truth, _) = (run or layer.ours)(), layer.truth()
     assert (ours - truth)[layer.rows].abs().max() < OUTPUT_TOLERANCE
     assert truth[layer.rows].abs().max() > 0.1
     found, expected = layer.gradients(ours), layer.gradients(truth)
@@ -166,7 +168,7 @@ def test_layer_options(case: str, backbone: str) -> None:
 
 
 PAIRABLE: dict[str, dict[str, Any]] = {
-    "knocking": {"on": ["query", "value"]},
+    "knocking": {"on": ["query", "key", "value"]},
     "explicit": {"value_heads": 1},
     "explicit without norm": {"key_heads": 1, "norm": False},
     "mixture": {"shared_heads": 1, "active_heads": 2},
@@ -209,13 +211,11 @@ def test_layer_head_counts(mechanism: str, heads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("case", CASES)
-@torch.no_grad()
 def test_layer_with_a_cache(case: str, backbone: str) -> None:
     layer = Layer(backbone, CASES[case])
     cache = DynamicCache()
-    parts = [layer.ours(cache, start, stop) for start, stop in ((0, 4), (4, 6), (6, 7))]
-    truth, _ = layer.truth()
-    assert (torch.cat(parts, dim=1) - truth)[layer.rows].abs().max() < OUTPUT_TOLERANCE
+    parts = ((0, 4), (4, 6), (6, 7))
+    assert_layer_agrees(layer, lambda: torch.cat([layer.ours(cache, *part) for part in parts], dim=1))
 
 
 @pytest.mark.parametrize("case", [name for name, mixers in CASES.items() if "mixture" in mixers])
@@ -240,6 +240,34 @@ def test_attention_weights(case: str) -> None:
     assert (weights - truth["weights"]).transpose(1, 2)[layer.rows].abs().max() < OUTPUT_TOLERANCE
 
 
+@pytest.mark.parametrize("case", [name for name, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers])
+def test_balance_loss(case: str) -> None:
+    """The value, and the gradients of what makes the probabilities, without the padding."""
+    layers = [Layer(backbone, (CASES | OPTION_CASES)[case]) for backbone in ("Llama", "Qwen3")]
+    scores: list[torch.Tensor] = []
+    routed, selected = [], []
+    for layer in layers:
+        mixture = layer.attention.mixers["mixture"]
+        mixture.register_forward_hook(lambda module, inputs, output: scores.append(output[1]))
+        layer.ours()
+        _, extras = layer.truth()
+        routed.append((extras["probabilities"], extras["selected"]))
+        selected.append(mixture.selected_heads)
+    ours = balance_loss(scores, selected, layers[0].rows.long())
+    truth = oracles.balance_loss(routed, layers[0].rows)
+    assert (ours - truth).abs() < OUTPUT_TOLERANCE
+    for layer in layers:
+        parameters = dict(layer.attention.named_parameters())
+        both = [
+            torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
+            for loss in (ours, truth)
+        ]
+        assert any(gradient is not None for gradient in both[1])
+        for name, found, wanted in zip(parameters, *both, strict=True):
+            assert (found is None) is (wanted is None), name
+            assert found is None or (found - wanted).abs().max() < GRADIENT_TOLERANCE, name
+
+
 class OracleAttention(torch.nn.Module):
     """Stands in for a layer's attention inside a whole model."""
 
@@ -259,16 +287,24 @@ class OracleAttention(torch.nn.Module):
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 @pytest.mark.parametrize("case", CASES)
-@torch.no_grad()
 def test_whole_model(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case]).double()
     model.set_experts_implementation("eager")  # the default one knows no float64
     ids = tokens(2, 6)
     mask = torch.ones_like(ids)
     mask[1, :2] = 0
-    ours = model(ids, attention_mask=mask).logits
+    parameters = dict(model.named_parameters())
+    direction = torch.randn(2, 6, 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def run() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        return logits, torch.autograd.grad((logits * direction[mask.bool()]).sum(), parameters.values())
+
+    ours, gradients = run()
     for index, layer in enumerate(model.model.layers):
         if model.config.mixers_of_layer(index):
             layer.self_attn = OracleAttention(layer.self_attn, model.config, index)
-    truth = model(ids, attention_mask=mask).logits
-    assert (ours - truth)[mask.bool()].abs().max() < 1e-6
+    truth, expected = run()
+    assert (ours - truth).abs().max() < 1e-6
+    for name, found, wanted in zip(parameters, gradients, expected, strict=True):
+        assert (found - wanted).abs().max() < 1e-6, name

@@ -1,0 +1,97 @@
+"""What a model returns: the stock fields in the stock order, and what evaluation loops make of them."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from transformers import LlamaConfig, Trainer, TrainingArguments
+
+import crosshead
+from toys import BACKBONES, CASES, mixed_model, stock_model, tokens
+
+for_every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@for_every_case
+@torch.no_grad()
+def test_fields_and_tuples(case: str, backbone: str) -> None:
+    model, stock = mixed_model(backbone, CASES[case]), stock_model(backbone)
+    extra = ["balance_loss"] if "mixture" in CASES[case] else []
+    for options in ({}, {"labels": tokens()}, {"labels": tokens(), "output_hidden_states": True}):
+        ours, theirs = model(tokens(), **options), stock(tokens(), **options)
+        with_balance = extra if "labels" in options else []
+        assert list(ours) == list(theirs) + with_balance
+        as_tuple = model(tokens(), return_dict=False, **options)
+        assert len(as_tuple) == len(ours)
+        assert torch.equal(as_tuple[0], ours[0])
+        assert as_tuple[0].ndim == (0 if "labels" in options else 3)
+
+
+@pytest.mark.parametrize("case", [name for name in CASES if "mixture" in name])
+@torch.no_grad()
+def test_router_scores_come_when_asked_for(case: str) -> None:
+    model = mixed_model("Llama", CASES[case])
+    assert model(tokens(), labels=tokens()).head_router_scores is None
+    out = model(tokens(), output_head_router_scores=True)
+    assert [scores.shape for scores in out.head_router_scores] == [
+        (2, 9, 4 - model.config.mixers["mixture"]["shared_heads"])
+    ] * 2
+    assert all(scores.sum(-1).allclose(torch.ones(2, 9)) for scores in out.head_router_scores)
+    assert out.balance_loss.ndim == 0 and out.loss is None
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", ("knocking", "mixture"))
+def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path) -> None:
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    seen: list[Any] = []
+
+    def accuracy(prediction: Any) -> dict[str, float]:
+        seen.append(prediction.predictions)
+        right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
+        return {"accuracy": float(right.mean())}
+
+    arguments = TrainingArguments(str(tmp_path), per_device_eval_batch_size=2, report_to=[], use_cpu=True)
+    model = mixed_model(backbone, CASES[case])
+    trainer = Trainer(model=model, args=arguments, eval_dataset=rows, compute_metrics=accuracy)
+    metrics = trainer.evaluate()
+    assert 0 <= metrics["eval_accuracy"] <= 1
+    predictions = trainer.predict(rows).predictions
+    assert isinstance(predictions, numpy.ndarray) and predictions.shape == (4, 9, 61)
+    assert seen[0].shape == (4, 9, 61)
+
+
+def test_a_stock_configuration_is_refused_by_name() -> None:
+    for model_class in crosshead.FAMILIES[crosshead.CrossheadLlamaConfig]:
+        with pytest.raises(
+            TypeError, match=f"{model_class.__name__} needs a crosshead configuration, not a LlamaConfig"
+        ):
+            model_class(LlamaConfig())
+
+
+@pytest.mark.parametrize("case", ("explicit", "talking"))
+def test_a_past_of_another_form_is_refused(case: str) -> None:
+    past = stock_model("Llama")(tokens()).past_key_values
+    with pytest.raises(ValueError, match=r"the cache of layer 0 holds 2 heads of 8 numbers, the layer stores 1 of"):
+        mixed_model("Llama", CASES[case])(tokens(), past_key_values=past)
+
+
+def test_reentrant_checkpointing_is_refused_where_it_loses_the_balance_loss() -> None:
+    reentrant = {"use_reentrant": True}
+    mixed_model("Llama", CASES["knocking"]).gradient_checkpointing_enable(reentrant)
+    for options in (None, {"use_reentrant": False}):
+        mixed_model("Llama", CASES["mixture"]).gradient_checkpointing_enable(options)
+    with pytest.raises(ValueError, match="use_reentrant=True would drop the gradient of mixture's balance loss"):
+        mixed_model("Llama", CASES["mixture"]).gradient_checkpointing_enable(reentrant)
+
+
+def test_a_configuration_that_no_longer_fits_prints_but_does_not_save(tmp_path: Path) -> None:
+    config = crosshead.CrossheadLlamaConfig(mixers={"knocking": {}})
+    config.mixers = {"knoking": {}}
+    assert "knoking" in repr(config)
+    with pytest.raises(ValueError, match="mixers has no mechanism 'knoking': did you mean 'knocking'"):
+        config.save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
