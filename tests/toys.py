@@ -53,7 +53,8 @@ MECHANISM_CASES: dict[str, dict[str, Any]] = {
     },
     "differential": {"differential": {}},
 }
-"""One telling configuration per mechanism; a new mechanism needs an entry here and an oracle."""
+MECHANISM_CASES |= {name: {name: {}} for name in crosshead.MECHANISMS if name not in MECHANISM_CASES}
+"""One telling configuration per mechanism; a new one runs with its defaults until it has an entry."""
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "knocking+mixture": {
         "knocking": {"form": "linear", "on": ["query", "key", "value"]},

@@ -1,0 +1,81 @@
+"""Whole models, and the balance loss over several layers, against the oracles."""
+
+from typing import Any
+
+import pytest
+import torch
+from crosshead.modeling.balance import balance_loss
+
+import oracles
+from oracle_layers import GRADIENT_TOLERANCE, OPTION_CASES, OUTPUT_TOLERANCE, Layer, oracle_view
+from toys import BACKBONES, CASES, mixed_model, tokens
+
+
+@pytest.mark.parametrize("case", [name for name, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers])
+def test_balance_loss(case: str) -> None:
+    """The value, and the gradients of what makes the probabilities, without the padding."""
+    layers = [Layer(backbone, (CASES | OPTION_CASES)[case]) for backbone in ("Llama", "Qwen3")]
+    scores: list[torch.Tensor] = []
+    routed, selected = [], []
+    for layer in layers:
+        mixture = layer.attention.mixers["mixture"]
+        mixture.register_forward_hook(lambda module, inputs, output: scores.append(output[1]))
+        layer.ours()
+        _, extras = layer.truth()
+        routed.append((extras["probabilities"], extras["selected"]))
+        selected.append(mixture.selected_heads)
+    ours = balance_loss(scores, selected, layers[0].rows.long())
+    truth = oracles.balance_loss(routed, layers[0].rows)
+    assert (ours - truth).abs() < OUTPUT_TOLERANCE
+    for layer in layers:
+        parameters = dict(layer.attention.named_parameters())
+        both = [
+            torch.autograd.grad(loss, list(parameters.values()), allow_unused=True, retain_graph=True)
+            for loss in (ours, truth)
+        ]
+        assert any(gradient is not None for gradient in both[1])
+        for name, found, wanted in zip(parameters, *both, strict=True):
+            assert (found is None) is (wanted is None), name
+            assert found is None or (found - wanted).abs().max() < GRADIENT_TOLERANCE, name
+
+
+class OracleAttention(torch.nn.Module):
+    """Stands in for a layer's attention inside a whole model."""
+
+    def __init__(self, attention: Any, config: Any, layer: int) -> None:
+        super().__init__()
+        self.attention = attention
+        self.mixers, self.shape = oracle_view(config, layer)
+
+    def forward(self, hidden_states: torch.Tensor, position_embeddings: Any, attention_mask: Any, **_: Any) -> Any:
+        """The oracle's output."""
+        cos, sin = (table.expand(hidden_states.shape[0], -1, -1) for table in position_embeddings)
+        weights = dict(self.attention.named_parameters())
+        allowed = attention_mask[:, 0] == 0
+        output, _ = oracles.attention_layer(hidden_states, weights, self.shape, self.mixers, cos, sin, allowed)
+        return output, None
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", CASES)
+def test_whole_model(case: str, backbone: str) -> None:
+    model = mixed_model(backbone, CASES[case]).double()
+    model.set_experts_implementation("eager")  # the default one knows no float64
+    ids = tokens(2, 6)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0
+    parameters = dict(model.named_parameters())
+    direction = torch.randn(2, 6, 61, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+    def run() -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        logits = model(ids, attention_mask=mask, use_cache=False).logits[mask.bool()]
+        return logits, torch.autograd.grad((logits * direction[mask.bool()]).sum(), parameters.values())
+
+    ours, gradients = run()
+    for index, layer in enumerate(model.model.layers):
+        if model.config.mixers_of_layer(index):
+            layer.self_attn = OracleAttention(layer.self_attn, model.config, index)
+    truth, expected = run()
+    assert (ours - truth).abs().max() < 1e-6
+    for name, found, wanted in zip(parameters, gradients, expected, strict=True):
+        assert (found - wanted).abs().max() < 1e-6, name
