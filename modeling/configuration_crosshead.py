@@ -77,7 +77,9 @@ class MixersConfig(ConfigBase):
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """Build from a dictionary, a stock backbone's too; fields given beside it take part in every check."""
         beside = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # that may be "auto"
-        return super().from_dict(config_dict | {key: kwargs.pop(key) for key in beside}, **kwargs)
+        # A saved field may go by another name, which is set last.
+        given = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in beside}
+        return super().from_dict(config_dict | given, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """JSON with sorted keys, except `mixers`, whose order means something."""

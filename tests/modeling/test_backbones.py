@@ -128,3 +128,11 @@ def test_expert_losses_are_the_stock_ones(tmp_path: Path) -> None:
     assert torch.equal(found.loss, expected.loss)
     assert torch.equal(found.aux_loss, expected.aux_loss)
     assert len(found.router_logits) == len(expected.router_logits) == 2
+
+
+@pytest.mark.parametrize("written_as", ("num_experts", "num_local_experts"))
+def test_fields_with_two_names_can_be_given_beside_a_folder(written_as: str) -> None:
+    saved = mixed_model("Qwen3Moe", KNOCKING).config.to_dict()
+    saved = {name: value for name, value in saved.items() if name not in ("num_experts", "num_local_experts")}
+    changed = crosshead.CrossheadQwen3MoeConfig.from_dict(saved | {written_as: 4}, num_experts=8)
+    assert changed.num_experts == changed.to_dict()["num_local_experts"] == 8
