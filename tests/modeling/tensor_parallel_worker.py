@@ -25,6 +25,8 @@ def main(folders: Path, out: Path) -> None:
         found[folder.name] = (model(tokens()).logits, sorted(spread))
     if distributed.get_rank() == 0:
         torch.save({"version": crosshead.__version__, "models": found}, out)
+    distributed.barrier()
+    distributed.destroy_process_group()  # left alone, its threads may outlive the interpreter and abort it
 
 
 if __name__ == "__main__":
