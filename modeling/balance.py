@@ -26,8 +26,8 @@ def balance_loss(
     """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
 
     `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
-    `selected` says how many heads each layer selects. A mask (B, past + T) takes padding out of both means; one of
-    another form, made by the caller, says nothing about padding.
+    `selected` says how many heads each layer selects. A mask (B, T) takes padding out of both means; one with
+    more dimensions, made by the caller, says nothing about padding.
     """
     losses = []
     for probabilities, count in zip(scores, selected, strict=True):
@@ -46,7 +46,12 @@ def token_weights(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> 
     if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
         weights = scores.new_ones(scores.shape[:2])
     else:
-        weights = attention_mask[:, -scores.shape[1] :].to(scores)
+        if attention_mask.shape != scores.shape[:2]:
+            raise ValueError(
+                f"attention_mask of shape {tuple(attention_mask.shape)} does not say which of the "
+                f"{tuple(scores.shape[:2])} tokens are padding: use one of that shape"
+            )
+        weights = attention_mask.to(scores)
     return weights / weights.sum().clamp_min(1)
 
 

@@ -40,6 +40,7 @@ class MixersConfig(ConfigBase):
 
         A stock configuration's `model_type` would stay on the instance and mislead saving and loading.
         """
+        self._check_family(kwargs.get("model_type"))
         own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
         super().__post_init__(**own)
         family = type(self).__name__.removesuffix("Config")
@@ -48,6 +49,15 @@ class MixersConfig(ConfigBase):
         self.auto_map = code
         self.validate()  # the stock checks, which the library runs for the stock class only
         self.check_mixers()
+
+    def _check_family(self, model_type: str | None) -> None:
+        own = type(self).model_type
+        allowed = (own.removeprefix("crosshead_"), own)
+        if model_type not in (None, *allowed):
+            raise ValueError(
+                f"{type(self).__name__} cannot take a configuration of model_type={model_type!r}: allowed are "
+                f"{' and '.join(map(repr, allowed))}"
+            )
 
     def check_mixers(self) -> None:
         """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
@@ -79,6 +89,8 @@ class MixersConfig(ConfigBase):
         beside = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # that may be "auto"
         # A saved field may go by another name, which is set last.
         given = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in beside}
+        if "num_hidden_layers" in given and config_dict.get("layer_types"):
+            given = {"layer_types": config_dict["layer_types"][: given["num_hidden_layers"]]} | given
         return super().from_dict(config_dict | given, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:

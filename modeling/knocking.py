@@ -15,15 +15,15 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import HeadLayout, HeadStates, LinearLeaf, Mixer, Settings
 from .options import Choice, Option, Subset
 
 
-class SharedMap(nn.Linear, MixerLeaf):
-    """A square map without bias, applied to every head alike."""
+class SharedMap(LinearLeaf):
+    """A square map, applied to every head alike."""
 
     def __init__(self, size: int, start: str) -> None:
-        super().__init__(size, size, bias=False)
+        super().__init__(size, size)
         self.start = start
 
     def initialise(self, std: float) -> None:

@@ -114,6 +114,8 @@ class MixedCausalLM(MixedPreTrained):
         **kwargs: Any,
     ) -> MixedCausalLMOutput:
         """Logits; with `labels` also the loss, balance losses included."""
+        if output_head_router_scores is None:
+            output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
         records = "mixture" in self.config.mixers and bool(labels is not None or output_head_router_scores)
         outputs = self.model(
             input_ids=input_ids,
@@ -132,6 +134,8 @@ class MixedCausalLM(MixedPreTrained):
                 f"{type(self.model).__name__} recorded no head router scores, so the balance loss would be missing: "
                 "shard or wrap the decoder layers and the whole model, not the backbone in between"
             )
+        if past_key_values is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+            attention_mask = attention_mask[:, -outputs.last_hidden_state.shape[1] :]  # losses know no past
         return MixedCausalLMOutput(
             **self._losses(outputs, logits, labels, attention_mask, kwargs),
             logits=logits,
@@ -173,7 +177,10 @@ class MixedCausalLM(MixedPreTrained):
 
 
 class MixedSequenceClassifier(MixedPreTrained):
-    """The classification head, over our backbone rather than one that an Auto class looks up."""
+    """The classification head, over our backbone rather than one that an Auto class looks up.
+
+    Its loss has no balance term, as that of the stock mixture-of-experts classifier has none.
+    """
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 from .options import Option
 
@@ -83,6 +84,25 @@ class MixerLeaf(nn.Module):
     def initialise(self, std: float) -> None:
         """Set the starting values with `transformers.initialization`, which spares what a checkpoint has loaded."""
         raise NotImplementedError(f"{type(self).__name__} does not say how its parameters start")
+
+
+class LinearLeaf(MixerLeaf):
+    """A linear map without bias, in the orientation of `nn.Linear`.
+
+    Not one itself: libraries that quantise or adapt every `nn.Linear` would replace it before it has a value to keep.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x W^T`."""
+        return functional.linear(x, self.weight)
+
+    def extra_repr(self) -> str:
+        """Sizes, for `print(model)`."""
+        return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
 
 
 class Mixer(nn.Module):

@@ -21,16 +21,13 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import HeadLayout, HeadStates, LinearLeaf, Mixer, Settings
 from .numerics import widened
 from .options import Choice, Count, Number, Option
 
 
-class RouterMap(nn.Linear, MixerLeaf):
+class RouterMap(LinearLeaf):
     """Logits from a token's hidden state."""
-
-    def __init__(self, hidden_size: int, logits: int) -> None:
-        super().__init__(hidden_size, logits, bias=False)
 
     def initialise(self, std: float) -> None:
         """Start at random."""

@@ -17,7 +17,7 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .eager import attention_logits, weigh_values
-from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import AttentionCall, HeadLayout, HeadStates, LinearLeaf, Mixer, MixerLeaf, Settings
 from .numerics import apply_mask, widened
 from .options import Integer, Option, Subset
 from .regroup import regrouping
@@ -45,16 +45,16 @@ class HeadMap(MixerLeaf):
         return torch.einsum("ij,bjts->bits", self.weight.to(maps.dtype), maps)
 
 
-class DynamicHeadMap(nn.Linear, MixerLeaf):
+class DynamicHeadMap(LinearLeaf):
     """A map across heads (to x from) made from a token's input."""
 
     def __init__(self, hidden_size: int, to_heads: int, from_heads: int) -> None:
-        super().__init__(hidden_size, to_heads * from_heads, bias=False)
+        super().__init__(hidden_size, to_heads * from_heads)
         self.from_heads = from_heads
 
     def initialise(self, std: float) -> None:
         """Start small: the paper trains well only with 0.1 / sqrt(hidden size x heads mapped from)."""
-        init.normal_(self.weight, mean=0.0, std=0.1 * (self.in_features * self.from_heads) ** -0.5)
+        init.normal_(self.weight, mean=0.0, std=0.1 * (self.weight.shape[1] * self.from_heads) ** -0.5)
 
 
 class Talking(Mixer):

@@ -1,5 +1,6 @@
 """What the stock backbones bring along stays: position embeddings, windows, ties, biases, the experts' layout."""
 
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from safetensors import safe_open
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import crosshead
-from toys import BACKBONES, STOCK, lopsided, mixed_model, stock_model, tokens
+from toys import BACKBONES, CASES, STOCK, lopsided, mixed_model, stock_model, tokens
 
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default", "rope_theta": 500.0},
@@ -136,3 +137,34 @@ def test_fields_with_two_names_can_be_given_beside_a_folder(written_as: str) -> 
     saved = {name: value for name, value in saved.items() if name not in ("num_experts", "num_local_experts")}
     changed = crosshead.CrossheadQwen3MoeConfig.from_dict(saved | {written_as: 4}, num_experts=8)
     assert changed.num_experts == changed.to_dict()["num_local_experts"] == 8
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@torch.no_grad()
+def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None:
+    stock, ours = both(backbone, tmp_path, KNOCKING)
+    shorter = (
+        type(ours).from_pretrained(tmp_path, mixers=KNOCKING, num_hidden_layers=1, attn_implementation="eager").eval()
+    )
+    stock.model.layers = stock.model.layers[:1]
+    stock.config.num_hidden_layers = 1
+    assert torch.equal(shorter(tokens()).logits, stock(tokens(), use_cache=False).logits)
+
+
+@pytest.mark.parametrize(("other", "backbone"), permutations(BACKBONES, 2))
+def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
+    """Llama's class would load a Qwen2 folder and drop its biases."""
+    stock_model(other).save_pretrained(tmp_path / "stock")
+    mixed_model(other, KNOCKING).save_pretrained(tmp_path / "ours")
+    model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
+    for folder in ("stock", "ours"):
+        with pytest.raises(ValueError, match=f"Crosshead{backbone}Config cannot take a configuration of model_type="):
+            model_class.from_pretrained(tmp_path / folder)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_mechanism_is_taken_for_a_projection(case: str) -> None:
+    """Quantisers replace every nn.Linear, before the mechanisms of a stock checkpoint have their starting values."""
+    for layer in mixed_model("Llama", CASES[case]).model.layers:
+        modules = layer.self_attn.mixers.modules()
+        assert not any(isinstance(module, torch.nn.Linear) for module in modules)

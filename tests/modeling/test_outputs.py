@@ -41,6 +41,24 @@ def test_router_scores_come_when_asked_for(case: str) -> None:
     ] * 2
     assert all(scores.sum(-1).allclose(torch.ones(2, 9)) for scores in out.head_router_scores)
     assert out.balance_loss.ndim == 0 and out.loss is None
+    model.config.output_head_router_scores = True
+    assert len(model(tokens()).head_router_scores) == 2
+    assert model(tokens(), output_head_router_scores=False).head_router_scores is None
+
+
+@torch.no_grad()
+def test_the_balance_loss_knows_which_tokens_are_padding() -> None:
+    model = mixed_model("Llama", CASES["mixture"])
+    ids, mask = tokens(), torch.ones(2, 9, dtype=torch.long)
+    whole = model(ids, attention_mask=mask, labels=ids)
+    past = model(ids[:, :4], attention_mask=mask[:, :4]).past_key_values
+    rest = model(ids[:, 4:], attention_mask=mask, past_key_values=past, labels=ids[:, 4:])
+    assert rest.balance_loss != whole.balance_loss and rest.balance_loss.isfinite()
+    longer = torch.cat([mask, torch.zeros(2, 11, dtype=torch.long)], dim=1)
+    with pytest.raises(
+        ValueError, match=r"attention_mask of shape \(2, 20\) does not say which of the \(2, 9\) tokens"
+    ):
+        model(ids, attention_mask=longer, labels=ids)
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
