@@ -1,5 +1,6 @@
 """What our model classes add to the stock ones, whatever the backbone."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -7,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
 
@@ -14,6 +16,8 @@ from .balance import MixedCausalLMOutput, balance_loss, share_of_batch
 from .mechanisms import MECHANISMS
 from .mixed_attention import MixedAttention
 from .mixer import MixerLeaf
+
+logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     ModelBase = PreTrainedModel
@@ -59,12 +63,13 @@ class MixedPreTrained(ModelBase):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any
     ) -> None:
-        reentrant = getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant")
-        if enable and reentrant and "mixture" in self.config.mixers:
-            raise ValueError(
+        asked = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and asked.get("use_reentrant") and "mixture" in self.config.mixers:
+            logger.warning_once(
                 "use_reentrant=True would drop the gradient of mixture's balance loss, which is computed outside the "
-                "checkpointed layers: use use_reentrant=False"
+                "checkpointed layers: checkpointing with use_reentrant=False"
             )
+            gradient_checkpointing_func = partial(checkpoint, **{**asked, "use_reentrant": False})
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *arguments, **options)
 
 

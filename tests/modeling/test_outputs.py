@@ -97,13 +97,23 @@ def test_a_past_of_another_form_is_refused(case: str) -> None:
         mixed_model("Llama", CASES[case])(tokens(), past_key_values=past)
 
 
-def test_reentrant_checkpointing_is_refused_where_it_loses_the_balance_loss() -> None:
-    reentrant = {"use_reentrant": True}
-    mixed_model("Llama", CASES["knocking"]).gradient_checkpointing_enable(reentrant)
-    for options in (None, {"use_reentrant": False}):
-        mixed_model("Llama", CASES["mixture"]).gradient_checkpointing_enable(options)
-    with pytest.raises(ValueError, match="use_reentrant=True would drop the gradient of mixture's balance loss"):
-        mixed_model("Llama", CASES["mixture"]).gradient_checkpointing_enable(reentrant)
+@pytest.mark.parametrize("case", ("knocking", "mixture"))
+@pytest.mark.parametrize("reentrant", (True, False))
+def test_checkpointing_of_either_kind_keeps_every_gradient(reentrant: bool, case: str) -> None:
+    """The reentrant kind would lose the balance loss: mixture runs the other one instead."""
+    mixers = {
+        name: options | ({"balance_weight": 8.0} if name == "mixture" else {}) for name, options in CASES[case].items()
+    }
+    gradients = []
+    for checkpointing in (False, True):
+        model = mixed_model("Llama", mixers).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, checkpointed in zip(*gradients, strict=True):
+        torch.testing.assert_close(checkpointed, plain)
 
 
 def test_a_configuration_that_no_longer_fits_prints_but_does_not_save(tmp_path: Path) -> None:
