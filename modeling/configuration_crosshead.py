@@ -63,21 +63,22 @@ class MixersConfig(ConfigBase):
         """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
         self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts())
 
+    def layout_of_layer(self, layer: int) -> HeadLayout:
+        """What the mechanisms may know of one layer."""
+        return HeadLayout(
+            hidden_size=self.hidden_size,
+            query_heads=self.num_attention_heads,
+            key_value_heads=self.num_key_value_heads,
+            head_dim=getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads,
+            layer_index=layer,
+            norm_eps=self.rms_norm_eps,
+            key_norm_eps=self.rms_norm_eps if self.has_key_norm else None,
+            dropout=self.attention_dropout or 0.0,
+        )
+
     def layouts(self) -> list[HeadLayout]:
-        """What the mechanisms may know of each layer."""
-        return [
-            HeadLayout(
-                hidden_size=self.hidden_size,
-                query_heads=self.num_attention_heads,
-                key_value_heads=self.num_key_value_heads,
-                head_dim=getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads,
-                layer_index=layer,
-                norm_eps=self.rms_norm_eps,
-                key_norm_eps=self.rms_norm_eps if self.has_key_norm else None,
-                dropout=self.attention_dropout or 0.0,
-            )
-            for layer in range(self.num_hidden_layers)
-        ]
+        """What they may know of each layer."""
+        return [self.layout_of_layer(layer) for layer in range(self.num_hidden_layers)]
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
         """The mechanisms of one layer with their complete options, in the order they apply."""

@@ -79,9 +79,19 @@ class Explicit(Mixer):
                 "set mixers.explicit.norm=False"
             )
 
+    @classmethod
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """With as many components as heads, and without the norm."""
+        counts = {settings.get(f"{side}_heads") for side in settings["on"]}
+        return not settings["norm"] and counts <= {None, layout.key_value_heads}
+
     def component_heads(self, side: str) -> int:
         """The configured count, or as many as the backbone has heads."""
         return self.settings.get(f"{side}_heads") or self.layout.key_value_heads
+
+    def cached_numbers(self) -> int:
+        """One per combined head where keys are normed."""
+        return self.layout.key_value_heads if self.divides_keys else 0
 
     def on_settled(self, states: HeadStates) -> None:
         """Where keys are normed per head, keep each combined head's `1 / rms`."""

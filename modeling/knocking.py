@@ -82,6 +82,11 @@ class Knocking(Mixer):
         for target in settings["on"]:
             self.add_module(target, FORMS[settings["form"]](layout.head_dim, settings["init"]))
 
+    @classmethod
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """From the identity."""
+        return settings["init"] == "identity"
+
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""
         for target, knock in self.named_children():

@@ -38,7 +38,7 @@ class MixedAttention(nn.Module):
     def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         settings = config.mixers_of_layer(layer_idx)
-        layout = shared_layout(settings, config.layouts()[layer_idx])
+        layout = shared_layout(settings, config.layout_of_layer(layer_idx))
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
         for side, projection in (("key", "k_proj"), ("value", "v_proj")):
             heads = min(mixer.component_heads(side) for mixer in self._mixers())

@@ -133,6 +133,11 @@ class Mixer(nn.Module):
         """Raise `ValueError` where the settings cannot work in this layer beside the layer's other mechanisms."""
 
     @classmethod
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Whether the layer, with the values that its parameters start with, computes what it did without."""
+        return False
+
+    @classmethod
     def reshape(cls, layout: HeadLayout) -> HeadLayout:
         """The layout that the mechanisms of this layer see when this one is among them."""
         return layout
@@ -140,6 +145,10 @@ class Mixer(nn.Module):
     def component_heads(self, side: str) -> int:
         """How many heads the projection of `side` ("key" or "value") has."""
         return self.layout.key_value_heads
+
+    def cached_numbers(self) -> int:
+        """How many numbers this mechanism keeps beside the keys of each cached token."""
+        return 0
 
     def on_projected(self, states: HeadStates) -> None:
         """Queries, keys and values are projected."""

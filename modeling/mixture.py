@@ -107,6 +107,11 @@ class Mixture(Mixer):
                 "gates away; put 'explicit' first or set mixers.explicit.norm=False"
             )
 
+    @classmethod
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Where every head counts once."""
+        return settings["active_heads"] == layout.output_heads and settings["gate"] == "binary"
+
     @staticmethod
     def _check_query_norm(routed: int, layer: dict[str, Settings]) -> None:
         if "differential" in layer:

@@ -93,6 +93,15 @@ class Talking(Mixer):
                     f"mixers.talking.on={on!r} does not have"
                 )
 
+    @classmethod
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Static maps between equal head counts start as the identity."""
+        return not settings["dynamic"] and settings.get("softmax_heads") in (None, layout.query_heads)
+
+    def cached_numbers(self) -> int:
+        """The keys' maps."""
+        return sum(getattr(self, name).weight.shape[0] for name in self.settings["dynamic"] if name.startswith("key"))
+
     def on_projected(self, states: HeadStates) -> None:
         """Make the keys' maps, which the cache keeps."""
         for name in self.settings["dynamic"]:

@@ -25,7 +25,7 @@ ARROWS: dict[str, set[str]] = {
 """Which of our folders a folder may import, itself apart."""
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
-OPTIONAL = {"accelerate", "datasets", "lm_eval", "peft"}
+OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft"}
 FILE_LINES = 300
 FUNCTION_LINES = 60
 

@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 import torch
-from crosshead.modeling.balance import share_of_batch
 from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import crosshead
+from crosshead.modeling.balance import share_of_batch
 from toys import CASES, mixed_config, mixed_model, tokens
 
 for_every_case = pytest.mark.parametrize("case", CASES)

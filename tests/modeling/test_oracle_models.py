@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from crosshead.modeling.balance import balance_loss
 
 import oracles
+from crosshead.modeling.balance import balance_loss
 from oracle_layers import GRADIENT_TOLERANCE, OPTION_CASES, OUTPUT_TOLERANCE, Layer, oracle_view
 from toys import BACKBONES, CASES, mixed_model, tokens
 

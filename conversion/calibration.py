@@ -1,0 +1,128 @@
+"""What a conversion learns from running the source on text: observed layer by layer, kept in one file."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from crosshead.modeling.mixer import HeadLayout
+
+from .errors import ConversionError
+from .families import Shapes
+from .head_order import HeadUse
+from .head_statistics import KINDS, PARTS, HeadStatistics
+from .layer_rewrites import Tensors
+from .streamed_model import StreamedModel
+
+WINDOW_LENGTH = 1024
+Advance = Callable[[int, int], None]
+"""Called with the layers done and the layers there are."""
+
+
+@dataclass(frozen=True)
+class Observers:
+    """Who watches each layer."""
+
+    wanted: set[str]
+    """Any of "statistics" (for component heads) and "use" (for the order of heads)."""
+    layouts: list[HeadLayout]
+    active: list[int]
+    """How many heads of each layer are to be active."""
+    biased: bool
+    """Keys and values have biases."""
+
+    def of_layer(self, layer: int) -> dict[str, HeadStatistics | HeadUse]:
+        """New observers, by kind."""
+        layout = self.layouts[layer]
+        made: dict[str, Callable[[], HeadStatistics | HeadUse]] = {
+            "statistics": lambda: HeadStatistics(layout),
+            "use": lambda: HeadUse(layout.query_heads, self.active[layer]),
+        }
+        return {kind: made[kind]() for kind in sorted(self.wanted)}
+
+    def shapes(self) -> Shapes:
+        """The names and shapes of the tensors that a file of observations holds."""
+        found: Shapes = {}
+        for layer, layout in enumerate(self.layouts):
+            for kind in self.wanted:
+                shapes = SHAPES[kind](layout, self.biased)
+                found |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes.items()}
+        return found
+
+
+def _statistics_shapes(layout: HeadLayout, biased: bool) -> Shapes:
+    heads, size = layout.key_value_heads, layout.head_dim
+    features = heads * size + biased
+    tails = {"metric": (size, size), "gram": (features, features), "weight": ()}
+    return {f"{side}.{kind}": (heads, parts, *tails[kind]) for side, parts in PARTS.items() for kind in KINDS}
+
+
+def _use_shapes(layout: HeadLayout, biased: bool) -> Shapes:
+    return {"counts": (layout.query_heads,)}
+
+
+SHAPES: dict[str, Callable[[HeadLayout, bool], Shapes]] = {"statistics": _statistics_shapes, "use": _use_shapes}
+"""What is observed of a layer -> the tensors that it takes."""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A file of observations, read one layer at a time."""
+
+    path: Path
+
+    def observed(self, layer: int) -> dict[str, Tensors]:
+        """What was observed in a layer: "statistics", "use" -> tensors."""
+        found: dict[str, Tensors] = {}
+        with safe_open(self.path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  # not a dictionary
+                index, kind, part = name.split(".", 2)
+                if int(index) == layer:
+                    found.setdefault(kind, {})[part] = file.get_tensor(name)
+        return found
+
+    def check(self, observers: Observers) -> None:
+        """`ConversionError` where the file is something else, or was made for something else."""
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise ConversionError(f"--calibration {self.path} cannot be read as a calibration: {error}") from None
+        for name, shape in observers.shapes().items():
+            if found.get(name) != shape:
+                raise ConversionError(
+                    f"--calibration {self.path} does not fit ({name} is {found.get(name, 'not there')}, and should be "
+                    f"{shape}): it was made for another model or another conversion"
+                )
+
+
+@torch.no_grad()
+def calibrate(
+    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance
+) -> Calibration:
+    """Run windows of tokens (B, T) through the source; the observers of each layer see its attention's input."""
+    hidden = model.embed(tokens)
+    flat: Tensors = {}
+    for layer, module in model.layers():
+        kinds = observers.of_layer(layer)
+
+        def observe(attention: nn.Module, args: Any, inputs: dict[str, Any], kinds: Any = kinds) -> None:
+            for observer in kinds.values():
+                observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
+
+        handle = module.self_attn.register_forward_pre_hook(observe, with_kwargs=True)  # type: ignore[union-attr]
+        for window in hidden.split(1):
+            window.copy_(model.call(module, window))
+        handle.remove()
+        for kind, observer in kinds.items():
+            flat |= {f"{layer}.{kind}.{name}": value for name, value in observer.as_tensors().items()}
+        advance(layer + 1, len(observers.layouts))
+    partial = path.with_name(f"{path.name}.partial")
+    save_file(flat, partial)
+    partial.replace(path)
+    return Calibration(path)

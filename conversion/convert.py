@@ -1,0 +1,154 @@
+"""Stock checkpoint in, crosshead checkpoint out."""
+
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from crosshead.modeling.options import is_whole
+
+from .auto_layers import AutoLayers
+from .calibrating import SUFFIX, Text, observe
+from .calibration import Observers
+from .created import mixed_shapes
+from .errors import ConversionError, one_line
+from .exactness import starts_neutral, tolerance
+from .families import FAMILIES, PREFIX, family_of, read_config, stock_shapes
+from .job import Job, Prepared, Progress, run_job, silent
+from .mix_layers import active_heads, mix_layers, needed_observations
+from .mixer_options import MixerRequest, read_mixers
+from .plan import check_source, make_plan
+from .sources import Source, open_source
+from .verify import verify_job
+from .vocabulary import check_vocabulary
+
+MOST = 2**32 - 1
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What may be asked of a conversion beside its mechanisms."""
+
+    revision: str | None = None
+    vocab_size: int | None = None
+    dtype: str | None = None
+    calibration: str | Path | None = None
+    save_calibration: str | Path | None = None
+    layers: str | None = None
+    budget: float | None = None
+    seed: int = 0
+    allow_inexact: bool = False
+
+    def check(self) -> None:
+        """`ConversionError` where a value cannot be, whatever the model."""
+        if self.dtype not in (None, *DTYPES):
+            raise ConversionError(f"--dtype {self.dtype!r} is not allowed: use one of {', '.join(DTYPES)}")
+        if self.layers not in (None, "auto"):
+            raise ConversionError(f"--layers {self.layers!r} is not allowed: use auto, or a mechanism's own `layers`")
+        if (self.layers is None) != (self.budget is None):
+            raise ConversionError("--layers auto and --budget go together: give both or neither")
+        if self.budget is not None and not (isinstance(self.budget, int | float) and 0 < self.budget < 1):
+            raise ConversionError(f"--budget {self.budget} is not allowed: use a part of the KV cache, such as 0.5")
+        for name, value, least in (("vocab-size", self.vocab_size, 1), ("seed", self.seed, 0)):
+            if value is not None and not (is_whole(value) and least <= value <= MOST):
+                raise ConversionError(f"--{name} {value!r} is not allowed: use a whole number from {least} to {MOST}")
+        saved = _path(self.save_calibration)
+        if saved is not None and (saved.suffix != SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
+            raise ConversionError(
+                f"--save-calibration {saved} is not allowed: name a {SUFFIX} file in an existing folder"
+            )
+
+    def recorded(self) -> dict[str, Any]:
+        """Those that were given, without anything of this machine."""
+        paths = ("calibration", "save_calibration")
+        given = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
+        return {key: value for key, value in given.items() if key not in paths}
+
+
+def convert(
+    source: str | Path,
+    out: str | Path,
+    mixers: Mapping[str, Any],
+    *,
+    overwrite: bool = False,
+    verify: bool = True,
+    progress: Progress = silent,
+    **options: Any,
+) -> dict[str, Any]:
+    """Give a checkpoint mechanisms; returns the report, which the folder holds as `conversion.json`.
+
+    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `options` are the
+    fields of `Options`.
+    """
+    asked = Options(**options)
+    asked.check()
+    with tempfile.TemporaryDirectory() as scratch:
+        origin = open_source(source, asked.revision, scratch=Path(scratch))
+        return run_job(_job(origin, mixers, asked), Path(out), overwrite, verify_job if verify else None, progress)
+
+
+def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
+    """Everything that can be decided, and refused, before the source is run or anything is written."""
+    stock = read_config(origin.config, "stock", origin.origin["name"])
+    dropped = check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
+    request = read_mixers(mixers, _mixed_config(origin.config, {"mixers": {}}).layouts())
+    if not request.mixers and asked.vocab_size is None:
+        raise ConversionError("no mechanism is asked for: name one with --mixer, such as --mixer knocking")
+    target = _target_config(origin.config, stock, request, asked)
+    neutral = starts_neutral(target, asked.allow_inexact) and asked.budget is None
+    text = Text(_path(asked.calibration))
+    auto = None if asked.budget is None else AutoLayers(asked.budget)
+    if auto is not None:
+        auto.check(request)
+    wanted = needed_observations(target, request, auto is not None)
+    for option in ("calibration", "save_calibration"):
+        if not wanted and getattr(asked, option) is not None:
+            name = option.replace("_", "-")
+            raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
+    described = text.described() if wanted else {}
+    dtype = DTYPES[asked.dtype] if asked.dtype else None
+
+    def prepare(kept: Path, progress: Progress) -> Prepared:
+        config, settled, observed = target, request, {"calibration": described} if described else {}
+        calibration = None
+        if wanted:
+            observers = Observers(wanted, target.layouts(), active_heads(target), family_of(stock).qkv_bias(stock))
+            calibration = observe(origin, stock, text, observers, kept, progress)
+            if asked.save_calibration is not None:
+                shutil.copyfile(calibration.path, asked.save_calibration)
+        if auto is not None:
+            settled, chosen = auto.resolve(origin, stock, target, request, text, calibration, progress)
+            config, observed = _target_config(origin.config, stock, settled, asked), observed | {"chosen": chosen}
+        shapes = mixed_shapes(config, stock_shapes(config))
+        rewrites = mix_layers(origin.store, config, shapes, settled, calibration, asked.seed)
+        return Prepared(config, make_plan(origin.store, shapes, dropped, rewrites.layers, dtype), rewrites, observed)
+
+    options = asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described}
+    return Job("convert", origin, options, tolerance(neutral, dtype), prepare)
+
+
+def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+    """The target's configuration; `ConversionError` where the mechanisms cannot work in this model."""
+    family = FAMILIES[content["model_type"]]
+    architecture = PREFIX.removesuffix("_").capitalize() + family.architecture
+    try:
+        return family.mixed.from_dict({**content, "architectures": [architecture], **changes})
+    except ValueError as error:
+        raise ConversionError(one_line(error)) from None
+
+
+def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, asked: Options) -> Any:
+    changes: dict[str, Any] = {"mixers": request.mixers}
+    if asked.vocab_size is not None:
+        check_vocabulary(asked.vocab_size, stock.vocab_size)
+        changes["vocab_size"] = asked.vocab_size
+    if asked.dtype is not None:
+        changes["dtype"] = asked.dtype
+    return _mixed_config(content, changes)
+
+
+def _path(given: str | Path | None) -> Path | None:
+    return None if given is None else Path(given)

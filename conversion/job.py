@@ -1,0 +1,155 @@
+"""One conversion, in either direction: from a plan to a complete folder at the target's place."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import ConversionError
+from .layer_rewrites import LayerRewrites
+from .plan import Plan, Step, describe
+from .published_folder import RECORD, copy_code, copy_files, store_digest, versions, write_json
+from .safetensors_store import WEIGHTS, SafetensorsStore
+from .shard_writer import Item, tensor_chunks, write_index, write_shard
+from .sources import Source
+from .staging import Staging, check_apart, staging
+from .store import DTYPES, Entry, TensorStore
+from .vocabulary import grown
+
+Progress = Callable[[str, int, int], None]
+"""Told what is being done, how much of it is done, and how much there is."""
+
+
+def silent(stage: str, done: int, total: int) -> None:
+    """Progress for nobody."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What is written."""
+
+    config: Any
+    """The target's configuration."""
+    plan: Plan
+    rewrites: LayerRewrites
+    observed: Mapping[str, Any]
+    """What the source's behaviour on text decided, for the record."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is decided before the source is run or anything is written."""
+
+    command: str
+    source: Source
+    options: Mapping[str, Any]
+    """As asked for, for the record; with the source they determine the result."""
+    tolerance: float | None
+    """How far the result's logits may be from the source's, as a part of the greatest."""
+    prepare: Callable[[Path, Progress], Prepared]
+    """Given a file to keep what was observed in, for a run that goes on where this one stops."""
+
+    @property
+    def identity(self) -> str:
+        """Equal for two runs that would write the same bytes."""
+        content = [self.command, self.source.fingerprint, dict(self.options), versions()]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+Verify = Callable[[Job, Path, Progress], dict[str, Any]]
+"""Measures a finished folder against the job's source; `ConversionError` where it is not what it ought to be."""
+
+
+def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progress: Progress) -> dict[str, Any]:
+    """Write the target beside its place, verify it there, and put it in its place; returns the record."""
+    if isinstance(job.source.store, SafetensorsStore):
+        check_apart(job.source.store.folder, out)
+    with staging(out, job.identity, overwrite) as stage:
+        prepared = job.prepare(stage.keep("calibration.safetensors"), progress)
+        stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
+        digests = write_weights(job, prepared, stage, progress)
+        copy_files(job.source.files, stage.folder)
+        prepared.config.save_pretrained(stage.folder)
+        if hasattr(prepared.config, "mixers"):
+            copy_code(stage.folder)
+        content = record(job, prepared, digests)
+        write_json(stage.folder / RECORD, content)
+        if verify is not None:
+            content["verification"] = verify(job, stage.folder, progress)
+            write_json(stage.folder / RECORD, content)
+        stage.publish()
+    return content | {"folder": str(out)}
+
+
+def write_weights(job: Job, prepared: Prepared, stage: Staging, progress: Progress) -> dict[str, str]:
+    """All shards that are not finished yet, then the index; returns every tensor's digest."""
+    digests: dict[str, str] = {}
+    plan, done = prepared.plan, 0
+    for file, steps in plan.shards.items():
+        if file not in stage.finished:
+            written = [done]
+
+            def advance(size: int, written: list[int] = written) -> None:
+                written[0] += size
+                progress("writing", written[0], plan.size)
+
+            items = [_item(job.source.store, step, prepared.rewrites, advance) for step in steps]
+            stage.record(file, write_shard(stage.folder / file, items))
+        digests |= stage.finished[file]
+        done += sum(step.entry.size for step in steps)
+        progress("writing", done, plan.size)
+    if list(plan.shards) != [WEIGHTS]:
+        write_index(stage.folder, {file: [step.entry for step in steps] for file, steps in plan.shards.items()})
+    return digests
+
+
+def _item(store: TensorStore, step: Step, rewrites: LayerRewrites, advance: Callable[[int], None]) -> Item:
+    def chunks() -> Iterator[memoryview]:
+        for chunk in produce(store, step, rewrites):
+            yield chunk
+            advance(chunk.nbytes)
+
+    return step.entry, chunks
+
+
+def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:
+    """The bytes of one tensor of the target."""
+    entry = step.entry
+    if step.fate == "copied":
+        yield from store.chunks(entry.name)
+    elif entry.name in rewrites.layers:
+        yield from tensor_chunks(rounded(rewrites.tensor(entry.name), entry))
+    elif entry.shape != store.entries[entry.name].shape:
+        yield from grown(store, entry)
+    else:
+        yield from tensor_chunks(rounded(store.read(entry.name), entry))
+
+
+def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor in the dtype it is stored in; `ConversionError` where that has no numbers so large."""
+    result = tensor.to(DTYPES[entry.dtype])
+    if tensor.isfinite().all() and not result.isfinite().all():
+        raise ConversionError(f"tensor {entry.name} is too large for {DTYPES[entry.dtype]}: use --dtype bfloat16")
+    return result
+
+
+def record(job: Job, prepared: Prepared, digests: Mapping[str, str]) -> dict[str, Any]:
+    """The content of `conversion.json`, verification apart."""
+    plan = prepared.plan
+    steps = [step for steps in plan.shards.values() for step in steps]
+    copied = {step.entry.name: digests[step.entry.name] for step in steps if step.fate == "copied"}
+    return {
+        "command": job.command,
+        "versions": versions(),
+        "source": {**job.source.origin, "digest": store_digest(job.source.store, copied)},
+        "options": dict(job.options),
+        **prepared.observed,
+        "tolerance": job.tolerance,
+        "counts": describe(plan),
+        "tensors": {step.entry.name: {"fate": step.fate, "crc32": digests[step.entry.name]} for step in steps},
+        "dropped": {**plan.dropped, **job.source.dropped},
+    }

@@ -1,0 +1,152 @@
+"""Which layers get by with fewer component heads: the loss of each choice is measured, a budget then picks among them.
+
+Every layer, side and count is tried alone, as in figure 8 of the MEA paper, and all in one pass over the model: each
+trial leaves the common path at its layer and goes on beside it. The loss of a trial is against the source's own
+predictions (a KL divergence), which tells small harm from chance on far less text than the loss against the text.
+Harm is taken to add up over layers.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from math import gcd, inf
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from crosshead.modeling.mixer import HeadLayout
+
+from .calibration import Calibration
+from .errors import ConversionError
+from .head_statistics import HeadStatistics
+from .layer_rewrites import Tensors, read_attention
+from .store import TensorStore
+from .streamed_model import StreamedModel
+from .virtual_heads import PROJECTIONS, approximate
+
+TRIAL_LENGTH, TRIALS = 512, 1
+STRIDE = 2
+"""Every so many positions are judged: neighbours say much the same, and logits are dear."""
+Trial = tuple[int, str, int]
+"""Layer, side, component heads."""
+Losses = dict[Trial, float]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Component heads of every layer."""
+
+    key_heads: list[int]
+    value_heads: list[int]
+
+    def layers(self, heads: int) -> list[int]:
+        """The layers with fewer components than heads."""
+        pairs = enumerate(zip(self.key_heads, self.value_heads, strict=True))
+        return [layer for layer, pair in pairs if min(pair) < heads]
+
+
+def counts_to_try(heads: int) -> list[int]:
+    """Every smaller count of few heads; quarters of many."""
+    return list(range(1, heads)) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
+
+
+@torch.no_grad()
+def measure_losses(
+    model: StreamedModel,
+    store: TensorStore,
+    layouts: list[HeadLayout],
+    calibration: Calibration | None,
+    method: str,
+    tokens: torch.Tensor,
+    advance: Callable[[int, int], None],
+) -> Losses:
+    """The loss of each trial on windows of tokens (B, T)."""
+    hidden = model.embed(tokens)
+    trials: dict[Trial, torch.Tensor] = {}
+    for layer, module in model.layers():
+        trials = {trial: model.call(module, state) for trial, state in trials.items()}
+        for side, count, tensors in _substitutes(store, layouts[layer], calibration, method):
+            with _substituted(module.self_attn, tensors):  # type: ignore[arg-type]
+                trials[layer, side, count] = model.call(module, hidden)
+        hidden = model.call(module, hidden)
+        advance(layer + 1, len(layouts))
+    with model.head() as head:
+        expected = functional.log_softmax(head(hidden[:, ::STRIDE]), dim=-1)
+        return {trial: _divergence(expected, head(state[:, ::STRIDE])) for trial, state in trials.items()}
+
+
+def _divergence(expected: torch.Tensor, logits: torch.Tensor) -> float:
+    found = functional.log_softmax(logits, dim=-1)
+    return float((expected.exp() * (expected - found)).sum(-1).mean())
+
+
+def _substitutes(
+    store: TensorStore, layout: HeadLayout, calibration: Calibration | None, method: str
+) -> Iterator[tuple[str, int, Tensors]]:
+    """For each side and count of a layer, projections with which the stock layer acts as if compressed."""
+    tensors = read_attention(store, layout.layer_index)
+    statistics = None
+    if calibration is not None:
+        statistics = HeadStatistics.from_tensors(calibration.observed(layout.layer_index)["statistics"], layout)
+    heads = layout.key_value_heads
+    for side, count in product(PROJECTIONS, counts_to_try(heads)):
+        counts = {"key": heads, "value": heads, side: count}
+        changed = approximate(tensors, statistics, layout, counts["key"], counts["value"], method)
+        yield side, count, {name: changed[name] for name in changed if name.startswith(PROJECTIONS[side])}
+
+
+@contextmanager
+def _substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
+    own = {name: attention.get_parameter(name).data for name in tensors}
+    for name, tensor in tensors.items():
+        attention.get_parameter(name).data = tensor.to(own[name])
+    yield
+    for name, tensor in own.items():
+        attention.get_parameter(name).data = tensor
+
+
+def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
+    """The component heads with the least summed loss whose cache is at most `budget` of the source's.
+
+    A knapsack: each layer takes one pair of counts, at its price in cached numbers.
+    """
+    size = layouts[0].head_dim
+    beside = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
+    unit = gcd(size, beside)
+    room = int(budget * sum(2 * layout.key_value_heads * size for layout in layouts) / unit)
+    best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {0: (0.0, ())}
+    for layout in layouts:
+        following: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {}
+        options = _options(losses, layout, beside)
+        for (spent, (loss, pairs)), (price, rise, pair) in product(best.items(), options):
+            total = spent + price // unit
+            if total <= room and loss + rise < following.get(total, (inf,))[0]:
+                following[total] = (loss + rise, (*pairs, pair))
+        best = following
+    if not best:
+        raise ConversionError(f"--budget {budget} is too small: one component head for each side and layer needs more")
+    _, pairs = min(best.values())
+    return Choice([key for key, _ in pairs], [value for _, value in pairs])
+
+
+def _options(losses: Losses, layout: HeadLayout, beside: int) -> list[tuple[int, float, tuple[int, int]]]:
+    """Price in numbers per token, loss, and the pair of counts, for each pair a layer may have."""
+    heads, layer = layout.key_value_heads, layout.layer_index
+    counts = counts_to_try(heads)
+    rises = {side: {heads: 0.0} | {count: losses[layer, side, count] for count in counts} for side in PROJECTIONS}
+    found = []
+    for (key, key_rise), (value, value_rise) in product(rises["key"].items(), rises["value"].items()):
+        extra = beside if min(key, value) < heads else 0
+        found.append(((key + value) * layout.head_dim + extra, key_rise + value_rise, (key, value)))
+    return found
+
+
+def describe(losses: Losses, choice: Choice) -> dict[str, Any]:
+    """For the record: what was measured, by layer, side and count."""
+    table: dict[str, Any] = {}
+    for (layer, side, count), loss in losses.items():
+        table.setdefault(str(layer), {}).setdefault(side, {})[str(count)] = round(loss, 6)
+    return {"losses": table, "key_heads": choice.key_heads, "value_heads": choice.value_heads}

@@ -1,0 +1,108 @@
+"""What becomes of every tensor, decided before a byte is written."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import ConversionError
+from .families import Shapes, ignored, layer_prefix
+from .store import Entry, TensorStore
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One tensor of the target."""
+
+    entry: Entry
+    fate: str
+    """copied (byte for byte), rewritten, or created."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The target's shards in order, and what of the source is not in them."""
+
+    shards: dict[str, list[Step]]
+    dropped: dict[str, str]
+    """Name in the source -> why."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(step.entry.size for steps in self.shards.values() for step in steps)
+
+
+def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, str]:
+    """That a checkpoint holds what it should, whole; returns the tensors to drop, each with its reason."""
+    dropped = {name: reason for name in store.entries if name not in shapes and (reason := ignored(name))}
+    if tied and HEAD in store.entries:
+        if not same_bytes(store, HEAD, EMBEDDING):
+            raise ConversionError(
+                f"the config says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: set it to false"
+            )
+        dropped[HEAD] = f"tied to {EMBEDDING}"
+    for name, shape in shapes.items():
+        entry = store.entries.get(name)
+        if entry is None:
+            raise ConversionError(f"the tensor {name} is missing: the config asks for it in the shape {list(shape)}")
+        if entry.shape != shape:
+            raise ConversionError(
+                f"the tensor {name} has the shape {list(entry.shape)}, but the config asks for {list(shape)}"
+            )
+    for name in store.entries:
+        if name not in shapes and name not in dropped:
+            raise ConversionError(
+                f"the tensor {name} is not part of this kind of model: take it out of the checkpoint, or use a "
+                "checkpoint of the plain causal language model"
+            )
+    return dropped
+
+
+def same_bytes(store: TensorStore, one: str, other: str) -> bool:
+    """Whether two tensors are equal, read piece by piece."""
+    first, second = store.entries.get(one), store.entries.get(other)
+    if first is None or second is None or replace(first, name="") != replace(second, name=""):
+        return False
+    pairs = zip(store.chunks(one), store.chunks(other), strict=True)
+    return all(bytes(left) == bytes(right) for left, right in pairs)
+
+
+def make_plan(
+    store: TensorStore, shapes: Shapes, dropped: Mapping[str, str], rewritten: Iterable[str], dtype: str | None
+) -> Plan:
+    """The target's tensors in the source's shards: `shapes` is the target's, `rewritten` those whose values change.
+
+    What is created goes beside its layer's output projection.
+    """
+    changes = set(rewritten)
+    created: dict[str, list[str]] = {}
+    for name in shapes.keys() - store.entries.keys():
+        created.setdefault(_neighbour(name), []).append(name)
+    shards: dict[str, list[Step]] = {}
+    for file, names in store.shards.items():
+        steps = []
+        for name in names:
+            if name not in shapes:
+                continue
+            entry = Entry(name, dtype or store.entries[name].dtype, shapes[name])
+            same = entry == store.entries[name] and name not in changes
+            steps.append(Step(entry, "copied" if same else "rewritten"))
+            new = sorted(created.get(name, ()))
+            steps += [Step(Entry(created_name, entry.dtype, shapes[created_name]), "created") for created_name in new]
+        if steps:
+            shards[file] = steps
+    gone = {name: "replaced by what it was combined into" for name in store.entries if name not in shapes}
+    return Plan(shards, gone | dict(dropped))
+
+
+def _neighbour(created: str) -> str:
+    layer = int(created.split(".")[2])
+    return f"{layer_prefix(layer)}self_attn.o_proj.weight"
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """How many tensors share each fate."""
+    fates = [step.fate for steps in plan.shards.values() for step in steps] + ["dropped"] * len(plan.dropped)
+    return {fate: fates.count(fate) for fate in ("copied", "rewritten", "created", "dropped")}

@@ -1,0 +1,89 @@
+"""Loads a model folder as its users will: a script that `reload.py` runs in a process that cannot import crosshead.
+
+usage: python -I reload_worker.py JOB.json
+
+It imports nothing of ours. What it finds goes to the files that the job names; a failure is the last line on stderr.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+"""So that what does not fit is reported, all of it, rather than raised, the first of it."""
+
+
+def load_weights(folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The model in float32, and what the library says of the tensors."""
+    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
+    return loaded
+
+
+def load_shapes(folder: Path, trusted: dict[str, Any], shapes: dict[str, list[int]]) -> tuple[Any, dict[str, Any]]:
+    """The same without values: the library loads tensors that have a name and a shape alone."""
+    config = AutoConfig.from_pretrained(folder, **trusted)
+    with torch.device("meta"):
+        model_class: Any = type(AutoModelForCausalLM.from_config(config, **trusted))
+        tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
+    return model_class.from_pretrained(None, config=config, state_dict=tensors, device_map={"": "meta"}, **LOADING)
+
+
+def tensor_report(info: dict[str, Any]) -> dict[str, Any]:
+    """Names of tensors that do not fit."""
+    return {
+        "missing": sorted(info["missing_keys"]),
+        "unexpected": sorted(info["unexpected_keys"]),
+        "mismatched": sorted(name for name, *_ in info["mismatched_keys"]),
+        "errors": list(info["error_msgs"]),
+    }
+
+
+def unloaded(model: Any) -> list[str]:
+    """Names of the tensors that got no values."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    return sorted(name for name, tensor in named if tensor.is_meta)
+
+
+@torch.no_grad()
+def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list[list[int]]:
+    """How sequences (B, T) go on when the likeliest token is always taken."""
+    model.generation_config = GenerationConfig()  # the folder's own may sample, penalise or stop
+    options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    return generated[:, tokens.shape[1] :].tolist()
+
+
+@torch.no_grad()
+def say(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
+    """Logits of the sequences (B, T), to a file, and how each goes on."""
+    model.eval()
+    save_file({"logits": torch.cat([model(sequence[None]).logits for sequence in tokens])}, logits)
+    continuations = continue_greedily(model, tokens, new_tokens)
+    return {"continuations": continuations, "texts": [tokenizer.decode(ids) for ids in continuations]}
+
+
+def main(job: dict[str, Any]) -> None:
+    """One job: see `reload.py`."""
+    torch.set_num_threads(job["threads"])
+    folder, trusted = Path(job["folder"]), {"trust_remote_code": True} if job["remote_code"] else {}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
+    if job["shapes"] is None:
+        model, info = load_weights(folder, trusted)
+        found = tensor_report(info) | {"unloaded": unloaded(model)}
+        found |= say(model, tokenizer, torch.tensor(job["tokens"]), job["new_tokens"], Path(job["logits"]))
+    else:
+        found = tensor_report(load_shapes(folder, trusted, job["shapes"])[1])
+    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.modules["crosshead"] = None  # type: ignore[assignment]  # any import of it fails
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    except Exception as error:  # whatever a checkpoint's code or files may raise, as one line
+        raise SystemExit(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,173 @@
+"""One safetensors file, written tensor by tensor: checked and hashed while it streams past.
+
+The header's layout is the safetensors library's: padded with spaces to eight bytes, wider numbers first, so that
+every tensor lies on a multiple of its item size.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Lock
+
+import torch
+
+from .errors import ConversionError
+from .file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
+from .safetensors_header import LENGTH_BYTES, METADATA
+from .safetensors_store import INDEX
+from .store import DTYPES, Entry
+
+Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
+"""A tensor and what yields its bytes: pieces of whole elements, each good until the next is asked for."""
+_THREADS = 2
+
+
+def file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """The order in which tensors lie in their file: as given, but wider numbers first."""
+    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
+
+
+def shard_header(entries: Iterable[Entry]) -> bytes:
+    """What the file of these tensors starts with."""
+    content: dict[str, object] = {METADATA: {"format": "pt"}}
+    end = 0
+    for entry in file_order(entries):
+        begin, end = end, end + entry.size
+        content[entry.name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [begin, end]}
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def shard_size(entries: Sequence[Entry]) -> int:
+    """Bytes of the whole file."""
+    return len(shard_header(entries)) + sum(entry.size for entry in entries)
+
+
+def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
+    """Write one file of tensors and give each one's digest; a tensor that holds NaN or infinity is an error."""
+    producers = {entry.name: chunks for entry, chunks in items}
+    entries = file_order(entry for entry, _ in items)
+    with path.open("wb") as file:
+        file.write(shard_header(entries))
+        file.flush()
+        streams = _Streams(file.fileno(), file.tell(), [(entry, producers[entry.name]) for entry in entries])
+        with ThreadPoolExecutor(_THREADS) as pool:
+            try:
+                for future in [pool.submit(streams.run) for _ in range(_THREADS)]:
+                    future.result()
+            finally:
+                streams.stop()
+    return {entry.name: streams.digests[entry.name] for entry in entries}
+
+
+class _Streams:
+    """Tensors on their way into a file, one in each thread, begun in the order of the file.
+
+    Pieces are made by one thread at a time, so that producers may share things; checking, hashing and writing them
+    needs no GIL and goes on side by side.
+    """
+
+    def __init__(self, descriptor: int, start: int, items: Sequence[Item]) -> None:
+        self.digests: dict[str, str] = {}
+        self._descriptor, self._next_start = descriptor, start
+        self._waiting = iter(items)
+        self._turn = Lock()
+
+    def stop(self) -> None:
+        """Begin no more tensors."""
+        self._waiting = iter(())
+
+    def run(self) -> None:
+        """Write tensors until there are no more."""
+        try:
+            while (tensor := self._begin()) is not None:
+                self._finish(*tensor)
+        finally:
+            self.stop()
+
+    def _begin(self) -> tuple[Entry, int, memoryview | None, Iterator[memoryview]] | None:
+        with self._turn:
+            item = next(self._waiting, None)
+            if item is None:
+                return None
+            entry, chunks = item
+            start, self._next_start = self._next_start, self._next_start + entry.size
+            pieces = iter(chunks())
+            return entry, start, next(pieces, None), pieces
+
+    def _finish(self, entry: Entry, start: int, piece: memoryview | None, pieces: Iterator[memoryview]) -> None:
+        done = total = 0
+        while piece is not None:
+            if done + piece.nbytes > entry.size:
+                raise ConversionError(f"tensor {entry.name!r} came out as more than its {entry.size} bytes")
+            _check_finite(entry, piece)
+            total = zlib.crc32(piece, total)
+            _write_at(self._descriptor, piece, start + done)
+            done += piece.nbytes
+            with self._turn:
+                piece = next(pieces, None)
+        if done != entry.size:
+            raise ConversionError(f"tensor {entry.name!r} came out as {done} bytes instead of {entry.size}")
+        self.digests[entry.name] = _digest(total)
+
+
+def _check_finite(entry: Entry, piece: memoryview) -> None:
+    for extreme in torch.aminmax(
+        torch.frombuffer(piece, dtype=DTYPES[entry.dtype])
+    ):  # both are NaN where any value is
+        if not extreme.isfinite():
+            raise ConversionError(
+                f"tensor {entry.name!r} holds {extreme.item()}: repair the checkpoint or take another"
+            )
+
+
+def _write_at(descriptor: int, piece: memoryview, start: int) -> None:
+    while piece:
+        count = os.pwrite(descriptor, piece, start)
+        piece, start = piece[count:], start + count
+
+
+def digest_of(chunks: Iterable[memoryview]) -> str:
+    """The digest of a tensor's bytes, as `write_shard` gives it."""
+    total = 0
+    for chunk in chunks:
+        total = zlib.crc32(chunk, total)
+    return _digest(total)
+
+
+def _digest(total: int) -> str:
+    return f"{total:08x}"
+
+
+def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) -> bool:
+    """Whether a file is, byte for byte, what `write_shard` made of these tensors when it gave these digests."""
+    header = shard_header(entries)
+    with opened(path) as (descriptor, status):
+        if status.st_size != shard_size(entries) or read_at(descriptor, path, 0, len(header)) != header:
+            return False
+    buffers, start = Buffers(), len(header)
+    for entry in file_order(entries):
+        if digests.get(entry.name) != digest_of(chunks_at(path, start, entry.size, buffers)):
+            return False
+        start += entry.size
+    return True
+
+
+def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """A tensor's bytes, row by row, in pieces of a few megabytes that share its memory."""
+    raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    for start in range(0, len(raw), CHUNK):
+        yield raw[start : start + CHUNK]
+
+
+def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
+    """Write the index of a checkpoint in several files, as transformers writes it."""
+    files = {entry.name: file for file, entries in shards.items() for entry in entries}
+    size = sum(entry.size for entries in shards.values() for entry in entries)
+    content = {"metadata": {"total_size": size}, "weight_map": files}
+    text = json.dumps(content, indent=2, sort_keys=True) + "\n"
+    (folder / INDEX).write_text(text, encoding="utf-8")

@@ -1,0 +1,50 @@
+"""What conversion knows of stored tensors: name, dtype, shape, bytes. Where they lie is each store's own affair."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+import torch
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""The number formats of the checkpoints that can be converted, by their names in safetensors."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One stored tensor."""
+
+    name: str
+    dtype: str
+    """A key of `DTYPES`."""
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+class TensorStore(Protocol):
+    """Tensors that are read one at a time, never all at once."""
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        """By name."""
+
+    @property
+    def shards(self) -> Mapping[str, list[str]]:
+        """The files they lie in, in order: file name -> tensor names, in the order of their bytes."""
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor in its stored dtype."""
+
+    def chunks(self, name: str) -> Iterator[memoryview]:
+        """The bytes of one tensor, little-endian and row by row, a few megabytes at a time."""

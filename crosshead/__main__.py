@@ -1,0 +1,5 @@
+"""`python -m crosshead`."""
+
+from crosshead_command.main import main
+
+main()

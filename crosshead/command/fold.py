@@ -1,0 +1,27 @@
+"""`crosshead fold`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crosshead_command.screen import progress, show_report
+
+
+def fold(
+    model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
+    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
+    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Take a crosshead model back to a stock one, where the algebra allows it.
+
+    Linear `knocking`, `explicit` without norm and `mixture` with every head on become part of the projections.
+    """
+    from crosshead.conversion.fold import fold as run
+
+    with progress() as show:
+        report = run(model, out, revision=revision, overwrite=overwrite, verify=not no_verify, progress=show)
+    show_report(report, as_json)

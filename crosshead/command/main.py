@@ -1,0 +1,81 @@
+"""`crosshead`: the table of commands, and what happens when one fails."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from crosshead_command import convert, fold, verify
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "convert": convert.convert,
+    "fold": fold.fold,
+    "verify": verify.verify,
+}
+DEBUG = "--debug"
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="crosshead",
+    help="Attention heads that work together, for Llama- and Qwen-family models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+for _name, _function in COMMANDS.items():
+    app.command(_name, no_args_is_help=True)(_function)
+
+
+@app.callback(invoke_without_command=True)
+def options(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,
+) -> None:
+    """What holds for every command."""
+    if version:
+        from importlib.metadata import version as installed
+
+        print(f"crosshead {installed('crosshead')}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Run one command: exit status 0, or 1 with one line on stderr, or 2 for wrong usage."""
+    arguments = sys.argv[1:]
+    debug = DEBUG in arguments
+    arguments = [argument for argument in arguments if argument != DEBUG]  # wherever it stands
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings speak to programmers
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        status = app(args=arguments, standalone_mode=False)
+    except (typer.Abort, KeyboardInterrupt):
+        status = INTERRUPTED
+    except Exception as error:
+        status = _status_of(error, debug)
+    if status == INTERRUPTED:  # which typer makes of Ctrl-C, in some versions
+        complain("interrupted: the same command goes on where this one stopped", INTERRUPTED)
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+def _status_of(error: Exception, debug: bool) -> int:
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    show = getattr(error, "show", None)  # click's own errors are about usage
+    if show is not None and getattr(error, "exit_code", 1) == 2:
+        show()
+        return 2
+    if debug:
+        traceback.print_exception(error)
+    return complain(f"error: {' '.join(str(error).split()) or type(error).__name__}", 1)
+
+
+def complain(message: str, status: int) -> int:
+    """One line on stderr; returns the status."""
+    print(f"crosshead: {message}", file=sys.stderr)
+    return status

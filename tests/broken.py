@@ -1,0 +1,143 @@
+"""Ways to break a checkpoint, and the command line run on it in this process."""
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+from crosshead_command.main import main
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+CONVERT = "convert source out --mixer knocking"
+
+
+def nothing(folder: Path) -> None:
+    """Leave the checkpoint whole."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command that must fail, and words of its one line."""
+
+    words: str
+    damage: Callable[[Path], object] = nothing
+    command: str = CONVERT
+    base: str = "one"
+    """Which of the toys is the source."""
+
+
+def edit_json(folder: Path, file: str, **changes: Any) -> None:
+    """Set fields of a JSON file; a field set to `...` is taken out."""
+    content = json.loads((folder / file).read_text()) | changes
+    (folder / file).write_text(json.dumps({key: value for key, value in content.items() if value is not ...}))
+
+
+def config(**changes: Any) -> Callable[[Path], object]:
+    """A configuration with other values."""
+    return lambda folder: edit_json(folder, "config.json", **changes)
+
+
+def weight_map(**changes: Any) -> Callable[[Path], object]:
+    """An index that puts tensors (dots as two underlines) elsewhere."""
+
+    def damage(folder: Path) -> None:
+        files = json.loads((folder / INDEX).read_text())["weight_map"]
+        edit_json(folder, INDEX, weight_map=files | {name.replace("__", "."): file for name, file in changes.items()})
+
+    return damage
+
+
+def write(file: str, content: str | bytes) -> Callable[[Path], object]:
+    """A file with other content."""
+    raw = content if isinstance(content, bytes) else content.encode()
+    return lambda folder: (folder / file).write_bytes(raw)
+
+
+def remove(*files: str) -> Callable[[Path], object]:
+    """A checkpoint without some files."""
+    return lambda folder: [(folder / file).unlink() for file in files]
+
+
+def cut(file: str, count: int) -> Callable[[Path], object]:
+    """A file that ends too early (a negative count) or where it should not."""
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:count])
+
+
+def state(edit: Callable[[dict[str, torch.Tensor]], object]) -> Callable[[Path], object]:
+    """Tensors edited in place in their dictionary, and written again."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / WEIGHTS)
+        edit(tensors)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+    return damage
+
+
+def value(name: str, number: float) -> Callable[[Path], object]:
+    """One number inside a tensor."""
+    return state(lambda tensors: tensors[name].view(-1)[-1:].fill_(number))
+
+
+def both(*damages: Callable[[Path], object]) -> Callable[[Path], object]:
+    """One after the other."""
+    return lambda folder: [damage(folder) for damage in damages]
+
+
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str | list[str]) -> Any:
+    """Exit status, stdout and stderr of the command line."""
+    arguments = command.split() if isinstance(command, str) else command
+    monkeypatch.setattr(sys, "argv", ["crosshead", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code, *capfd.readouterr()
+
+
+def snapshot(folder: Path) -> dict[str, Any]:
+    """Every file and folder below, with content, time of writing, and where links lead."""
+    found: dict[str, Any] = {}
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = Path(place, name)
+            key = path.relative_to(folder).as_posix()
+            status = path.lstat()
+            if path.is_symlink():
+                found[key] = os.readlink(path)
+            elif path.is_dir():
+                found[key] = "folder"
+            else:
+                found[key] = (status.st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+    return found
+
+
+def refused(case: Case, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a case's command in a folder, without the Hub: nothing but its one line may come out."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    status, out, err = run(capfd, monkeypatch, case.command)
+    assert (status, out) == (1, ""), err
+    assert err.startswith("crosshead: error: ") and err.endswith("\n") and err.count("\n") == 1
+    assert case.words in err
+    assert "Traceback" not in err
+
+
+def leaves_nothing(
+    case: Case, bases: Path, folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Run a case on its own copy of a checkpoint: refused, and everything in the folder as it was."""
+    shutil.copytree(bases / case.base, folder / "source")
+    case.damage(folder / "source")
+    before = snapshot(folder)
+    refused(case, folder, capfd, monkeypatch)
+    assert snapshot(folder) == before

@@ -1,0 +1,124 @@
+import pytest
+import torch
+
+from crosshead.conversion import aligned_values as values_module
+from crosshead.conversion.aligned_frame import Errors
+from crosshead.conversion.aligned_keys import aligned_keys, mixed_keys, pair_maps
+from crosshead.conversion.aligned_values import aligned_values, grouped, one_fewer
+from crosshead.conversion.head_groups import cheapest_groups
+
+D = 6
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def positive(*shape, seed=0, rank=None):
+    root = random(*shape, rank or 2 * shape[-1], seed=seed)
+    return root @ root.mT
+
+
+def sums(heads, parts=1, seed=0, bias=False):
+    """Made-up statistics: metric, gram, weight."""
+    features = heads * D + bias
+    metric = positive(heads, parts, D, seed=seed)
+    return metric, positive(heads, parts, features, seed=seed + 1), torch.ones(heads, parts).double()
+
+
+def same_for_all(gram, heads):
+    return gram.expand(heads, 1, -1, -1)
+
+
+@pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 1), (3, 2), (4, 1), (4, 3)])
+def test_values_reach_the_best_of_any_rank(heads, components, monkeypatch):
+    monkeypatch.setattr(values_module, "FLOOR", 0.0)
+    gram = positive(heads * D, seed=2)
+    make = one_fewer if components == heads - 1 > 1 else grouped
+    frame = make(gram, heads, D, components)
+    difference = frame.heads().flatten(0, 1) - torch.eye(heads * D).double()
+    lost = float(torch.trace(difference @ gram @ difference.T))
+    best = float(torch.linalg.eigvalsh(gram)[: (heads - components) * D].sum())
+    assert lost == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 2)])
+def test_values_reach_the_best_under_a_metric(heads, components):
+    metric, gram = positive(heads, 1, D, seed=3), positive(heads * D, seed=4)
+    errors = Errors.of(metric, same_for_all(gram, heads), torch.ones(heads, 1).double())
+    lost = float(errors.of_heads(aligned_values(errors, components).heads()))
+    root = torch.linalg.cholesky(torch.block_diag(*errors.metric[:, 0]))
+    best = float(torch.linalg.eigvalsh(root.T @ errors.gram[0, 0] @ root)[: (heads - components) * D].sum())
+    assert best * (1 - 1e-9) <= lost < best * 1.02
+
+
+@pytest.mark.parametrize(("heads", "components"), [(2, 1), (3, 1), (3, 2), (4, 3)])
+def test_keys_reach_the_best_of_complex_mixing(heads, components):
+    """Where every pair of features stands alone, the best is that of each pair's complex matrix."""
+    pairs = [positive(2 * heads, seed=10 + p) for p in range(D // 2)]
+    turn = pair_maps(torch.tensor([1j]).to(torch.complex128))
+    gram = torch.zeros(heads * D, heads * D, dtype=torch.float64)
+    best = 0.0
+    for p, pair in enumerate(pairs):
+        quarter = torch.block_diag(*[turn] * heads)
+        pair = (pair + quarter @ pair @ quarter.T) / 2  # alike in all directions, as after many turns
+        rows = [i * D + p + half * D // 2 for i in range(heads) for half in (0, 1)]
+        gram[torch.tensor(rows)[:, None], torch.tensor(rows)] = pair
+        best += float(torch.linalg.eigvalsh(pair)[: 2 * (heads - components)].sum())
+    errors = Errors(torch.eye(D).double().expand(heads, 1, -1, -1), same_for_all(gram, heads))
+    lost = float(errors.of_heads(aligned_keys(errors, components).heads()))
+    assert best * (1 - 1e-6) <= lost < best * 1.02
+
+
+@pytest.mark.parametrize("solve", [aligned_keys, aligned_values, mixed_keys])
+@pytest.mark.parametrize("components", [1, 2, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_maps_are_well_conditioned_and_errors_fall_with_components(solve, components, bias):
+    errors = Errors.of(*sums(4, parts=2, bias=bias))
+    frame = solve(errors, components)
+    whole = float(errors.of_heads(torch.zeros_like(frame.heads())))
+    assert frame.components.shape == (components, D, 4 * D + bias)
+    assert 0 < float(errors.of_heads(frame.heads())) < whole
+    assert float(errors.of_rounding(frame)) < 1e-2 * whole
+    if components > 1:
+        fewer = solve(errors, components - 1)
+        assert float(errors.of_heads(frame.heads())) < float(errors.of_heads(fewer.heads()))
+
+
+@pytest.mark.parametrize("solve", [aligned_keys, aligned_values])
+@pytest.mark.parametrize("components", [1, 2])
+def test_what_heads_are_called_does_not_matter(solve, components):
+    """Maps that a source could have folded away change nothing but the coordinates."""
+    metric, gram, weight = sums(3, parts=2 if solve is aligned_keys else 1)
+    maps = torch.linalg.qr(random(3, D, D, seed=8)).Q * torch.linspace(0.5, 2, D)
+    if solve is aligned_keys:
+        maps = pair_maps(torch.view_as_complex(random(3, D // 2, 2, seed=9)))
+    inverse, whole = torch.linalg.inv(maps).unsqueeze(1), torch.block_diag(*maps)
+    plain = Errors.of(metric, gram, weight)
+    moved = Errors.of(inverse.mT @ metric @ inverse, whole @ gram @ whole.T, weight)
+    heads = solve(plain, components).heads()
+    back = inverse.squeeze(1) @ solve(moved, components).heads() @ whole
+    assert float(plain.of_heads(back)) == pytest.approx(float(plain.of_heads(heads)), rel=2e-2)
+
+
+@pytest.mark.parametrize("solve", [aligned_keys, aligned_values, mixed_keys])
+@pytest.mark.parametrize("components", [1, 2])
+def test_poor_statistics_give_finite_heads(solve, components):
+    one = torch.ones(3, 1).double()
+    poor = [
+        (torch.zeros(3, 1, D, D), torch.zeros(3, 1, 3 * D, 3 * D), 0 * one),
+        (positive(3, 1, D), positive(3 * D, rank=1).expand(3, 1, -1, -1), one),
+        (positive(3, 1, D, rank=1), positive(3 * D, rank=2).expand(3, 1, -1, -1), one),
+        (1e12 * positive(3, 1, D), 1e12 * positive(3 * D).expand(3, 1, -1, -1), 1e12 * one),
+    ]
+    for metric, gram, weight in poor:
+        frame = solve(Errors.of(metric, gram, weight), components)
+        for tensor in (frame.components, frame.scalars, frame.maps):
+            assert torch.isfinite(tensor).all()
+            assert float(tensor.abs().max()) < 1e9
+
+
+def test_groups_follow_the_cost():
+    kinds = (0, 1, 0, 1, 1)
+    assert cheapest_groups(5, 2, lambda group: len({kinds[head] for head in group}) - 1.0) == [(0, 2), (1, 3, 4)]
+    assert cheapest_groups(3, 3, lambda group: 0.0) == [(0,), (1,), (2,)]

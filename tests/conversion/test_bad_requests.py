@@ -1,0 +1,235 @@
+"""What is asked of a sound checkpoint and cannot be: one line, and nothing left behind."""
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+import crosshead
+from broken import CONVERT, Case, config, leaves_nothing, refused, run, snapshot
+from toy_checkpoints import MANY_SHARDS, write_model, write_stock
+
+TO, EXPLICIT = "convert source out --mixer ", "convert source out --mixer explicit:value_heads=1"
+RECIPE = "convert source out --recipe recipe.yaml"
+APART, OFFLINE = "are not apart", "HF_HUB_OFFLINE"
+
+
+def beside(name, content=b""):
+    """A file, folder or link beside the source before the command runs."""
+
+    def make(folder):
+        path = folder.parent / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        elif isinstance(content, str):
+            path.symlink_to(content)
+        else:
+            path.mkdir()
+            for file in content:
+                (path / file).write_text("{}")
+
+    return make
+
+
+def calibration(folder):
+    save_file({"0.statistics.x": torch.ones(2)}, folder.parent / "c.safetensors")
+
+
+def from_another(**changes):
+    """A result of another source."""
+
+    def make(folder):
+        write_stock(folder.parent / "third", **changes)
+        crosshead.convert(folder.parent / "third", folder.parent / "out", {"knocking": {}}, verify=False)
+
+    return make
+
+
+def trained(folder):
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, parameter in model.named_parameters():
+        parameter.data += 0.1 * (".mixers." in name)
+    write_model(model, folder)
+
+
+def recipe(text):
+    return Case(text[1], beside("recipe.yaml", text[0].encode()), RECIPE)
+
+
+MIXERS = {
+    "knoking": "did you mean 'knocking'?",
+    "knocking:from=mlp": "did you mean 'form'?",
+    "knocking:form=mpl": "form='mpl'",
+    "knocking:form": "'form' is not key=value",
+    "knocking:form=mlp,form=gate": "twice",
+    "knocking --mixer knocking": "twice",
+    "knocking:on=value+keys": "'keys' is unknown",
+    "knocking:layers=0+5": "layers=[0, 5]",
+    "knocking:layers=x": "layers=['x']",
+    "knocking:init=random": "--allow-inexact",
+    "explicit:key_heads=8": "key_heads=8",
+    "explicit:key_heads=0": "key_heads=0",
+    "explicit:key_heads=-1": "key_heads=-1",
+    "explicit:key_heads=150%": "'150%'",
+    "explicit:key_heads=nan%": "'nan%'",
+    "explicit:key_heads=1+2+1": "it has 3 numbers",
+    "explicit:key_heads=two": "'two'",
+    "explicit:key_heads=1.5": "1.5",
+    "explicit:methd=svd": "did you mean 'method'?",
+    "explicit:method=pca": "'pca'",
+    "explicit:norm=true": "--allow-inexact",
+    "mixture": "active_heads is missing",
+    "mixture:active_heads=9": "active_heads=9",
+    "mixture:active_heads=2,shared_heads=3": "shared_heads=3",
+    "mixture:active_heads=3,balance_weight=nan": "balance_weight=nan",
+    "mixture:active_heads=3,shared=most": "shared='most'",
+    "talking:softmax_heads=0": "softmax_heads=0",
+    "talking:dynamic=x": "'x' is unknown",
+    "talking --mixer differential --allow-inexact": "both replace the attention step",
+    "differential": "--allow-inexact",
+    "knocking --vocab-size 60": "--vocab-size 60",
+    "knocking --vocab-size 0": "--vocab-size 0",
+    "knocking --vocab-size 4000000000": "its disk has",
+    "knocking --dtype int8": "'int8'",
+    "knocking --layers some": "'some'",
+    "knocking --layers auto": "--budget",
+    "knocking --budget 0.5": "--layers auto",
+    "explicit --layers auto --budget 2": "--budget 2",
+    "explicit --layers auto --budget 0": "--budget 0",
+    "knocking --layers auto --budget 0.5": "explicit",
+    "knocking --seed -1": "--seed -1",
+    "knocking --revision main": "revision='main'",
+}
+OTHERS = {
+    "convert source out": "--mixer",
+    f"{EXPLICIT} --calibration none.txt": "none.txt",
+    f"{EXPLICIT} --calibration none.safetensors": "none.safetensors",
+    f"{EXPLICIT} --calibration source": "source cannot be read",
+    f"{EXPLICIT} --calibration source/model.safetensors": "source/model.safetensors",
+    f"{RECIPE}": "recipe.yaml cannot be read",
+    "convert none out --mixer knocking": OFFLINE,
+    "convert org/modle out --mixer knocking": "'org/modle'",
+    "convert ./none out --mixer knocking": "'./none' does not exist",
+    "convert none.gguf out --mixer knocking": "'none.gguf' does not exist",
+    "convert source/model.safetensors out --mixer knocking": "is a single file",
+    "convert source source --mixer knocking": APART,
+    "convert source source/out --mixer knocking": APART,
+    "convert source . --mixer knocking --overwrite": APART,
+    "convert source source/../source --mixer knocking": APART,
+    "convert source /proc/out --mixer knocking": "/proc/out cannot be written",
+    "convert source /dev/null --mixer knocking": "/dev/null",
+    "convert source /dev/null/out --mixer knocking": "cannot be written",
+    f"convert source {'x' * 300} --mixer knocking": "too long",
+    "fold source back": "crosshead convert",
+    "verify source none": OFFLINE,
+    "verify source source --text none.txt": "none.txt",
+    "verify source source --text source/model.safetensors": "no UTF-8 text",
+}
+ALL = {f"{TO}{asked}": Case(words, command=TO + asked) for asked, words in MIXERS.items()}
+ALL |= {asked: Case(words, command=asked) for asked, words in OTHERS.items()}
+ALL |= {
+    "target is a file": Case("already there", beside("out"), CONVERT),
+    "target is a folder": Case("already there", beside("out", []), CONVERT),
+    "target is a link": Case(APART, beside("out", "source"), CONVERT),
+    "file with --overwrite": Case("not a folder", beside("out"), f"{CONVERT} --overwrite"),
+    "no model with --overwrite": Case("no config.json", beside("out", ["notes"]), f"{CONVERT} --overwrite"),
+    "link with --overwrite": Case("not a folder", beside("out", "nowhere"), f"{CONVERT} --overwrite"),
+    "parent is a file": Case("cannot be written", beside("file"), "convert source file/out --mixer knocking"),
+    "empty calibration": Case("t.txt is empty", beside("t.txt"), f"{EXPLICIT} --calibration t.txt"),
+    "binary calibration": Case("no UTF-8", beside("t.txt", b"\xff\xfe\0"), f"{EXPLICIT} --calibration t.txt"),
+    "short calibration": Case("3 tokens", beside("t.txt", b"abc"), f"{EXPLICIT} --calibration t.txt"),
+    "no calibration": Case("c.safetensors", beside("c.safetensors"), f"{EXPLICIT} --calibration c.safetensors"),
+    "other calibration": Case("c.safetensors", calibration, f"{EXPLICIT} --calibration c.safetensors"),
+    "convert of ours": Case("crosshead fold", base="made"),
+    "fold of unknown mixers": Case("'nocking'", config(mixers={"nocking": {}}), "fold source back", "made"),
+    "fold without its tensors": Case("talking.logits", config(mixers={"talking": {}}), "fold source back", "made"),
+    "fold of no mixers": Case("knocking.value", config(mixers=None), "fold source back", "made"),
+    "fold of many layers": Case("1000000000", config(num_hidden_layers=10**9), "fold source back", "made"),
+    "fold of what cannot fold": Case("form='mlp' is not linear", trained, "fold source back", "made"),
+    "verify of another": Case("made from 'third'", from_another(tie_word_embeddings=True), "verify source out"),
+    "verify of other layers": Case("made from 'third'", from_another(num_hidden_layers=3), "verify source out"),
+    "verify of other words": Case("made from 'third'", from_another(vocab_size=60), "verify source out"),
+    "recipe of unknown mixer": recipe(("mixers: {knoking: {}}", "did you mean 'knocking'?")),
+    "recipe of unknown option": recipe(("mixer: {}", "did you mean 'mixers'?")),
+    "recipe of no mapping": recipe(("mixers: knocking", "mixers='knocking'")),
+    "recipe without mixers": recipe(("dtype: float16", "--mixer")),
+    "recipe with a bad number": recipe(("{mixers: {knocking: {}}, seed: x}", "--seed 'x'")),
+    "recipe with a bad flag": recipe(("{mixers: {knocking: {}}, allow_inexact: perhaps}", "'perhaps'")),
+    "recipe that says it twice": recipe(("mixers: {knocking: {}, knocking: {form: gate}}", "twice")),
+    "recipe without end": recipe(("&a [*a]", "not YAML")),
+    "recipe of nothing": recipe(("", "no options")),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    write_stock(folder / "one")
+    write_stock(folder / "sharded", shard_size=MANY_SHARDS)
+    crosshead.convert(folder / "one", folder / "made", {"knocking": {}}, verify=False)
+    return folder
+
+
+@pytest.mark.parametrize("case", ALL.values(), ids=[name[:60] for name in ALL])
+def test_one_line_and_nothing_left(case, bases, tmp_path, capfd, monkeypatch):
+    leaves_nothing(case, bases, tmp_path, capfd, monkeypatch)
+
+
+def test_the_same_in_a_process(bases, tmp_path):
+    shutil.copytree(bases / "one", tmp_path / "source")
+    before = snapshot(tmp_path)
+    arguments = [sys.executable, "-P", "-m", "crosshead", "convert", "source", "out", "--mixer", "knoking"]
+    done = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("crosshead: error: ") and done.stderr.count("\n") == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_shards_that_are_links_as_in_the_hubs_cache(bases, tmp_path, capfd, monkeypatch):
+    shutil.copytree(bases / "sharded", tmp_path / "blobs")
+    (tmp_path / "snapshot").mkdir()
+    for file in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(f"../blobs/{file.name}")
+    monkeypatch.chdir(tmp_path)
+    assert run(capfd, monkeypatch, "convert snapshot out --mixer knocking --no-verify")[0] == 0
+    assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 1 MB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if (
+        not shutil.which("mount")
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+        ).returncode
+    ):
+        pytest.skip("no small disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize(
+    ("left", "words"), [(30_000, "its disk has 0.000 GB free"), (110_000, "the disk was full after 0.000 GB")]
+)
+def test_full_disk(left, words, small_disk, bases, tmp_path, capfd, monkeypatch):
+    shutil.copytree(bases / "one", tmp_path / "source")
+    (small_disk / "filler").write_bytes(os.urandom(2**20 - left))
+    before = snapshot(tmp_path)
+    refused(Case(words, command="convert source disk/out --mixer knocking"), tmp_path, capfd, monkeypatch)
+    assert snapshot(tmp_path) == before
+
+
+def test_read_only_disk(small_disk, bases, tmp_path, capfd, monkeypatch):
+    shutil.copytree(bases / "one", tmp_path / "source")
+    if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be made read-only here")
+    words = "disk/out cannot be written: [Errno 30]"
+    refused(Case(words, command="convert source disk/out --mixer knocking"), tmp_path, capfd, monkeypatch)

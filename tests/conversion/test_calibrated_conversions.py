@@ -1,0 +1,83 @@
+"""Conversions that look at text first: component heads, their choice, the order of heads."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+
+import crosshead
+import toys
+from crosshead.conversion.errors import ConversionError
+from toy_checkpoints import write_stock
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(scope="module", params=toys.BACKBONES)
+def source(request, tmp_path_factory):
+    return write_stock(tmp_path_factory.mktemp(request.param) / "source", request.param, **HEADS)
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "prose.txt"
+    path.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40)
+    return path
+
+
+@pytest.mark.parametrize("counts", [(3, 3), ([2, 4], [4, 1])], ids=str)
+def test_component_heads(source, counts, text, tmp_path):
+    asked = {"explicit": {"key_heads": counts[0], "value_heads": counts[1]}}
+    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
+    measured = report["verification"]
+    assert measured["kv_bytes_per_token_after"] < measured["kv_bytes_per_token_before"]
+    assert measured["reload"]["greatest_logit_difference"] < 1e-4
+    assert 0 < measured["kl_divergence"] < 2
+    assert report["calibration"]["text"] == "prose.txt"
+    folded = crosshead.fold(tmp_path / "made", tmp_path / "back")["verification"]
+    assert folded["greatest_logit_difference"] < 1e-4 * folded["largest_logit"]
+
+
+def test_aligned_loses_less_than_svd(source, text, tmp_path):
+    losses = {}
+    for method in ("aligned", "svd"):
+        asked = {"explicit": {"key_heads": 2, "value_heads": 2, "method": method}}
+        read = {"calibration": text} if method == "aligned" else {}
+        losses[method] = crosshead.convert(source, tmp_path / method, asked, **read)["verification"]["kl_divergence"]
+    assert losses["aligned"] < 0.7 * losses["svd"]
+
+
+def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
+    asked = {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
+    saved = tmp_path / "saved.safetensors"
+    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
+    report = crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
+    assert weights[0] == weights[1]
+    assert report["calibration"]["saved"] == "saved.safetensors"
+    other = write_stock(tmp_path / "other", "Llama")
+    for wrong in ({"explicit": {"key_heads": 1}}, {"mixture": {"active_heads": 3, "shared": "calibrated"}}):
+        with pytest.raises(ConversionError, match="another model or another conversion"):
+            crosshead.convert(other, tmp_path / "third", wrong, calibration=saved)
+
+
+def test_layers_chosen_within_a_budget(source, text, tmp_path):
+    report = crosshead.convert(
+        source, tmp_path / "made", {"explicit": {}}, layers="auto", budget=0.7, calibration=text
+    )
+    measured = report["verification"]
+    assert measured["kv_bytes_per_token_after"] <= 0.7 * measured["kv_bytes_per_token_before"]
+    mixers = json.loads((tmp_path / "made" / "config.json").read_text())["mixers"]["explicit"]
+    assert mixers["key_heads"] == report["chosen"]["key_heads"]
+    assert mixers["value_heads"] == report["chosen"]["value_heads"]
+    assert set(report["chosen"]["losses"]) == {"0", "1"}
+
+
+def test_most_used_heads_shared(source, text, tmp_path):
+    asked = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
+    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
+    assert report["tolerance"] == 1e-5  # every head counts, in whatever order
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "made"))
+    moved = [name for name in before if not before[name].equal(after[name])]
+    assert moved
+    assert all("self_attn" in name for name in moved)

@@ -1,0 +1,85 @@
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import AutoConfig
+
+import toys
+from crosshead.conversion import compare as compare_module
+from crosshead.conversion.compare import compare
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import SafetensorsStore
+from crosshead.conversion.streamed_model import StreamedModel
+
+TOKENS = toys.tokens(3, 11)
+
+
+def streamed(folder, model):
+    model.save_pretrained(folder)
+    return StreamedModel(SafetensorsStore(folder), AutoConfig.from_pretrained(folder), attn_implementation="eager")
+
+
+def changed(model, scale):
+    with torch.no_grad():
+        model.model.layers[1].self_attn.v_proj.weight.mul_(scale)
+    return model
+
+
+def test_a_model_and_itself(tmp_path):
+    model = streamed(tmp_path, toys.stock_model("Qwen3"))
+    found = compare(model, model, TOKENS)
+    assert found.greatest_logit_difference == found.mean_logit_difference == found.kl_divergence == 0
+    assert found.loss_before == found.loss_after
+    assert found.greedy_agreement == 1
+    assert (found.windows, found.window_length) == (3, 11)
+
+
+@pytest.mark.parametrize("positions", [4, 5, 128])
+@torch.no_grad()
+def test_figures_are_those_of_the_definitions(tmp_path, monkeypatch, positions):
+    monkeypatch.setattr(compare_module, "POSITIONS", positions)
+    one, other = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), -1.0)
+    found = compare(streamed(tmp_path / "one", one), streamed(tmp_path / "other", other), TOKENS)
+    a, b = one(TOKENS).logits.double(), other(TOKENS).logits.double()
+    p, q = a.log_softmax(-1), b.log_softmax(-1)
+    losses = [functional.cross_entropy(x[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten()).item() for x in (a, b)]
+    expected = {
+        "greatest_logit_difference": (a - b).abs().max().item(),
+        "mean_logit_difference": (a - b).abs().mean().item(),
+        "largest_logit": a.abs().max().item(),
+        "kl_divergence": (p.exp() * (p - q)).sum(-1).mean().item(),
+        "loss_before": losses[0],
+        "loss_after": losses[1],
+        "perplexity_before": math.exp(losses[0]),
+        "perplexity_after": math.exp(losses[1]),
+        "greedy_agreement": (a.argmax(-1) == b.argmax(-1)).double().mean().item(),
+    }
+    assert expected["kl_divergence"] > 1e-4
+    assert expected["greedy_agreement"] < 1
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-4), name
+
+
+def test_a_larger_vocabulary_is_judged_by_the_sources(tmp_path):
+    source, grown = toys.stock_model("Qwen2"), toys.stock_model("Qwen2")
+    grown.resize_token_embeddings(70)
+    found = compare(streamed(tmp_path / "source", source), streamed(tmp_path / "grown", grown), TOKENS)
+    assert found.greatest_logit_difference < 1e-5
+    assert found.kl_divergence < 1e-9
+    assert found.greedy_agreement == 1
+
+
+def test_progress_counts_the_layers_of_both(tmp_path):
+    model, seen = streamed(tmp_path, toys.stock_model("Llama")), []
+    compare(model, model, TOKENS, lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+
+
+def test_a_model_that_computes_no_numbers_is_an_error(tmp_path):
+    sound, broken = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), math.nan)
+    sound, broken = streamed(tmp_path / "sound", sound), streamed(tmp_path / "broken", broken)
+    with pytest.raises(ConversionError, match="converted model gives logits that are no numbers"):
+        compare(sound, broken, TOKENS)
+    with pytest.raises(ConversionError, match="source gives logits that are no numbers"):
+        compare(broken, sound, TOKENS)

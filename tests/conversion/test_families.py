@@ -1,0 +1,122 @@
+"""The tables of tensors are what the library really saves, stock and ours."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import toys
+from crosshead.conversion.created import created_shapes, mixed_shapes, starting_values
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.exactness import cache_bytes, starts_neutral
+from crosshead.conversion.families import FAMILIES, read_config, stock_shapes
+
+VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
+
+
+def saved_shapes(model, folder):
+    model.save_pretrained(folder)
+    return {name: tuple(tensor.shape) for name, tensor in load_file(folder / "model.safetensors").items()}
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(variant) or "plain")
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_stock_table_is_what_is_saved(backbone, variant, tmp_path):
+    model = toys.stock_model(backbone, **variant)
+    assert stock_shapes(model.config) == saved_shapes(model, tmp_path)
+
+
+def test_dense_layers_of_a_mixture_of_experts(tmp_path):
+    model = toys.stock_model("Qwen3Moe", num_hidden_layers=4, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert stock_shapes(model.config) == saved_shapes(model, tmp_path)
+
+
+@pytest.mark.parametrize("case", toys.CASES)
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_mixed_table_is_what_is_saved(backbone, case, tmp_path):
+    model = toys.mixed_model(backbone, toys.CASES[case])
+    assert mixed_shapes(model.config, stock_shapes(model.config)) == saved_shapes(model, tmp_path)
+
+
+@pytest.mark.parametrize("case", toys.CASES)
+def test_starting_values_are_the_models_own(case):
+    config = toys.mixed_config("Llama", toys.CASES[case])
+    model = toys.crosshead.CrossheadLlamaForCausalLM(config)
+    made = starting_values(config, 1, seed=3)
+    assert made.keys() == created_shapes(config, 1).keys()
+    again, other = starting_values(config, 1, seed=3), starting_values(config, 1, seed=4)
+    state = model.state_dict()
+    for name, tensor in made.items():
+        assert torch.equal(tensor, again[name])
+        if torch.equal(tensor, other[name]):  # not drawn, so it must be what the model starts with
+            assert torch.equal(tensor, state[name])
+        else:
+            assert 1 / 3 < tensor.std() / state[name].std() < 3
+
+
+def test_starting_values_leave_the_callers_generator_alone():
+    config = toys.mixed_config("Llama", {"differential": {}})
+    before = torch.random.get_rng_state()
+    starting_values(config, 0, seed=0)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("name", toys.crosshead.MECHANISMS)
+def test_neutral_is_what_the_contract_suite_proves(name):
+    for options in toys.NEUTRAL[name]:
+        assert starts_neutral(toys.mixed_config("Llama", options), allow_inexact=False)
+    case = {name: toys.MECHANISM_CASES[name][name]}
+    if name != "knocking":  # its telling case is neutral too
+        assert not starts_neutral(toys.mixed_config("Llama", case), allow_inexact=True)
+
+
+@pytest.mark.parametrize(
+    "mixers",
+    [
+        {"differential": {}},
+        {"explicit": {}},
+        {"knocking": {"init": "random"}},
+        {"talking": {"dynamic": ["key_logits"]}},
+        {"mixture": {"active_heads": 3, "gate_scale": "paper"}},
+    ],
+    ids=str,
+)
+def test_what_would_forget_is_refused(mixers):
+    config = toys.mixed_config("Llama", mixers)
+    with pytest.raises(ConversionError, match="--allow-inexact"):
+        starts_neutral(config, allow_inexact=False)
+    assert starts_neutral(config, allow_inexact=True) is False
+
+
+@pytest.mark.parametrize("case", toys.CASES)
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
+    model = toys.mixed_model(backbone, toys.CASES[case])
+    cache = model(toys.tokens(batch=1, length=5)).past_key_values
+    held = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert cache_bytes(model.config, itemsize=4) * 5 == held
+
+
+@pytest.mark.parametrize(
+    ("content", "kind", "message"),
+    [
+        ({"model_type": "mistral"}, "stock", "model_type='mistral'"),
+        ({}, "stock", "model_type=None"),
+        ({"model_type": ["llama"]}, "stock", "model_type="),
+        ({"model_type": "crosshead_llama"}, "stock", "crosshead fold"),
+        ({"model_type": "llama"}, "mixed", "crosshead convert"),
+        ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "stock", "gptq"),
+        ({"model_type": "llama", "quantization_config": "int8"}, "stock", "int8"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "stock", "hidden_size"),
+        ({"model_type": "llama", "hidden_size": 24, "num_attention_heads": 5}, "stock", "config.json"),
+    ],
+)
+def test_unusable_configs(content, kind, message):
+    with pytest.raises(ConversionError, match=message) as caught:
+        read_config(content, kind, "toy")
+    assert "\n" not in str(caught.value)
+
+
+def test_every_family_has_both_classes():
+    for name, family in FAMILIES.items():
+        assert family.stock.model_type == name
+        assert family.mixed.model_type == f"crosshead_{name}"

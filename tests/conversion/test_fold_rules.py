@@ -1,0 +1,84 @@
+"""Each rule, on lopsided weights: the stock layer computes what the mixed one did."""
+
+import pytest
+import torch
+
+import toys
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.fold_layers import fold_layers
+from crosshead.conversion.store import DTYPE_NAMES, Entry
+
+FOLDABLE = {
+    "linear knock": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},
+    "linear knock on values": {"knocking": {"form": "linear"}},
+    "fewer components": {"explicit": {"norm": False, "key_heads": 1, "value_heads": [1, 2]}},
+    "combined values": {"explicit": {"norm": False, "on": ["value"]}},
+    "all heads": {"mixture": {"active_heads": 4, "shared_heads": 1, "gate": "binary"}},
+    "some layers": {"knocking": {"form": "linear", "layers": [1]}},
+    "three at once": {
+        "knocking": {"form": "linear", "on": ["key", "value"]},
+        "explicit": {"norm": False, "key_heads": 1},
+        "mixture": {"active_heads": 4, "router": "query_norm", "gate": "binary"},
+    },
+}
+STUCK = [
+    ({"knocking": {}}, "form='mlp'"),
+    ({"knocking": {"form": "gate"}}, "form='gate'"),
+    ({"explicit": {"norm": True}}, "norm=true"),
+    ({"mixture": {"active_heads": 3, "gate": "binary"}}, "active_heads=3 of 4"),
+    ({"mixture": {"active_heads": 4}}, "gate='weighted'"),
+    ({"talking": {}}, "no map across heads"),
+    ({"differential": {}}, "softmax"),
+    ({"knocking": {"form": "linear", "layers": [0]}, "talking": {"layers": [1]}}, "'talking' in layer 1"),
+]
+
+
+class StateStore:
+    """A state dict as a store."""
+
+    def __init__(self, state):
+        self.state = state
+        self.entries = {
+            name: Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)) for name, tensor in state.items()
+        }
+        self.shards = {"model.safetensors": list(state)}
+
+    def read(self, name):
+        return self.state[name].clone()
+
+
+def folded_state(model, stock):
+    rewrites = fold_layers(StateStore(model.state_dict()), model.config, {n: t.shape for n, t in stock.items()})
+    state = model.state_dict()
+    return {name: rewrites.tensor(name) if name in rewrites.layers else state[name] for name in stock}
+
+
+@pytest.mark.parametrize("mixers", FOLDABLE.values(), ids=FOLDABLE)
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_trained_mixers_fold(backbone, mixers):
+    model = toys.mixed_model(backbone, mixers)
+    stock = toys.stock_model(backbone)
+    stock.load_state_dict(folded_state(model, stock.state_dict()))
+    tokens = toys.tokens()
+    expected = model(tokens).logits
+    assert (stock(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", toys.crosshead.MECHANISMS)
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+def test_what_is_as_it_started_goes(backbone, name):
+    for mixers in toys.NEUTRAL[name]:
+        stock = toys.stock_model(backbone)
+        model = getattr(toys.crosshead, f"Crosshead{backbone}ForCausalLM")(toys.mixed_config(backbone, mixers))
+        model.load_state_dict(stock.state_dict(), strict=False)
+        for key, tensor in folded_state(model, stock.state_dict()).items():
+            assert torch.equal(tensor, stock.state_dict()[key]), key
+
+
+@pytest.mark.parametrize(("mixers", "reason"), STUCK, ids=str)
+def test_what_cannot_fold_says_why(mixers, reason):
+    model = toys.mixed_model("Llama", mixers)
+    with pytest.raises(ConversionError) as caught:
+        fold_layers(StateStore(model.state_dict()), model.config, {})
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,176 @@
+"""Damaged weight files and indexes: one clear line, or the right tensors; never anything else."""
+
+import json
+import random
+import resource
+import string
+
+import pytest
+import torch
+from safetensors.torch import save
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3),
+    "model.norm.weight": torch.arange(5).bfloat16(),
+    "lm_head.weight": torch.arange(6).reshape(2, 3).half(),
+    "scale": torch.tensor(3.0).double(),
+}
+SHARDS = {
+    "model-00001-of-00002.safetensors": ["model.embed_tokens.weight", "scale"],
+    "model-00002-of-00002.safetensors": ["model.norm.weight", "lm_head.weight"],
+}
+ODD = [
+    None, True, False, 0, 1, -1, 2, 3, 8, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64, 10**18, 10**300, -(10**18),
+    0.5, 1e18, 1e308, "", "F32", "F8_E4M3", "I8", "BF16", "0", "a\nb", "\0", "\ud800", "../x.safetensors", "/dev/zero",
+    "x" * 10_000, "model-00002-of-00002.safetensors", "__metadata__", ".", [], {}, [[]], [0], [0, 0], [0, 48], [4, 3],
+    [10**18], [2**40, 2**40], [1] * 100, [0, 10**18], {"a": 1}, {"dtype": "F32", "shape": [], "data_offsets": [0, 4]},
+]  # fmt: skip
+RAW = [
+    b"NaN", b"Infinity", b"-Infinity", b"1e999", b"-0", b"9" * 5000, b"[" * 5000, b'{"a":' * 5000, b"\xff\xfe", b"\0",
+    b"[" * 300 + b"]" * 300, b'"\\ud800"', b"{}", b"null", b",", b'"', b"}", b"\n", b"\xef\xbb\xbf",
+]  # fmt: skip
+ROUNDS = 2000
+
+
+def framed(header):
+    return len(header).to_bytes(8, "little") + header
+
+
+def split(file):
+    size = int.from_bytes(file[:8], "little")
+    return file[8 : 8 + size], file[8 + size :]
+
+
+def flip(chance, raw):
+    place = chance.randrange(len(raw))
+    return raw[:place] + bytes([raw[place] ^ 1 << chance.randrange(8)]) + raw[place + 1 :]
+
+
+def cut(chance, raw):
+    return raw[: chance.randrange(len(raw))]
+
+
+def insert(chance, raw):
+    place = chance.randrange(len(raw))
+    extra = chance.choice([chance.randbytes(chance.randint(1, 9)), *RAW])
+    return raw[:place] + extra + raw[place + chance.choice([0, 0, 1, len(extra)]) :]
+
+
+def repeat(chance, raw):
+    """A stretch twice over, which makes keys stand twice."""
+    begin, end = sorted(chance.randrange(len(raw)) for _ in range(2))
+    return raw[:end] + raw[begin:end] + raw[end:]
+
+
+def places(value):
+    """Every container in a JSON document with the keys into it."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    for key in keys:
+        yield value, key
+        yield from places(value[key])
+
+
+def change(chance, raw):
+    """Another value, another key, a neighbour's value or a missing one, somewhere in the document."""
+    content = json.loads(raw)
+    for _ in range(chance.choice([1, 1, 2])):
+        holder, key = chance.choice(list(places(content)) or [({"": 0}, "")])
+        odd = chance.choice(ODD)
+        kind = chance.randrange(5)
+        if kind == 0 and isinstance(holder, dict):
+            holder[odd if isinstance(odd, str) else "".join(chance.choices(string.printable, k=5))] = holder.pop(key)
+        elif kind == 1:
+            del holder[key]
+        elif kind == 2 and type(holder[key]) is int:
+            holder[key] += chance.choice([-1, 1, 2, -8, 8, 10**18])
+        else:
+            holder[key] = odd
+    return json.dumps(content).encode()
+
+
+MUTATIONS = (flip, cut, insert, repeat, change, change, change)
+
+
+def damage(chance, raw):
+    for _ in range(chance.choice([1, 1, 1, 2])):
+        if raw:
+            try:
+                raw = chance.choice(MUTATIONS)(chance, raw)
+            except (ValueError, KeyError, RecursionError):  # JSON no longer, or changed twice in one place
+                raw = flip(chance, raw)
+    return raw
+
+
+def damaged_file(chance, file):
+    """The header alone with its length made right, or anything anywhere."""
+    header, data = split(file)
+    if chance.random() < 0.7:
+        return framed(damage(chance, header)) + data
+    return chance.choice([flip, cut, insert, repeat])(chance, file[: 8 + len(header) + 40])
+
+
+def outcome(folder):
+    """What the store says of it: its error, or None where it gave tensors, which must be right."""
+    try:
+        store = SafetensorsStore(folder)
+        found = {name: store.read(name) for name in store.entries}
+        raw = {name: b"".join(map(bytes, store.chunks(name))) for name in store.entries}
+        store.fingerprint()
+    except ConversionError as error:
+        message = str(error)
+        assert message.isprintable()
+        assert len(message) < 500
+        return message
+    # A damaged name or dtype can still describe the same bytes; their amount and order is what must hold.
+    assert all(tensor.flatten().view(torch.uint8).numpy().tobytes() == raw[name] for name, tensor in found.items())
+    for file, names in store.shards.items():
+        assert b"".join(raw[name] for name in names) == split((folder / file).read_bytes())[1]
+    return None
+
+
+def check_all(folder, damage_once):
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    said = [damage_once(folder) for _ in range(ROUNDS // 2)]
+    assert said.count(None) < len(said) / 2
+    assert len({message.split(":")[-1] for message in said if message}) > 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 200_000  # kB
+
+
+def test_damaged_headers(tmp_path):
+    chance, whole = random.Random(7), save(TENSORS, {"format": "pt"})
+
+    def once(folder):
+        (folder / WEIGHTS).write_bytes(damaged_file(chance, whole))
+        return outcome(folder)
+
+    check_all(tmp_path, once)
+
+
+def test_damaged_indexes_and_shards(tmp_path):
+    chance = random.Random(8)
+    whole = {file: save({name: TENSORS[name] for name in names}) for file, names in SHARDS.items()}
+    index = {"metadata": {}, "weight_map": {name: file for file, names in SHARDS.items() for name in names}}
+    whole[INDEX] = json.dumps(index, indent=2, sort_keys=True).encode()
+    for file, content in whole.items():
+        (tmp_path / file).write_bytes(content)
+    assert outcome(tmp_path) is None
+
+    def once(folder):
+        file = chance.choice([INDEX, INDEX, *SHARDS])
+        content = damage(chance, whole[file]) if file == INDEX else damaged_file(chance, whole[file])
+        (folder / file).write_bytes(content)
+        said = outcome(folder)
+        (folder / file).write_bytes(whole[file])
+        return said
+
+    check_all(tmp_path, once)
+
+
+@pytest.mark.parametrize("shape", [[10**18], [2**31, 2**31], [1 << 40]])
+def test_no_memory_for_a_claim(tmp_path, shape):
+    header = {"a": {"dtype": "F16", "shape": shape, "data_offsets": [0, 2 * torch.Size(shape).numel()]}}
+    (tmp_path / WEIGHTS).write_bytes(framed(json.dumps(header).encode()) + bytes(64))
+    assert "'a' has" in outcome(tmp_path) or "is cut off" in outcome(tmp_path)

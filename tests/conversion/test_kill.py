@@ -1,0 +1,214 @@
+"""A conversion that is killed, stopped, or met by another one: the target is absent, as it was, or complete."""
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import crosshead
+import toys
+from broken import snapshot
+from crosshead.conversion.errors import ConversionError
+from toy_checkpoints import write_model
+
+MIXER, OTHER = "knocking:on=query+key+value", "talking"
+SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 24}
+MOMENTS = 20
+WORKER = """
+import os, shutil, sys
+import crosshead
+from crosshead.conversion import recipe
+from crosshead_command.main import main
+from rich import progress
+crosshead.convert("source", "first", {"knocking": {}}, verify=False)
+shutil.rmtree("first")
+while command := sys.stdin.readline():
+    child = os.fork()
+    if not child:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.argv = ["crosshead", *command.split()]
+        try:
+            main()
+        except SystemExit as left:
+            os._exit(left.code)  # taking a forked interpreter down takes longer than a conversion
+    print("started", child, flush=True)
+    sys.stdin.readline()  # until then its number stays its own
+    print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+"""Runs each conversion in a process of its own, without the seconds that the libraries' imports take."""
+
+
+class Runner:
+    """Runs command lines one after the other, each to its end or to a signal."""
+
+    def __init__(self, folder):
+        options = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self.log = folder / "errors"
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", WORKER],
+            cwd=folder,
+            env=environment,
+            **options | {"stderr": self.log.open("w")},
+        )
+
+    def tell(self, line):
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def start(self, command):
+        self.tell(command)
+        return self.told("started")
+
+    def end(self):
+        """The exit status; minus the signal where one ended it."""
+        self.tell("wait")
+        return self.told("ended")
+
+    def told(self, word):
+        line = self.process.stdout.readline()
+        assert line.startswith(word), self.log.read_text()
+        return int(line.removeprefix(word))
+
+    def run(self, command, sent=None, delay=0.0):
+        child = self.start(command)
+        if sent is not None:
+            time.sleep(delay)
+            os.kill(child, sent)
+        return self.end()
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("place")
+    write_model(toys.stock_model("Llama", **SIZES), folder / "source", 40_000)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner(place):
+    runner = Runner(place)
+    yield runner
+    runner.process.stdin.close()
+    runner.process.wait()
+
+
+def convert(out, mixer=MIXER, *more):
+    return " ".join(["convert", "source", out, "--mixer", mixer, "--no-verify", *more])
+
+
+def contents(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def whole(place, runner):
+    """What undisturbed runs write, and how long they take."""
+    found = {}
+    for name, mixer in (("warm", MIXER), ("whole", MIXER), ("other", OTHER)):
+        begin = time.perf_counter()
+        assert runner.run(convert(name, mixer)) == 0
+        found[name] = contents(place / name), time.perf_counter() - begin
+    assert len(list((place / "source").glob("*.safetensors"))) > 10
+    assert found["warm"][0] == found["whole"][0] != found["other"][0]
+    return {"duration": min(found["warm"][1], found["whole"][1]), MIXER: found["whole"][0], OTHER: found["other"][0]}
+
+
+def hidden(place):
+    return sorted(path.name for path in place.iterdir() if path.name.startswith("."))
+
+
+def test_killed_at_random_moments(place, runner, whole):
+    chance = random.Random(0)
+    source = snapshot(place / "source")
+    stopped = 0
+    for moment in range(MOMENTS):
+        out = f"killed{moment}"
+        status = runner.run(convert(out), signal.SIGKILL, chance.random() * whole["duration"])
+        stopped += status == -signal.SIGKILL
+        assert snapshot(place / "source") == source
+        if (place / out).exists():
+            assert runner.run(convert(out)) == 1  # refused, because it is there
+        else:
+            assert runner.run(convert(out)) == 0
+        assert contents(place / out) == whole[MIXER]
+        assert hidden(place) == []
+    assert stopped > MOMENTS / 2
+
+
+def test_killed_again_and_again_goes_on(place, runner, whole):
+    for moment in range(6):
+        status = runner.run(convert("again"), signal.SIGKILL, whole["duration"] * (0.2 + moment / 10))
+        if not status:
+            break
+    assert (place / "again").exists() or runner.run(convert("again")) == 0
+    assert contents(place / "again") == whole[MIXER]
+    assert hidden(place) == []
+
+
+def test_killed_while_it_replaces(place, runner, whole):
+    chance = random.Random(1)
+    assert runner.run(convert("replaced", OTHER)) == 0
+    mixers = [OTHER, MIXER]
+    for _ in range(8):
+        runner.run(convert("replaced", mixers[1], "--overwrite"), signal.SIGKILL, chance.random() * whole["duration"])
+        found = [
+            contents(path) for path in (place / "replaced", place / ".replaced.crosshead-replaced") if path.exists()
+        ]
+        assert any(content in (whole[OTHER], whole[MIXER]) for content in found)
+        assert not (place / "replaced").exists() or contents(place / "replaced") in (whole[OTHER], whole[MIXER])
+        assert runner.run(convert("replaced", mixers[1], "--overwrite")) == 0
+        assert contents(place / "replaced") == whole[mixers[1]]
+        assert hidden(place) == []
+        mixers.reverse()
+
+
+@pytest.mark.parametrize("first", [MIXER, OTHER])
+def test_another_conversion_never_takes_over_what_was_left(place, runner, whole, first):
+    second = OTHER if first == MIXER else MIXER
+    out = f"mixed-{first.partition(':')[0]}"
+    for part in (0.5, 0.7, 0.9):
+        if runner.run(convert(out, first, "--overwrite"), signal.SIGKILL, part * whole["duration"]):
+            assert runner.run(convert(out, second, "--overwrite")) == 0
+            assert contents(place / out) == whole[second]
+            assert hidden(place) == []
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_stopped_by_hand(place, runner, whole, sent):
+    source = snapshot(place / "source")
+    begun = runner.log.stat().st_size
+    for part in (0.5, 0.3, 0.7, 0.4, 0.6):
+        out = f"stopped{sent}-{part}"  # a run that was done before the signal leaves its target
+        status = runner.run(convert(out), sent, part * whole["duration"])
+        if status:
+            break
+    assert status == (130 if sent == signal.SIGINT else -sent)
+    said = runner.log.read_text()[begun:].splitlines()
+    if sent == signal.SIGINT:
+        assert said[-1:] == ["crosshead: interrupted: the same command goes on where this one stopped"]
+    assert snapshot(place / "source") == source
+    assert not (place / out).exists()
+    assert runner.run(convert(out)) == 0
+    assert contents(place / out) == whole[MIXER]
+    assert hidden(place) == []
+
+
+def test_two_at_once(place, runner, whole):
+    child = runner.start(convert("both"))
+    while not (place / ".both.crosshead-partial" / "journal.json").exists():
+        time.sleep(0.001)
+    os.kill(child, signal.SIGSTOP)
+    try:
+        with pytest.raises(ConversionError, match="another run is writing"):
+            crosshead.convert(place / "source", place / "both", {"knocking": {}}, verify=False)
+    finally:
+        os.kill(child, signal.SIGCONT)
+    assert runner.end() == 0
+    assert contents(place / "both") == whole[MIXER]
+    assert hidden(place) == []

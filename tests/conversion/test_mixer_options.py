@@ -1,0 +1,125 @@
+"""Text from a command line or a recipe becomes typed options."""
+
+import pytest
+
+import toys
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.mixer_options import read_mixers, split_argument
+from crosshead.conversion.recipe import read_recipe, with_recipe
+
+LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3).layouts()
+
+
+@pytest.mark.parametrize(
+    ("argument", "mixers"),
+    [
+        ("knocking", {"knocking": {}}),
+        ("knocking:form=linear,on=query+key+value", {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}),
+        ("knocking:layers=0+2", {"knocking": {"layers": [0, 2]}}),
+        ("talking:softmax_heads=16,dynamic=key_logits", {"talking": {"softmax_heads": 16, "dynamic": ["key_logits"]}}),
+        ("explicit:key_heads=50%,value_heads=3", {"explicit": {"norm": False, "key_heads": 2, "value_heads": 3}}),
+        ("explicit:norm=true,key_heads=1+2+75%", {"explicit": {"norm": True, "key_heads": [1, 2, 3]}}),
+        (
+            "mixture:active_heads=75%",
+            {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 6, "shared_heads": 4}},
+        ),
+        (
+            "mixture:active_heads=50%,router=two_stage,balance_weight=0.1",
+            {"mixture": {"router": "two_stage", "gate": "binary", "active_heads": 4, "balance_weight": 0.1}},
+        ),
+        ("mixture:active_heads=1%", {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 1}}),
+    ],
+)
+def test_arguments(argument, mixers):
+    name, options = split_argument(argument)
+    assert read_mixers({name: options}, LAYOUTS).mixers == mixers
+
+
+def test_python_values_pass_unchanged():
+    given = {"explicit": {"key_heads": [1, 2, 4], "method": "svd"}, "mixture": {"active_heads": 8, "layers": [1]}}
+    request = read_mixers(given, LAYOUTS)
+    assert request.mixers["explicit"] == {"norm": False, "key_heads": [1, 2, 4]}
+    assert request.mixers["mixture"]["layers"] == [1]
+    assert request.choices == {"explicit": {"method": "svd"}, "mixture": {"shared": "first"}}
+
+
+@pytest.mark.parametrize(
+    ("argument", "words"),
+    [
+        ("knoking", ["'knoking'", "did you mean 'knocking'"]),
+        ("knocking:from=linear", ["'from'", "did you mean 'form'"]),
+        ("explicit:methd=svd", ["'methd'", "did you mean 'method'"]),
+        ("explicit:method=pca", ["method='pca'", "'svd'"]),
+        ("mixture:active_heads=75%,shared=most", ["shared='most'", "'calibrated'"]),
+        ("mixture:active_heads=175%", ["'175%'", "0% to 100%"]),
+        ("mixture:active_heads=x%", ["'x%'"]),
+        ("knocking:form", ["'form'", "key=value"]),
+        ("knocking:=linear", ["'=linear'", "key=value"]),
+        ("knocking:form=mlp,form=gate", ["'form'", "twice"]),
+    ],
+)
+def test_refused_arguments(argument, words):
+    with pytest.raises(ConversionError) as caught:
+        name, options = split_argument(argument)
+        read_mixers({name: options}, LAYOUTS)
+    assert "\n" not in str(caught.value)
+    for word in words:
+        assert word in str(caught.value)
+
+
+RECIPE = """
+mixers:
+  knocking:
+    form: linear
+    on: [query, key]
+  mixture: {active_heads: 75%, layers: [0, 1]}
+vocab_size: 128
+calibration: texts/prose.txt
+allow_inexact: true
+"""
+
+
+def test_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    mixers, options = with_recipe(path, [], {"seed": None, "vocab_size": 256, "allow_inexact": False})
+    assert read_mixers(mixers, LAYOUTS).mixers["knocking"] == {"form": "linear", "on": ["query", "key"]}
+    assert read_mixers(mixers, LAYOUTS).mixers["mixture"]["layers"] == [0, 1]
+    assert options == {"vocab_size": 256, "calibration": tmp_path / "texts" / "prose.txt", "allow_inexact": True}
+
+
+def test_command_line_mechanisms_go_before_the_recipes(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    assert with_recipe(path, ["talking"], {})[0] == {"talking": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("mixers: [knocking]", ["mapping"]),
+        ("mixer: {}", ["'mixer'", "did you mean 'mixers'"]),
+        ("just words", ["holds no options"]),
+        ("a: [", ["not YAML"]),
+        ("dtype: [a, b]", ["dtype", "not one value"]),
+        ("{" * 5000, ["not YAML"]),
+    ],
+)
+def test_refused_recipes(text, words, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(ConversionError) as caught:
+        read_recipe(path)
+    assert "\n" not in str(caught.value)
+    for word in [*words, "recipe.yaml"]:
+        assert word in str(caught.value)
+
+
+def test_missing_recipe(tmp_path):
+    with pytest.raises(ConversionError, match="cannot be read"):
+        read_recipe(tmp_path / "none.yaml")
+
+
+def test_a_mechanism_twice():
+    with pytest.raises(ConversionError, match="twice"):
+        with_recipe(None, ["knocking", "knocking:form=linear"], {})

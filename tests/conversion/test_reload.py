@@ -1,0 +1,101 @@
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import toys
+from crosshead.conversion import reload
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.reload import agreement, fits_in_memory, reload_check
+from crosshead.conversion.reload_worker import load_shapes, load_weights, tensor_report
+from toy_tokenizer import toy_tokenizer
+
+TOKENS = toys.tokens(2, 9)
+MIXERS = {"knocking": {}, "mixture": {"shared_heads": 2, "active_heads": 3}}
+SOUND = {"missing": [], "unexpected": [], "mismatched": [], "errors": []}
+
+
+def saved(folder, model):
+    model.save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    return model.set_attn_implementation("sdpa") or model
+
+
+def damage(folder):
+    """One tensor fewer, one more, one of another shape."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.extra"] = tensors.pop("model.layers.0.self_attn.o_proj.weight")
+    tensors["model.layers.1.self_attn.k_proj.weight"] = torch.zeros(3, 24)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+DAMAGED = SOUND | {
+    "missing": ["model.layers.0.self_attn.o_proj.weight"],
+    "unexpected": ["model.layers.0.extra"],
+    "mismatched": ["model.layers.1.self_attn.k_proj.weight"],
+}
+
+
+@torch.no_grad()
+def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
+    model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
+    before = sorted(path.name for path in (tmp_path / "model").iterdir())
+    logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
+    found = reload_check(tmp_path / "model", TOKENS, logits + 0.5)
+    generated = model.generate(TOKENS, max_new_tokens=reload.NEW_TOKENS, do_sample=False)[:, TOKENS.shape[1] :]
+    assert found.pop("greatest_logit_difference") == pytest.approx(0.5, abs=1e-5)
+    assert found.pop("continuations") == generated.tolist()
+    assert found.pop("texts") == [toy_tokenizer().decode(ids) for ids in generated]
+    assert found == SOUND | {"remote_code": True, "checked": "logits and text", "unloaded": []}
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == before
+
+
+def test_a_model_too_large_is_loaded_by_names_and_shapes(tmp_path, monkeypatch):
+    saved(tmp_path, toys.mixed_model("Llama", MIXERS))
+    damage(tmp_path)
+    monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
+    assert reload_check(tmp_path, TOKENS) == DAMAGED | {"remote_code": True, "checked": "names and shapes"}
+
+
+def test_what_fails_in_the_process_is_one_line(tmp_path):
+    saved(tmp_path, toys.mixed_model("Llama", {"knocking": {}}))
+    code = tmp_path / "knocking.py"
+    code.write_text("import crosshead\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
+    with pytest.raises(ConversionError, match=f"{tmp_path} does not load in a clean process: .*crosshead") as caught:
+        reload_check(tmp_path, TOKENS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_process_that_dies_says_how(tmp_path, monkeypatch):
+    saved(tmp_path, toys.stock_model("Llama"))
+    worker = tmp_path / "dies.py"
+    worker.write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(reload, "WORKER", worker)
+    with pytest.raises(ConversionError, match="status -9"):
+        reload_check(tmp_path, TOKENS)
+
+
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("mixers", [None, MIXERS])
+@pytest.mark.parametrize("tied", [False, True])
+def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tied):
+    changes = {"tie_word_embeddings": tied}
+    saved(tmp_path, toys.mixed_model(backbone, mixers, **changes) if mixers else toys.stock_model(backbone, **changes))
+
+    def reports():
+        shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+        return [tensor_report(found[1]) for found in (load_weights(tmp_path, {}), load_shapes(tmp_path, {}, shapes))]
+
+    assert reports() == [SOUND, SOUND]
+    damage(tmp_path)
+    assert reports() == [DAMAGED, DAMAGED]
+
+
+def test_agreement_is_the_share_of_equal_tokens():
+    assert agreement([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
+
+
+def test_memory():
+    assert fits_in_memory(1 << 20)
+    assert not fits_in_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))

@@ -1,0 +1,126 @@
+"""Stock -> crosshead -> stock: every family, mechanism, head tie, sharding and dtype."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import crosshead
+import toys
+from toy_checkpoints import MANY_SHARDS, write_model, write_stock
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+NEUTRAL = {
+    "knocking": {"knocking": {"on": ["query", "key", "value"]}},
+    "linear": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},
+    "explicit": {"explicit": {}},
+    "talking": {"talking": {}},
+    "mixture": {"mixture": {"active_heads": "100%", "shared_heads": 1}},
+    "two_stage": {"mixture": {"active_heads": "100%", "router": "two_stage"}},
+    "together": {
+        "knocking": {"layers": [0]},
+        "explicit": {},
+        "talking": {"layers": [1]},
+        "mixture": {"active_heads": 4},
+    },
+}
+FOLDABLE = ("linear", "explicit", "mixture", "two_stage")
+
+
+def tensors(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same_bits(one, other):
+    return one.keys() == other.keys() and all(
+        one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one
+    )
+
+
+def logits(folder):
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    return AutoModelForCausalLM.from_pretrained(folder, **options)(toys.tokens()).logits
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shards", ["one file", "many files"])
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_neutral_there_and_back(backbone, tied, shards, dtype, tmp_path):
+    size = MANY_SHARDS if shards == "many files" else None
+    source = write_stock(tmp_path / "source", backbone, size, DTYPES[dtype], tie_word_embeddings=tied)
+    before, expected = tensors(source), logits(source)
+    for name, mixers in NEUTRAL.items():
+        out, back = tmp_path / name, tmp_path / f"{name}-back"
+        report = crosshead.convert(source, out, mixers, verify=False)
+        assert report["counts"]["rewritten"] == 0
+        assert report["tolerance"] == 1e-5
+        made = tensors(out)
+        assert same_bits(before, {key: made[key] for key in before})
+        difference = (logits(out) - expected).abs().max()
+        divides = backbone.startswith("Qwen3") and "explicit" in mixers
+        assert difference <= (1e-5 * expected.abs().max() if divides else 0)
+        crosshead.fold(out, back, verify=False)
+        assert same_bits(before, tensors(back))
+        assert torch.equal(logits(back), expected)
+        assert len(list(back.glob("*.safetensors"))) == len(list(source.glob("*.safetensors")))
+    assert same_bits(before, tensors(source))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", FOLDABLE)
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_trained_there_and_back(backbone, name, dtype, tmp_path):
+    source = write_stock(tmp_path / "source", backbone, MANY_SHARDS)
+    crosshead.convert(source, tmp_path / "made", NEUTRAL[name], verify=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in model.named_parameters():
+        if ".mixers." in key:
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    write_model(model, tmp_path / "trained", MANY_SHARDS, DTYPES[dtype])
+    crosshead.fold(tmp_path / "trained", tmp_path / "back", verify=False)
+    expected, found = logits(tmp_path / "trained"), logits(tmp_path / "back")
+    rounding = {"fp32": 1e-5, "fp16": 1e-2, "bf16": 1e-1}[dtype]
+    assert (found - expected).norm() <= rounding * expected.norm()
+    content = json.loads((tmp_path / "back" / "config.json").read_text())
+    assert content["model_type"] == toys.STOCK[backbone][0].model_type
+    assert not {"mixers", "auto_map"} & content.keys()
+    assert content["architectures"] == [toys.STOCK[backbone][1].__name__]
+    assert not list((tmp_path / "back").glob("*.py"))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_another_dtype(dtype, tmp_path):
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype=dtype, verify=False)
+    wanted = getattr(torch, dtype)
+    before, made = tensors(source), tensors(tmp_path / "made")
+    assert all(torch.equal(made[name], before[name].to(wanted)) for name in before)
+    assert {tensor.dtype for tensor in made.values()} == {wanted}
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["dtype"] == dtype
+    assert report["tolerance"] > 1e-5
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_larger_vocabulary(tied, tmp_path):
+    source = write_stock(tmp_path / "source", tie_word_embeddings=tied)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, vocab_size=80)
+    assert report["verification"]["greatest_logit_difference"] == 0
+    assert report["counts"]["rewritten"] == (1 if tied else 2)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "made").config.vocab_size == 80
+    assert logits(tmp_path / "made").shape[-1] == 80
+
+
+def test_tied_head_that_is_stored_is_dropped_and_written_down(tmp_path):
+    source = write_stock(tmp_path / "source", tie_word_embeddings=True)
+    from safetensors.torch import save_file
+
+    state = tensors(source)
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, source / "model.safetensors", metadata={"format": "pt"})
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
+    assert report["dropped"] == {"lm_head.weight": "tied to model.embed_tokens.weight"}
+    assert "lm_head.weight" not in tensors(tmp_path / "made")

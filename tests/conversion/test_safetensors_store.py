@@ -1,0 +1,245 @@
+import json
+import os
+import re
+from itertools import zip_longest
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
+
+A, B, C = torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(2, 3, 4).half()
+
+
+def write(path, header, data=b""):
+    raw = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(raw).to_bytes(8, "little") + raw + data)
+
+
+def info(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def write_sharded(folder):
+    save_file({"a": A, "b": B}, folder / "model-00001-of-00002.safetensors")
+    save_file({"c": C}, folder / "model-00002-of-00002.safetensors")
+    first, second = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+    write_index(folder, {"a": first, "b": first, "c": second})
+
+
+def write_index(folder, files):
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": files}))
+
+
+def check_reads(store, tensors):
+    assert set(store.entries) == set(tensors)
+    for name, tensor in tensors.items():
+        found = store.read(name)
+        assert found.dtype == tensor.dtype
+        assert torch.equal(found, tensor)
+        raw = b"".join(bytes(chunk) for chunk in store.chunks(name))
+        assert raw == tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def refusal(folder):
+    with pytest.raises(ConversionError) as caught:
+        SafetensorsStore(folder)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 500
+    return message
+
+
+def test_one_file(tmp_path):
+    tensors = {
+        "a": A,
+        "b": B,
+        "c": C,
+        "d": torch.randn(2).double(),
+        "scalar": torch.tensor(2.0),
+        "no": torch.ones(0, 3),
+    }
+    save_file(tensors, tmp_path / WEIGHTS, metadata={"format": "pt"})
+    check_reads(SafetensorsStore(tmp_path), tensors)
+
+
+def test_shards_in_order(tmp_path):
+    write_sharded(tmp_path)
+    store = SafetensorsStore(tmp_path)
+    check_reads(store, {"a": A, "b": B, "c": C})
+    assert store.shards == {
+        "model-00001-of-00002.safetensors": ["a", "b"],
+        "model-00002-of-00002.safetensors": ["c"],
+    }
+    assert store.entries["c"].size == 48
+
+
+def test_single_file_wins_as_in_transformers(tmp_path):
+    write_sharded(tmp_path)
+    save_file({"single": A}, tmp_path / WEIGHTS)
+    check_reads(SafetensorsStore(tmp_path), {"single": A})
+
+
+def test_links_as_in_the_hubs_cache(tmp_path):
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    write_sharded(blobs)
+    for number, file in enumerate(sorted(blobs.iterdir())):
+        blob = file.rename(blobs / str(number))
+        (snapshot / file.name).symlink_to(os.path.relpath(blob, snapshot))
+    check_reads(SafetensorsStore(snapshot), {"a": A, "b": B, "c": C})
+
+
+def test_two_passes_at_once(tmp_path):
+    tensors = {"a": torch.arange(2.0**20).reshape(4, -1), "b": torch.arange(700_001.0)}
+    save_file(tensors, tmp_path / WEIGHTS)
+    store = SafetensorsStore(tmp_path)
+    first, second = b"", b""
+    for one, other in zip_longest(store.chunks("a"), store.chunks("b"), fillvalue=b""):
+        first, second = first + bytes(one), second + bytes(other)
+    assert first == tensors["a"].numpy().tobytes()
+    assert second == tensors["b"].numpy().tobytes()
+    check_reads(store, tensors)
+
+
+def test_read_gives_memory_of_its_own(tmp_path):
+    save_file({"a": A}, tmp_path / WEIGHTS)
+    store = SafetensorsStore(tmp_path)
+    store.read("a").zero_()
+    assert torch.equal(store.read("a"), A)
+
+
+def test_fingerprint_sees_a_change(tmp_path):
+    write_sharded(tmp_path)
+    before = SafetensorsStore(tmp_path).fingerprint()
+    assert SafetensorsStore(tmp_path).fingerprint() == before
+    save_file({"c": C + 1}, tmp_path / "model-00002-of-00002.safetensors")
+    assert SafetensorsStore(tmp_path).fingerprint() != before
+
+
+def test_file_that_shrinks_while_it_is_read(tmp_path):
+    save_file({"a": A}, tmp_path / WEIGHTS)
+    store = SafetensorsStore(tmp_path)
+    os.truncate(tmp_path / WEIGHTS, 100)
+    with pytest.raises(ConversionError, match="ended at byte 100"):
+        store.read("a")
+    with pytest.raises(ConversionError, match="ended at byte 100"):
+        list(store.chunks("a"))
+
+
+OTHER = info(offsets=(8, 16))
+BROKEN_FILES = {
+    "empty file": (b"", None, "has 0 bytes, too few"),
+    "absurd header": ((10**17).to_bytes(8, "little"), None, "claims a header of 100000000000000000 bytes"),
+    "header cut off": ((500).to_bytes(8, "little") + b"{", None, "cut off: 9 bytes, its header alone needs 508"),
+    "not JSON": (b"{]", 0, "not usable JSON"),
+    "not UTF-8": (b'{"\xff": 1}', 0, "not usable JSON"),
+    "not an object": ([1], 0, r"holds \[1\]"),
+    "key twice": (b'{"a": 1, "a": 2}', 0, "'a' stands there twice"),
+    "inner key twice": (b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0, "'dtype' stands there twice"),
+    "deep nesting": (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 0, "nested too deeply|not usable JSON"),
+    "thousands of digits": (b'{"a": ' + b"9" * 10_000 + b"}", 0, "not usable JSON"),
+    "NaN": (b'{"a": NaN}', 0, "NaN is not a JSON number"),
+    "Infinity": (b'{"a": -Infinity}', 0, "-Infinity is not a JSON number"),
+    "no tensors": ({"__metadata__": {}}, 0, "holds no tensors"),
+    "bad metadata": ({"__metadata__": {"a": 1}, "a": info()}, 8, "__metadata__="),
+    "bad name": ({"a\nb": info()}, 8, r"'a\\nb' has a name"),
+    "lone surrogate": (b'{"\\ud800": {}}', 8, "has a name"),
+    "no description": ({"a": 3}, 0, "'a' is described by 3"),
+    "fp8": ({"a": info("F8_E4M3")}, 8, "'a' has dtype='F8_E4M3': only F64, F32, F16, BF16"),
+    "integers": ({"a": info("I8")}, 8, "'a' has dtype='I8'"),
+    "dtype list": ({"a": info([])}, 8, r"'a' has dtype=\[\]"),
+    "negative shape": ({"a": info(shape=(-2,))}, 8, r"shape=\[-2\]"),
+    "boolean shape": ({"a": info(shape=(2, True))}, 8, r"shape=\[2, True\]"),
+    "float shape": ({"a": info(shape=(2.0,))}, 8, r"shape=\[2.0\]"),
+    "endless shape": ({"a": info(shape=(10**400,))}, 8, "shape="),
+    "giant shape": ({"a": info(shape=(10**10, 10**10))}, 8, "no computer"),
+    "giant empty shape": ({"a": info(shape=(0, 2**62), offsets=(0, 0))}, 0, "no computer"),
+    "many dimensions": ({"a": info(shape=[1] * 65 + [2])}, 8, "must be a list of sizes"),
+    "18 zeros": ({"a": info(shape=(10**18,), offsets=(0, 4 * 10**18))}, 8, "cut off: .* bytes of 4000000000000000"),
+    "one offset": ({"a": info(offsets=(0,))}, 8, "must be two positions"),
+    "negative offset": ({"a": info(offsets=(-8, 0))}, 8, "must be two positions"),
+    "backwards": ({"a": info(offsets=(8, 0))}, 8, r"data_offsets=\[8, 0\], but 8 bytes by"),
+    "wrong size": ({"a": info(offsets=(0, 12))}, 12, r"but 8 bytes by shape=\[2\], F32"),
+    "hole": ({"a": info(), "b": info(offsets=(16, 24))}, 24, "'b' begins at 16 where 8 is next: it leaves a hole"),
+    "late start": ({"b": OTHER}, 16, "'b' begins at 8 where 0 is next"),
+    "overlap": ({"a": info(), "b": info(offsets=(4, 12))}, 12, "'b' begins at 4 where 8 is next: it overlaps"),
+    "cut off": ({"a": info(), "b": OTHER}, 10, "cut off: 141 bytes of 147"),
+    "too long": ({"a": info(), "b": OTHER}, 20, "has 151 bytes, its tensors end at 147"),
+}
+
+
+@pytest.mark.parametrize(("header", "data", "message"), BROKEN_FILES.values(), ids=BROKEN_FILES)
+def test_broken_file(tmp_path, header, data, message):
+    if data is None:
+        (tmp_path / WEIGHTS).write_bytes(header)
+    else:
+        write(tmp_path / WEIGHTS, header, b"\0" * data)
+    said = refusal(tmp_path)
+    assert re.search(message, said), said
+    assert str(tmp_path / WEIGHTS) in said
+
+
+FIRST = "model-00001-of-00002.safetensors"
+BROKEN_INDEXES = {
+    "not JSON": ("{", "not usable JSON"),
+    "a list": ([], r"holds \[\]"),
+    "no map": ({"metadata": {}}, "weight_map=None"),
+    "empty map": ({"weight_map": {}}, r"weight_map=\{\}"),
+    "map of numbers": ({"weight_map": {"a": 1}}, "'a' in 1: use the name"),
+    "missing file": ({"weight_map": {"a": "model-3.safetensors"}}, "model-3.safetensors cannot be read: No such file"),
+    "upwards": ({"weight_map": {"a": f"../{FIRST}"}}, "use the name of a safetensors file"),
+    "absolute": ({"weight_map": {"a": f"/{FIRST}"}}, "use the name"),
+    "subfolder": ({"weight_map": {"a": f"sub/{FIRST}"}}, "use the name"),
+    "dots": ({"weight_map": {"a": ".."}}, "use the name"),
+    "zero byte": ({"weight_map": {"a": "a\0.safetensors"}}, "use the name"),
+    "endless name": ({"weight_map": {"a": "x" * 5000 + ".safetensors"}}, "use the name"),
+    "pickle": ({"weight_map": {"a": "pytorch_model.bin"}}, "use the name"),
+    "lacks one": ({"weight_map": {"a": FIRST, "b": FIRST, "z": FIRST}}, "'z' in 'model-00001.*does not hold it"),
+    "unlisted": ({"weight_map": {"a": FIRST}}, "holds tensor 'b', but .* does not list it"),
+    "elsewhere": ({"weight_map": {"a": FIRST, "b": FIRST, "c": FIRST}}, "'c' in .* does not hold it"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), BROKEN_INDEXES.values(), ids=BROKEN_INDEXES)
+def test_broken_index(tmp_path, content, message):
+    write_sharded(tmp_path)
+    (tmp_path / INDEX).write_text(content if isinstance(content, str) else json.dumps(content))
+    said = refusal(tmp_path)
+    assert re.search(message, said), said
+
+
+def test_tensor_in_two_shards(tmp_path):
+    write_sharded(tmp_path)
+    save_file({"a": A, "c": C}, tmp_path / "model-00002-of-00002.safetensors")
+    assert "holds tensor 'a', but model.safetensors.index.json puts it in 'model-00001" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])
+def test_pickles_are_not_read(tmp_path, name):
+    (tmp_path / name).write_bytes(b"")
+    assert re.search(f"pickle \\('{name}'\\).*can run code.*save_pretrained", refusal(tmp_path))
+
+
+def test_not_a_file(tmp_path):
+    assert "holds neither" in refusal(tmp_path)
+    assert "No such file or directory" in refusal(tmp_path / "absent")
+    (tmp_path / WEIGHTS).mkdir()
+    assert "it is not a file" in refusal(tmp_path)
+    (tmp_path / WEIGHTS).rmdir()
+    os.mkfifo(tmp_path / WEIGHTS)
+    assert "it is not a file" in refusal(tmp_path)
+    assert "Not a directory" in refusal(tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).unlink()
+    (tmp_path / WEIGHTS).symlink_to("gone")
+    assert "No such file or directory" in refusal(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file(tmp_path):
+    save_file({"a": A}, tmp_path / WEIGHTS)
+    (tmp_path / WEIGHTS).chmod(0)
+    assert "Permission denied" in refusal(tmp_path)

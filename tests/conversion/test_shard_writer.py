@@ -1,0 +1,153 @@
+import json
+import time
+from functools import partial
+from threading import Lock
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import toys
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.file_bytes import CHUNK
+from crosshead.conversion.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
+from crosshead.conversion.shard_writer import (
+    digest_of,
+    is_intact,
+    shard_size,
+    tensor_chunks,
+    write_index,
+    write_shard,
+)
+from crosshead.conversion.store import DTYPE_NAMES, Entry
+
+TENSORS = {
+    "norm": torch.randn(3).bfloat16(),
+    "äß": torch.randn(5, 7),
+    "long": torch.arange(CHUNK // 2 + 5).double() / 3,
+    "transposed": torch.randn(6, 4).T,
+    "half": torch.randn(1).half(),
+    "scalar": torch.tensor(1.5),
+    "empty": torch.ones(0, 4),
+}
+
+
+def items(tensors):
+    return [
+        (Entry(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)), partial(tensor_chunks, tensor))
+        for name, tensor in tensors.items()
+    ]
+
+
+def entries(tensors):
+    return [entry for entry, _ in items(tensors)]
+
+
+def test_the_library_reads_it(tmp_path):
+    digests = write_shard(tmp_path / WEIGHTS, items(TENSORS))
+    found = load_file(tmp_path / WEIGHTS)
+    assert found.keys() == digests.keys() == TENSORS.keys()
+    for name, tensor in TENSORS.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+        assert found[name].data_ptr() % tensor.itemsize == 0
+    assert (tmp_path / WEIGHTS).stat().st_size == shard_size(entries(TENSORS))
+
+
+def test_copy_of_the_librarys_file_is_the_same(tmp_path):
+    save_file({name: tensor.contiguous() for name, tensor in TENSORS.items()}, tmp_path / WEIGHTS, {"format": "pt"})
+    store = SafetensorsStore(tmp_path)
+    copied = [(store.entries[name], partial(store.chunks, name)) for name in store.shards[WEIGHTS]]
+    digests = write_shard(tmp_path / "copy", copied)
+    assert (tmp_path / "copy").read_bytes() == (tmp_path / WEIGHTS).read_bytes()
+    assert digests == {name: digest_of(store.chunks(name)) for name in store.entries}
+
+
+def test_transformers_loads_shards(tmp_path):
+    model = toys.stock_model("Qwen3")
+    model.save_pretrained(tmp_path / "source")
+    model.config.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "source" / WEIGHTS)
+    names = sorted(state)
+    parts = {
+        "model-00001-of-00002.safetensors": {name: state[name] for name in names[::2]},
+        "model-00002-of-00002.safetensors": {name: state[name] for name in names[1::2]},
+    }
+    for file, tensors in parts.items():
+        write_shard(tmp_path / file, items(tensors))
+    write_index(tmp_path, {file: entries(tensors) for file, tensors in parts.items()})
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert set(SafetensorsStore(tmp_path).entries) == set(names)
+
+
+def test_index_as_the_library_writes_it(tmp_path):
+    model = toys.stock_model("Llama")
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    theirs = (tmp_path / INDEX).read_text()
+    store = SafetensorsStore(tmp_path)
+    write_index(tmp_path, {file: [store.entries[name] for name in names] for file, names in store.shards.items()})
+    parameters = json.loads(theirs)["metadata"]["total_parameters"]
+    assert (tmp_path / INDEX).read_text() == theirs.replace(f'    "total_parameters": {parameters},\n', "")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", DTYPE_NAMES)
+@pytest.mark.parametrize("place", [0, CHUNK, -1])
+def test_a_broken_value_is_found(tmp_path, value, dtype, place):
+    tensor = torch.zeros(2 * CHUNK + 1, dtype=dtype)
+    tensor[place] = value
+    with pytest.raises(ConversionError, match=f"tensor 'a.weight' holds {value}: repair"):
+        write_shard(tmp_path / WEIGHTS, items({"a.weight": tensor}))
+
+
+@pytest.mark.parametrize(("count", "message"), [(0, "0 bytes instead of 8"), (1, "4 bytes"), (3, "more than its 8")])
+def test_wrong_amount_of_bytes(tmp_path, count, message):
+    broken = (Entry("a", "F32", (2,)), partial(tensor_chunks, torch.ones(count)))
+    with pytest.raises(ConversionError, match=f"'a' came out as {message}"):
+        write_shard(tmp_path / WEIGHTS, [broken, *items(TENSORS)])
+
+
+def test_producers_take_turns_in_the_order_of_the_file(tmp_path):
+    begun, busy = [], Lock()
+
+    def produce(name, tensor):
+        begun.append(name)
+        for piece in tensor_chunks(tensor):
+            assert busy.acquire(blocking=False)
+            time.sleep(0.001)
+            busy.release()
+            yield piece
+
+    tensors = {str(name): torch.ones(CHUNK * (name % 3) // 4 + 1) for name in range(12)}
+    produced = [(entry, partial(produce, entry.name, tensors[entry.name])) for entry in entries(tensors)]
+    write_shard(tmp_path / WEIGHTS, produced)
+    assert begun == list(tensors)
+
+
+def test_error_of_a_producer_comes_through(tmp_path):
+    def fail():
+        yield from tensor_chunks(torch.ones(2))
+        raise ConversionError("no such head")
+
+    with pytest.raises(ConversionError, match="no such head"):
+        write_shard(tmp_path / WEIGHTS, [(Entry("a", "F32", (4,)), fail), *items(TENSORS)])
+
+
+def test_intact(tmp_path):
+    file = tmp_path / WEIGHTS
+    digests = write_shard(file, items(TENSORS))
+    whole, wanted = file.read_bytes(), entries(TENSORS)
+    assert is_intact(file, wanted, digests)
+    assert not is_intact(file, wanted, {**digests, "long": "00000000"})
+    assert not is_intact(file, wanted, {})
+    assert not is_intact(file, wanted[:-1], digests)
+    for place in (20, len(whole) - 1, len(whole) // 2):
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        assert not is_intact(file, wanted, digests)
+    for damaged in (whole[:-1], whole + b"\0", b""):
+        file.write_bytes(damaged)
+        assert not is_intact(file, wanted, digests)

@@ -1,0 +1,199 @@
+import json
+import os
+import shutil
+
+import pytest
+import transformers
+from transformers import AutoTokenizer
+
+import toys
+from crosshead.conversion import gguf_tokenizer
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.sources import open_source
+from toy_tokenizer import toy_tokenizer
+
+SIDE = ["LICENSE.txt", "USE_POLICY.md", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
+NEVER = ["README.md", "modeling_toy.py", "training_args.bin", "optimizer.pt", "conversion.json", "LICENSE.py"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made") / "toy"
+    toys.stock_model("Llama").save_pretrained(folder)
+    toy_tokenizer().save_pretrained(folder)
+    for name in [*SIDE[:2], *NEVER]:
+        (folder / name).write_text("text")
+    return folder
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "toy")
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    toys_of_gguf = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < gguf_tokenizer.OLDEST_TRANSFORMERS:
+        pytest.skip("this transformers gets the tokenizers of GGUF files wrong")
+    return toys_of_gguf.write_model(tmp_path / "models" / "toy.gguf", toys_of_gguf.model("Qwen3"), "Qwen3")
+
+
+def test_a_folder(folder, tmp_path):
+    source = open_source(str(folder), scratch=tmp_path / "scratch")
+    assert source.config == json.loads((folder / "config.json").read_text())
+    assert source.origin == {"kind": "folder", "name": "toy"}
+    assert sorted(file.name for file in source.files) == SIDE
+    assert source.store.entries["model.norm.weight"].shape == (24,)
+    assert not source.dropped
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_folder_by_way_of_others(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in (".", "../toy", "~/toy", folder):
+        source = open_source(name, scratch=tmp_path / "scratch")
+        assert source.origin["name"] == "toy"
+    (tmp_path / "snapshot").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "snapshot" / file.name).symlink_to(file)
+    linked = open_source(tmp_path / "snapshot", scratch=tmp_path / "scratch")
+    assert sorted(file.name for file in linked.files) == SIDE
+    assert linked.store.read("model.norm.weight").equal(source.store.read("model.norm.weight"))
+
+
+@pytest.mark.parametrize("changed", ["config.json", "model.safetensors", "tokenizer.json"])
+def test_the_fingerprint_follows_the_files(folder, tmp_path, changed):
+    before = open_source(folder, scratch=tmp_path).fingerprint
+    assert open_source(folder, scratch=tmp_path).fingerprint == before
+    if changed == "config.json":
+        content = json.loads((folder / changed).read_text()) | {"rope_theta": 5.0}
+        (folder / changed).write_text(json.dumps(content))
+    else:
+        os.utime(folder / changed, (1, 1))
+    assert open_source(folder, scratch=tmp_path).fingerprint != before
+
+
+def test_chat_templates_come_along(folder, tmp_path):
+    templates = folder / "additional_chat_templates"
+    templates.mkdir()
+    (templates / "tools.jinja").write_text("{{ messages }}")
+    assert templates in open_source(folder, scratch=tmp_path).files
+    (templates / "tools.py").write_text("")
+    with pytest.raises(ConversionError, match=r"tools.py is no chat template"):
+        open_source(folder, scratch=tmp_path)
+
+
+@pytest.mark.parametrize("files", [("tokenizer.model",), ("vocab.json", "merges.txt"), ("tokenizer.json",)])
+def test_any_tokenizer_will_do(folder, tmp_path, files):
+    (folder / "tokenizer.json").unlink()
+    for name in files:
+        with pytest.raises(ConversionError, match=r"has no tokenizer .*: copy the tokenizer's files into it"):
+            open_source(folder, scratch=tmp_path)
+        (folder / name).write_text("{}")
+    assert set(files) <= {file.name for file in open_source(folder, scratch=tmp_path).files}
+
+
+CONFIGS = {
+    "empty": (b"", "is not usable JSON"),
+    "not JSON": (b"{'model_type': 1}", "is not usable JSON"),
+    "a list": (b"[1]", r"holds \[1\] where a JSON object belongs"),
+    "not UTF-8": (b'{"a": "\xff"}', "is not usable JSON"),
+    "deeply nested": (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
+    "a number of many digits": (b'{"a": ' + b"1" * 10_000 + b"}", "is not usable JSON"),
+    "huge": (b" " * 10_000_001, "has 10000001 bytes, too many"),
+}
+
+
+@pytest.mark.parametrize(("content", "message"), CONFIGS.values(), ids=CONFIGS)
+def test_a_config_that_cannot_be_read(folder, tmp_path, content, message):
+    (folder / "config.json").write_bytes(content)
+    with pytest.raises(ConversionError, match=rf"config.json {message}") as caught:
+        open_source(folder, scratch=tmp_path)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_what_cannot_be_opened(folder, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "piped").mkdir()
+    os.mkfifo(tmp_path / "piped" / "config.json")
+    pickled = shutil.copytree(folder, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    for source, message in {
+        "": "'' does not exist",
+        "./none": "'./none' does not exist",
+        "~/none/toy": "'~/none/toy' does not exist",
+        "a/b/c": "'a/b/c' does not exist",
+        "a\\b": "does not exist",
+        "org/toy.gguf": "'org/toy.gguf' does not exist",
+        tmp_path / "none": "does not exist",
+        "x" * 5000: "is no model's name on the Hub either",
+        "two words": "'two words', which is no local folder, is no model's name on the Hub either",
+        "org/--toy": "is no model's name on the Hub either",
+        tmp_path / "empty": "empty has no config.json",
+        tmp_path / "piped": "config.json cannot be read: it is not a file",
+        folder / "model.safetensors": "is a single file, and no GGUF one",
+        pickled: "holds its weights as a pickle",
+    }.items():
+        with pytest.raises(ConversionError, match=message) as caught:
+            open_source(source, scratch=tmp_path / "scratch")
+        assert "\n" not in str(caught.value)
+    with pytest.raises(ConversionError, match="is local and has no revisions: leave revision='main' out"):
+        open_source(folder, "main", scratch=tmp_path)
+
+
+@pytest.mark.parametrize("whole_folder", [False, True])
+def test_a_gguf_file(gguf, tmp_path, whole_folder):
+    (gguf.parent / "tokenizer_config.json").write_text('{"auto_map": {"AutoTokenizer": ["evil.Tokenizer", null]}}')
+    source = open_source(gguf.parent if whole_folder else gguf, scratch=tmp_path / "scratch")
+    assert source.origin == {"kind": "gguf", "name": "toy.gguf"}
+    assert source.config["model_type"] == "qwen3"
+    names = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"}
+    assert {file.name for file in source.files} == names
+    folder = tmp_path / "published"
+    folder.mkdir()
+    for file in source.files:
+        assert str(tmp_path) not in file.read_text()
+        shutil.copy(file, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer("ab c<|endoftext|>").input_ids == [5, 4, 3, 0]
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, len(tokenizer)) == (0, 0, 61)
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 0
+    assert open_source(gguf, scratch=tmp_path / "other").fingerprint == source.fingerprint
+
+
+@pytest.mark.parametrize(("facts", "first"), [({}, 0), ({"add_bos_token": 0}, 0), ({"add_bos_token": 1}, 1)])
+def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
+    import gguf_toys
+
+    said = {f"tokenizer.ggml.{key}": value for key, value in facts.items()}
+    gguf_toys.write_model(gguf, gguf_toys.model("Llama"), "Llama", **said)
+    source = open_source(gguf, scratch=tmp_path / "scratch")
+    tokenizer = AutoTokenizer.from_pretrained(source.files[0].parent)
+    assert tokenizer("ab").input_ids == [0] * first + [5]
+
+
+def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
+    import gguf_toys
+
+    model = gguf_toys.model("Qwen3")
+    facts = gguf_toys.metadata(model, "qwen3")
+    bare = {key: value for key, value in facts.items() if not key.startswith("tokenizer.")}
+    tensors = gguf_toys.gguf_tensors(model, "qwen3")
+    gguf_toys.write(gguf.parent / "zoo.gguf", tensors, bare, "qwen3")
+    with pytest.raises(ConversionError, match=r"holds several GGUF files: give one of toy\.gguf, zoo\.gguf"):
+        open_source(gguf.parent, scratch=tmp_path / "scratch")
+    with pytest.raises(ConversionError, match=r"zoo.gguf has no tokenizer: convert the checkpoint"):
+        open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
+    gguf_toys.write(gguf.parent / "zoo.gguf", tensors, facts | {"tokenizer.ggml.model": "rwkv"}, "qwen3")
+    with pytest.raises(ConversionError, match=r"zoo.gguf has a tokenizer that transformers cannot read: ") as caught:
+        open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_transformers_that_is_too_old_for_gguf(gguf, tmp_path, monkeypatch):
+    monkeypatch.setattr(gguf_tokenizer.transformers, "__version__", "5.17.1")
+    with pytest.raises(ConversionError, match=r"transformers 5.17.1 gets the tokenizers of GGUF files wrong"):
+        open_source(gguf, scratch=tmp_path)

@@ -1,0 +1,61 @@
+import random
+import time
+from functools import partial
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from crosshead.conversion.shard_writer import tensor_chunks, write_shard
+from crosshead.conversion.staging import staging
+from crosshead.conversion.store import Entry
+
+
+def many_shards(target):
+    """A conversion of many files, with some work between the pieces."""
+
+    def chunks(seed):
+        yield from tensor_chunks(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
+
+    shards = {f"{i:02d}.safetensors": [Entry(f"{i}.{j}", "F32", (64, 64)) for j in range(8)] for i in range(20)}
+    with staging(target, "same", overwrite=True) as stage:
+        stage.expect(shards)
+        for i, (file, entries) in enumerate(shards.items()):
+            if file not in stage.finished:
+                items = [(entry, partial(chunks, 99 * i + j)) for j, entry in enumerate(entries)]
+                stage.record(file, write_shard(stage.folder / file, items))
+        (stage.folder / "config.json").write_text("{}")
+        stage.publish()
+
+
+def forever(target):
+    while True:
+        many_shards(target)
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("work", [many_shards, forever], ids=["first", "replacing"])
+def test_killed_at_any_moment(tmp_path, work):
+    """One target is killed on its way to the first model, the other while it is replaced over and over."""
+    begin = time.perf_counter()
+    many_shards(tmp_path / "whole")
+    duration, whole = time.perf_counter() - begin, content(tmp_path / "whole")
+    target, chance, seen = tmp_path / "out", random.Random(1), False
+    for _ in range(20):
+        process = get_context("fork").Process(target=work, args=(target,))
+        process.start()
+        time.sleep(chance.random() * duration * (0.3 if work is many_shards and not seen else 1.5))
+        process.kill()
+        process.join()
+        waiting = tmp_path / ".out.crosshead-replaced"
+        found = [content(folder) for folder in (target, waiting) if folder.exists()]
+        assert (found[0] if target.exists() else whole) == whole
+        assert whole in found or not seen
+        seen = seen or bool(found)
+    many_shards(target)
+    assert content(target) == whole
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]

@@ -1,0 +1,176 @@
+import gc
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import toys
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import SafetensorsStore
+from crosshead.conversion.streamed_model import StreamedModel
+from crosshead.modeling.mechanisms import MECHANISMS
+
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+TOKENS = toys.tokens(3, 11)
+
+
+def saved(folder, backbone, mixers=None, **changes):
+    model = toys.stock_model(backbone, **changes) if mixers is None else toys.mixed_model(backbone, mixers, **changes)
+    model.save_pretrained(folder, max_shard_size="5KB")
+    return folder
+
+
+def streamed(folder, **options):
+    return StreamedModel(SafetensorsStore(folder), AutoConfig.from_pretrained(folder), **options)
+
+
+def logits(model, tokens=TOKENS):
+    hidden = model.embed(tokens)
+    for _, layer in model.layers():
+        hidden = model.call(layer, hidden)
+    with model.head() as head:
+        return head(hidden)
+
+
+@torch.no_grad()
+def expected(folder, tokens=TOKENS, **options):
+    model = AutoModelForCausalLM.from_pretrained(folder, **({"dtype": torch.float32} | options)).eval()
+    return model(tokens).logits
+
+
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("backend", ["eager", "sdpa"])
+def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied, backend):
+    saved(tmp_path, backbone, tie_word_embeddings=tied)
+    model = streamed(tmp_path, attn_implementation=backend)
+    assert model.attention == backend
+    assert torch.equal(logits(model), expected(tmp_path, attn_implementation=backend))
+
+
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("case", toys.CASES)
+def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case):
+    saved(tmp_path, backbone, toys.CASES[case], tie_word_embeddings=case in toys.COMPOSITIONS)
+    model = streamed(tmp_path)
+    needs_weights = any(MECHANISMS[name].needs_weights for name in toys.CASES[case])
+    assert model.attention == ("eager" if needs_weights else "sdpa")
+    assert torch.equal(logits(model), expected(tmp_path))
+
+
+@pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize("mixers", [None, {"knocking": {}}])
+def test_layers_with_a_sliding_window(tmp_path, backbone, mixers):
+    saved(tmp_path / "window", backbone, mixers, **WINDOW)
+    saved(tmp_path / "full", backbone, mixers)
+    found = logits(streamed(tmp_path / "window"))
+    assert torch.equal(found, expected(tmp_path / "window"))
+    assert not torch.equal(found, logits(streamed(tmp_path / "full")))
+
+
+def test_experts_beside_dense_layers(tmp_path):
+    saved(tmp_path, "Qwen3Moe", mlp_only_layers=[0])
+    assert torch.equal(logits(streamed(tmp_path)), expected(tmp_path))
+
+
+def test_scaled_positions(tmp_path):
+    rope = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+    saved(tmp_path, "Llama", rope_parameters=rope)
+    assert torch.equal(logits(streamed(tmp_path)), expected(tmp_path))
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+def test_stored_in_half_precision_and_run_in_either(tmp_path, backbone):
+    toys.stock_model(backbone).bfloat16().save_pretrained(tmp_path)
+    assert torch.equal(logits(streamed(tmp_path)), expected(tmp_path))
+    half = logits(streamed(tmp_path, dtype=torch.bfloat16))
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half, expected(tmp_path, dtype=torch.bfloat16))
+
+
+def test_run_takes_one_sequence_at_a_time(tmp_path):
+    saved(tmp_path, "Qwen3Moe")
+    model, steps = streamed(tmp_path), []
+    hidden = model.run(TOKENS, lambda: steps.append(None))
+    with model.head() as head:
+        for sequence, tokens in zip(hidden, TOKENS, strict=True):
+            assert torch.equal(head(sequence[None]), expected(tmp_path, tokens[None]))
+    assert len(steps) == 2
+
+
+def test_a_hook_sees_what_attention_is_given(tmp_path):
+    saved(tmp_path, "Qwen3", {"knocking": {}})
+    model, seen = streamed(tmp_path), []
+
+    def hook(attention, args, inputs):
+        seen.append((inputs["hidden_states"].shape, inputs["position_embeddings"][0].shape, attention.layer_idx))
+
+    hidden = model.embed(TOKENS)
+    for _, layer in model.layers():
+        layer.self_attn.register_forward_pre_hook(hook, with_kwargs=True)
+        hidden = model.call(layer, hidden)
+    assert seen == [((3, 11, 24), (1, 11, 8), layer) for layer in range(2)]
+
+
+def test_one_layer_at_a_time_has_weights_and_none_afterwards(tmp_path):
+    saved(tmp_path, "Llama", {"talking": {}})
+    model, earlier = streamed(tmp_path), []
+    for _, layer in model.layers():
+        assert not any(tensor.is_meta for tensor in layer.parameters())
+        assert not any(tensor.requires_grad for tensor in layer.parameters())
+        assert all(tensor.is_meta for layer in earlier for tensor in layer.parameters())
+        earlier.append(layer)
+    assert all(tensor.is_meta for layer in earlier for tensor in layer.parameters())
+    assert len(earlier) == 2
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize("tied", [False, True])
+@torch.no_grad()
+def test_the_whole_model_for_a_while(tmp_path, backbone, tied):
+    saved(tmp_path, backbone, {"knocking": {}}, tie_word_embeddings=tied)
+    streaming = streamed(tmp_path)
+    with streaming.whole() as model:
+        assert torch.equal(model(TOKENS).logits, expected(tmp_path))
+    assert all(tensor.is_meta for tensor in model.parameters())
+    assert torch.equal(logits(streaming), expected(tmp_path))
+
+
+def test_a_loop_that_is_left_frees_its_layer(tmp_path):
+    model = streamed(saved(tmp_path, "Llama"))
+    for _, layer in model.layers():  # noqa: B007
+        break
+    gc.collect()
+    assert all(tensor.is_meta for tensor in layer.parameters())
+
+
+def test_the_given_config_is_left_as_it_was(tmp_path):
+    saved(tmp_path, "Llama")
+    config = AutoConfig.from_pretrained(tmp_path)
+    before = config.to_dict()
+    StreamedModel(SafetensorsStore(tmp_path), config, dtype=torch.bfloat16, attn_implementation="eager")
+    assert config.to_dict() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("model.embed_tokens.weight", None, r"missing.*\[61, 24\]"),
+        ("model.layers.1.self_attn.k_proj.weight", lambda x: x[:-1], r"\[15, 24\].*\[16, 24\]"),
+        ("model.layers.1.mlp.experts.3.up_proj.weight", None, r"missing.*\[16, 24\]"),
+        ("model.layers.1.mlp.experts.3.down_proj.weight", lambda x: x.T, r"\[16, 24\].*\[24, 16\]"),
+        ("model.norm.weight", lambda x: x[:-1], r"\[23\].*\[24\]"),
+        ("lm_head.weight", None, "missing"),
+    ],
+)
+def test_what_is_missing_or_misshapen_is_named(tmp_path, name, change, message):
+    toys.stock_model("Qwen3Moe").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensor = tensors.pop(name)
+    if change is not None:
+        tensors[name] = change(tensor).contiguous()
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConversionError, match=f"{name}.*{message}"):
+        logits(streamed(tmp_path))

@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.text import default_text, read_text, windows
+from toy_tokenizer import toy_tokenizer
+
+
+def words(count):
+    return " ".join(f"w{index % 60 + 1}" for index in range(count))
+
+
+def test_default_text_is_prose_and_the_same_every_time():
+    assert len(default_text()) > 100_000
+    assert "statement" in default_text()
+    assert default_text() == default_text()
+
+
+def test_a_text_file_is_read_as_it_is(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes("Größe\r\n漢字\n".encode())
+    assert read_text(path) == "Größe\r\n漢字\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "is empty"),
+        (b" \n\t", "is empty"),
+        (b"caf\xe9", r"no UTF-8 text \(byte 3"),
+        (b"text\0text", "binary"),
+        ("text".encode("utf-16"), "no UTF-8 text"),
+    ],
+)
+def test_a_file_that_is_no_text_is_refused(tmp_path, content, message):
+    path = tmp_path / "sample"
+    path.write_bytes(content)
+    with pytest.raises(ConversionError, match=message) as caught:
+        read_text(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_and_a_folder_are_refused(tmp_path):
+    with pytest.raises(ConversionError, match="No such file"):
+        read_text(tmp_path / "none.txt")
+    with pytest.raises(ConversionError, match="directory"):
+        read_text(tmp_path)
+
+
+def test_windows_do_not_overlap_and_are_spread_over_the_text():
+    taken = windows(toy_tokenizer(), words(60), 5, 4, 61)
+    assert taken.dtype == torch.long
+    assert taken[:, 0].tolist() == [1, 16, 31, 46]
+    assert taken[1].tolist() == [16, 17, 18, 19, 20]
+
+
+def test_all_windows_are_taken_where_there_are_no_more():
+    assert windows(toy_tokenizer(), words(47), 5, 9, 61)[:, 0].tolist() == list(range(1, 46, 5))
+    assert windows(toy_tokenizer(), words(47), 5, 100, 61).shape == (9, 5)
+
+
+def test_of_a_long_text_only_pieces_are_tokenised():
+    text = "x " * 100_000 + words(60)
+    seen = []
+
+    def spy(text, **options):
+        seen.append(text)
+        return toy_tokenizer()(text, **options)
+
+    assert windows(spy, text, 8, 3, 61).shape == (3, 8)
+    assert len(seen[0]) == 3 * 8 * 32
+
+
+def test_a_short_text_gives_a_shorter_window_or_an_error():
+    assert windows(toy_tokenizer(), words(40), 100, 4, 61).shape == (1, 40)
+    with pytest.raises(ConversionError, match=r"has 31 tokens.*at least 32"):
+        windows(toy_tokenizer(), words(31), 100, 4, 61)
+    with pytest.raises(ConversionError, match="has 0 tokens"):
+        windows(toy_tokenizer(), "", 100, 4, 61)
+
+
+def test_a_tokenizer_of_another_model_is_refused():
+    with pytest.raises(ConversionError, match=r"token 40.*ends at 39"):
+        windows(toy_tokenizer(), words(40), 8, 4, 40)

@@ -1,0 +1,175 @@
+import pytest
+import torch
+
+import toys
+from crosshead.conversion import aligned_keys, aligned_values
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.head_statistics import KINDS, HeadStatistics
+from crosshead.conversion.virtual_heads import approximate, rewrite, rewritten_names
+
+D, HEADS = toys.SIZES["head_dim"], 4
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": HEADS, "hidden_size": 32}
+PREFIX = "model.layers.{}.self_attn."
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch):
+    """What is folded does not depend on how good it is."""
+    for module in (aligned_keys, aligned_values):
+        monkeypatch.setattr(module, "STEPS", 8)
+
+
+def toy(backbone, **changes):
+    return toys.stock_model(backbone, **(SIZES | changes)).double()
+
+
+def layouts(model):
+    config = toys.mixed_config(backbone_of(model), {}, **SIZES)
+    return config.layouts()
+
+
+def backbone_of(model):
+    return type(model).__name__.removesuffix("ForCausalLM")
+
+
+def layer_tensors(model, layer):
+    prefix = PREFIX.format(layer)
+    return {name.removeprefix(prefix): t for name, t in model.state_dict().items() if name.startswith(prefix)}
+
+
+def calibrated(model, length=40):
+    """Statistics of every layer."""
+    statistics = [HeadStatistics(layout) for layout in layouts(model)]
+    for layer, of_layer in zip(model.model.layers, statistics, strict=True):
+
+        def observe(attention, args, inputs, of_layer=of_layer):
+            of_layer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
+
+        layer.self_attn.register_forward_pre_hook(observe, with_kwargs=True)
+    with torch.no_grad():
+        model(toys.tokens(batch=3, length=length, seed=7))
+    for layer in model.model.layers:
+        layer.self_attn._forward_pre_hooks.clear()
+    return statistics
+
+
+def changed_model(model, make, counts, method, mixers=None):
+    """The model with the tensors of every layer made anew: a stock one, or with `mixers` one of ours."""
+    tensors = dict(model.state_dict())
+    statistics = calibrated(model) if method == "aligned" else [None] * len(model.model.layers)
+    for index, layout in enumerate(layouts(model)):
+        prefix = PREFIX.format(index)
+        new = make(layer_tensors(model, index), statistics[index], layout, *counts, method)
+        tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
+        tensors |= {prefix + name: tensor for name, tensor in new.items()}
+    backbone = backbone_of(model)
+    if mixers is None:
+        other = toys.stock_model(backbone, **SIZES).double()
+        tensors = {name: tensor for name, tensor in tensors.items() if "mixers" not in name}
+    else:
+        other = toys.mixed_model(backbone, mixers, **SIZES).double()
+    other.load_state_dict(tensors)
+    return other.eval()
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(toys.tokens(length=17)).logits
+
+
+def explicit(counts):
+    return {"explicit": {"key_heads": counts[0], "value_heads": counts[1], "norm": False}}
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+def test_all_heads_kept_is_the_model_itself(backbone, method):
+    model = toy(backbone)
+    other = changed_model(model, rewrite, (HEADS, HEADS), method, explicit((HEADS, HEADS)))
+    torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("counts", [(3, 3), (2, 1), (1, 2), (4, 3)])
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+def test_mechanism_computes_what_the_approximation_does(backbone, method, counts):
+    model = toy(backbone)
+    ours = changed_model(model, rewrite, counts, method, explicit(counts))
+    stock = changed_model(model, approximate, counts, method)
+    assert not torch.allclose(logits(stock), logits(model), atol=1e-3)
+    # The norms of the stock classes compute in float32.
+    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+def test_names_are_those_that_change(backbone, method):
+    model = toy(backbone)
+    statistics, layout = calibrated(model)[0], layouts(model)[0]
+    tensors = layer_tensors(model, 0)
+    for counts in ((2, 4), (4, 3), (1, 1)):
+        new = rewrite(tensors, statistics, layout, *counts, method)
+        names = set(rewritten_names(layout, *counts, method)) & new.keys()
+        differ = {
+            n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
+        }
+        kept = {
+            f"mixers.explicit.{side}.weight" for side, n in zip(("key", "value"), counts, strict=True) if n == HEADS
+        }
+        assert names == differ - kept
+        assert all(torch.equal(new[name], torch.eye(HEADS).double()) for name in kept)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_svd_is_appendix_f(count):
+    """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
+    model = toy("Llama")
+    tensors = layer_tensors(model, 0)
+    new = rewrite(tensors, None, layouts(model)[0], count, count, "svd")
+    for side, projection in (("key", "k_proj"), ("value", "v_proj")):
+        matrix = tensors[f"{projection}.weight"].T
+        columns = torch.stack([matrix[:, i * D : (i + 1) * D].T.flatten() for i in range(HEADS)], dim=1)
+        values, right = torch.linalg.eigh(columns.T @ columns)
+        expected = sum(torch.outer(columns @ right[:, -k], right[:, -k]) for k in range(1, count + 1))
+        basis = new[f"{projection}.weight"].unflatten(0, (count, D)).flatten(1).T
+        scalars = new[f"mixers.explicit.{side}.weight"]
+        torch.testing.assert_close(basis @ scalars.T, expected)
+        torch.testing.assert_close(basis.T @ basis, torch.eye(count).double())
+        torch.testing.assert_close(scalars.norm(dim=0), values.flip(0)[:count].sqrt())
+    assert torch.equal(new["q_proj.weight"], tensors["q_proj.weight"])
+    assert torch.equal(new["o_proj.weight"], tensors["o_proj.weight"])
+
+
+def test_aligned_loses_far_less_than_svd():
+    model = toy("Llama")
+    target = logits(model)
+    lost = {
+        method: (logits(changed_model(model, approximate, (3, 3), method)) - target).norm()
+        for method in ("svd", "aligned")
+    }
+    assert lost["aligned"] < 0.7 * lost["svd"]
+
+
+def test_same_bits_twice():
+    model = toy("Llama")
+    tensors, layout = layer_tensors(model, 1), layouts(model)[1]
+    first, second = (rewrite(tensors, calibrated(model)[1], layout, 3, 2, "aligned") for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_tensors_come_back_in_their_dtype():
+    model = toy("Qwen2")
+    tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
+    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], 2, 2, "aligned")
+    assert {tensor.dtype for tensor in new.values()} == {torch.float32}
+
+
+def test_another_models_statistics_are_refused():
+    model = toy("Llama")
+    other = HeadStatistics.from_tensors(
+        {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}, layouts(model)[0]
+    )
+    with pytest.raises(ConversionError, match="another model"):
+        rewrite(layer_tensors(model, 0), other, layouts(model)[0], 2, 2, "aligned")
+    with pytest.raises(ConversionError, match="needs statistics"):
+        rewrite(layer_tensors(model, 0), None, layouts(model)[0], 2, 2, "aligned")

@@ -1,0 +1,39 @@
+"""New rows are the mean of the old ones, whatever the pieces the old ones come in."""
+
+import pytest
+import torch
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.store import DTYPES, Entry
+from crosshead.conversion.vocabulary import check_vocabulary, grown
+
+
+class PieceStore:
+    """One matrix, handed out in pieces that do not end where rows end."""
+
+    def __init__(self, matrix, dtype, piece):
+        self.matrix, self.piece = matrix.to(DTYPES[dtype]), piece
+        self.entries = {"embed": Entry("embed", dtype, tuple(matrix.shape))}
+
+    def chunks(self, name):
+        raw = bytes(self.matrix.view(torch.uint8).flatten().tolist())
+        for start in range(0, len(raw), self.piece):
+            yield memoryview(raw[start : start + self.piece])
+
+
+@pytest.mark.parametrize("piece", [8, 24, 1000])
+@pytest.mark.parametrize(("stored", "written"), [("F32", "F32"), ("BF16", "BF16"), ("F32", "BF16"), ("F16", "F32")])
+def test_grown(stored, written, piece):
+    matrix = torch.randn(7, 5, generator=torch.Generator().manual_seed(0))
+    store = PieceStore(matrix, stored, piece)
+    raw = b"".join(bytes(chunk) for chunk in grown(store, Entry("embed", written, (600, 5))))
+    result = torch.frombuffer(bytearray(raw), dtype=DTYPES[written]).reshape(600, 5)
+    assert torch.equal(result[:7], store.matrix.to(DTYPES[written]))
+    mean = store.matrix.double().mean(0).to(DTYPES[written])
+    assert torch.equal(result[7:], mean.expand(593, 5))
+
+
+def test_a_vocabulary_does_not_shrink():
+    check_vocabulary(61, 61)
+    with pytest.raises(ConversionError, match="--vocab-size 60 is less than the model's 61"):
+        check_vocabulary(60, 61)

@@ -1,0 +1,87 @@
+"""What fewer key and value heads cost a model without training, through the public commands: JSON lines.
+
+usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
+
+MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
+overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES or auto:BUDGET, with :DTYPE behind it for what the
+result is rounded to, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75. Without `--calibration` the
+conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import crosshead
+from crosshead.conversion.text import read_text, windows
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("cases", nargs="+")
+    parser.add_argument("--part", default="0:1", help="of the text, as START:END between 0 and 1")
+    parser.add_argument("--calibration", type=Path)
+    parser.add_argument("--calibration-part", default="0:1")
+    parser.add_argument("--length", type=int, default=1024, help="of a window")
+    parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
+    return parser.parse_args()
+
+
+def part_of(text: str, part: str) -> str:
+    start, end = (float(bound) for bound in part.split(":"))
+    return text[int(len(text) * start) : int(len(text) * end)]
+
+
+def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A case as mixers and options of a conversion."""
+    method, what, dtype = [*case.split(":"), "float32"][:3]
+    if method == "auto":
+        return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
+    keys, values = (what.split(",") * 2)[:2]
+    return {"explicit": {"key_heads": keys, "value_heads": values, "method": method}}, {"dtype": dtype}
+
+
+@torch.no_grad()
+def loss(folder: Path, tokens: torch.Tensor) -> float:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    total = 0.0
+    for window in tokens.split(1):
+        total += float(functional.cross_entropy(model(window).logits[0, :-1], window[0, 1:]))
+    return total / len(tokens)
+
+
+def main() -> None:
+    options = arguments()
+    with tempfile.TemporaryDirectory() as scratch:
+        text, neutral, out = Path(scratch, "calibration.txt"), Path(scratch, "neutral"), Path(scratch, "out")
+        if options.calibration is not None:
+            text.write_text(part_of(read_text(options.calibration), options.calibration_part), encoding="utf-8")
+        crosshead.convert(options.model, neutral, {"explicit": {}}, dtype="float32", verify=False)
+        tokenizer = AutoTokenizer.from_pretrained(neutral)
+        prose = part_of(read_text(options.text), options.part)
+        tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
+        source = loss(neutral, tokens)
+        print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
+        for case in options.cases:
+            mixers, asked = request(case)
+            if options.calibration is not None and not case.startswith("svd"):
+                asked["calibration"] = text
+            started = time.perf_counter()
+            report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
+            seconds = time.perf_counter() - started
+            above = round(loss(out, tokens) - source, 4)
+            chosen = {side: report["chosen"][f"{side}_heads"] for side in ("key", "value") if "chosen" in report}
+            print(json.dumps({"case": case, "above_source": above, "seconds": round(seconds, 1)} | chosen), flush=True)
+
+
+if __name__ == "__main__":
+    main()

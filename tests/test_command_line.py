@@ -1,0 +1,162 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from broken import run
+from hub_server import COMMIT, Repository, serving
+from toy_checkpoints import write_stock
+
+IMPORTED = """
+import sys
+sys.argv = ["crosshead", *sys.argv[1:]]
+from crosshead_command.main import main
+try:
+    main()
+finally:
+    heavy = {"torch", "transformers", "rich", "yaml", "crosshead"}
+    print(*heavy & sys.modules.keys(), file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    write_stock(tmp_path / "source")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+def process(*arguments, **environment):
+    done = subprocess.run(
+        [sys.executable, "-P", *arguments], env=os.environ | environment, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["convert", "--help"], ["fold", "--help"], ["--version"], ["convrt"]]
+)
+def test_what_needs_no_model_imports_no_libraries(arguments):
+    status, out, err = process("-c", IMPORTED, *arguments)
+    assert err.splitlines()[-1].split() == []
+    assert status == (2 if arguments == ["convrt"] else 0)
+    if arguments == ["--help"]:
+        assert all(f"\n  {command}  " in out for command in ("convert", "fold", "verify"))
+
+
+def test_as_a_module():
+    status, out, err = process("-m", "crosshead", "--help")
+    assert (status, err) == (0, "")
+    assert "Usage: " in out
+
+
+def test_version(line):
+    status, out, err = line("--version")
+    assert (status, err) == (0, "")
+    assert out.startswith("crosshead 0.")
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("convrt a b", "Did you mean 'convert'?"),
+        ("convert a b --mixr knocking", "--mixer"),
+        ("convert a b --vocabsize 3", "--vocab-size"),
+        ("convert a", "Missing argument"),
+        ("convert a b c", "unexpected extra argument"),
+        ("convert a b --seed one", "--seed"),
+        ("convert a b --mixer", "--mixer"),
+        ("fold a b --mixer knocking", "--mixer"),
+        ("verify a", "Missing argument"),
+        ("--verbose", "--verbose"),
+    ],
+)
+def test_wrong_usage(line, command, words):
+    status, out, err = line(command)
+    assert (status, out) == (2, "")
+    assert words in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_there_and_back(place, line):
+    """Two of the three in a process of their own, so that no library says anything unasked."""
+    status, out, err = process("-m", "crosshead", "convert", "source", "made", "--mixer", "knocking:form=linear")
+    assert (status, err) == (0, "")
+    assert out.startswith("21 tensors copied, 2 tensors created\n")
+    assert "\ngreatest logit difference: 0\n" in out
+    assert out.endswith("wrote made\n")
+    status, out, err = line("fold made back --no-verify --json")
+    assert (status, err) == (0, "")
+    assert json.loads(out)["command"] == "fold"
+    assert (place / "back" / "model.safetensors").read_bytes() == (place / "source" / "model.safetensors").read_bytes()
+    status, out, err = process("-m", "crosshead", "verify", "source", "made", "--json")
+    assert (status, err) == (0, "")
+    assert (
+        json.loads(out)["verification"] == json.loads((place / "made" / "conversion.json").read_text())["verification"]
+    )
+    assert sorted(path.name for path in place.iterdir()) == ["back", "made", "source"]
+
+
+def test_report_as_json(place, line):
+    status, out, err = line("convert source made --mixer knocking --no-verify --json")
+    assert (status, err) == (0, "")
+    report = json.loads(out)
+    assert report["counts"] == {"copied": 21, "rewritten": 0, "created": 6, "dropped": 0}
+    assert report["folder"] == "made"
+    assert {key: report[key] for key in report if key != "folder"} == json.loads(
+        (place / "made" / "conversion.json").read_text()
+    )
+
+
+def test_recipe(place, line):
+    (place / "recipe.yaml").write_text("mixers:\n  knocking: {form: gate, layers: [1]}\ndtype: bfloat16\n")
+    assert line("convert source made --recipe recipe.yaml --no-verify")[0] == 0
+    content = json.loads((place / "made" / "config.json").read_text())
+    assert content["mixers"]["knocking"]["form"] == "gate"
+    assert content["mixers"]["knocking"]["layers"] == [1]
+    assert content["dtype"] == "bfloat16"
+    assert line("convert source other --recipe recipe.yaml --dtype float16 --mixer talking --no-verify")[0] == 0
+    content = json.loads((place / "other" / "config.json").read_text())
+    assert list(content["mixers"]) == ["talking"]
+    assert content["dtype"] == "float16"
+
+
+@pytest.mark.parametrize("command", ["--debug convert ./none out", "convert ./none out --mixer x --debug"])
+def test_debug_shows_where(line, command, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    status, out, err = line(command)
+    assert (status, out) == (1, "")
+    assert err.startswith("Traceback")
+    assert err.splitlines()[-1].startswith("crosshead: error: './none' does not exist")
+
+
+def test_overwrite(place, line):
+    command = "convert source made --no-verify --mixer"
+    assert line(f"{command} knocking")[0] == 0
+    assert line(f"{command} talking")[0] == 1
+    assert line(f"{command} talking --overwrite")[0] == 0
+    assert list(json.loads((place / "made" / "config.json").read_text())["mixers"]) == ["talking"]
+
+
+def test_a_model_on_the_hub(place):
+    files = {file.name: file.read_bytes() for file in (place / "source").iterdir()}
+    with serving({"org/toy": Repository(files)}) as hub:
+        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
+        settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        command = ("-m", "crosshead", "convert", "org/toy", "made", "--mixer", "talking", "--no-verify")
+        done = process(*command, **settings)
+        wrong = process(*command[:3], "org/tyo", *command[4:], **settings)
+    assert (done[0], done[2]) == (0, "")
+    source = json.loads((place / "made" / "conversion.json").read_text())["source"]
+    assert (source["name"], source["revision"]) == ("org/toy", COMMIT)
+    assert wrong[:2] == (1, "")
+    assert wrong[2].startswith("crosshead: error: 'org/tyo'")
+    assert wrong[2].count("\n") == 1
