@@ -18,7 +18,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .eager import attention_weights, weigh_values
-from .mixer import AttentionCall, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import AttentionCall, CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
 from .numerics import rms_normalised, widened
 from .options import Flag, Option
 
@@ -86,6 +86,10 @@ class Differential(Mixer, MixerLeaf):
         first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
         second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
         return torch.exp(first) - torch.exp(second) + self.lambda_init
+
+    def multiplications(self, call: CallSizes) -> int:
+        """Each head's weights meet the values of both heads of a pair, not of one."""
+        return self.layout.query_heads * self.layout.head_dim * call.queries * call.keys
 
     def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention once per half of the values, then the difference within each pair."""

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .mixer import HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings, weight_count
 from .numerics import HeadRMSNorm, inverse_rms
 from .options import Count, Flag, Option, Subset
 from .regroup import regrouping
@@ -92,6 +92,12 @@ class Explicit(Mixer):
     def cached_numbers(self) -> int:
         """One per combined head where keys are normed."""
         return self.layout.key_value_heads if self.divides_keys else 0
+
+    def multiplications(self, call: CallSizes) -> int:
+        """The combination of all that is cached, and once more of new keys where they are normed."""
+        tokens = {"key": call.keys + (call.new_keys if self.divides_keys else 0), "value": call.keys}
+        size = self.layout.head_dim
+        return sum(weight_count(getattr(self, side)) * size * tokens[side] for side in self.settings["on"])
 
     def on_settled(self, states: HeadStates) -> None:
         """Where keys are normed per head, keep each combined head's `1 / rms`."""

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .mixer import HeadLayout, HeadStates, LinearLeaf, Mixer, Settings
+from .mixer import CallSizes, HeadLayout, HeadStates, LinearLeaf, Mixer, Settings, weight_count
 from .options import Choice, Option, Subset
 
 
@@ -86,6 +86,15 @@ class Knocking(Mixer):
     def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
         """From the identity."""
         return settings["init"] == "identity"
+
+    def multiplications(self, call: CallSizes) -> int:
+        """Each head of each new token goes through its target's maps."""
+        heads = {
+            "query": self.layout.query_heads * call.queries,
+            "key": call.key_heads * call.new_keys,
+            "value": call.value_heads * call.new_keys,
+        }
+        return sum(heads[target] * weight_count(knock) for target, knock in self.named_children())
 
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""

@@ -74,6 +74,20 @@ class AttentionCall:
     dropout: float
 
 
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one attention call, to count what it costs."""
+
+    queries: int
+    new_keys: int
+    """Keys and values that this call projects."""
+    keys: int
+    """All that the queries meet: the past and the new ones."""
+    key_heads: int
+    """Heads of the key projection."""
+    value_heads: int
+
+
 Settings = dict[str, Any]
 """The options of one mechanism in one layer, complete, per-layer counts resolved to one number."""
 
@@ -103,6 +117,11 @@ class LinearLeaf(MixerLeaf):
     def extra_repr(self) -> str:
         """Sizes, for `print(model)`."""
         return f"in_features={self.weight.shape[1]}, out_features={self.weight.shape[0]}"
+
+
+def weight_count(module: nn.Module) -> int:
+    """How many parameters a module holds."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Mixer(nn.Module):
@@ -148,6 +167,10 @@ class Mixer(nn.Module):
 
     def cached_numbers(self) -> int:
         """How many numbers this mechanism keeps beside the keys of each cached token."""
+        return 0
+
+    def multiplications(self, call: CallSizes) -> int:
+        """Multiplications of the matrix products that this mechanism adds to one call, as it runs eagerly."""
         return 0
 
     def on_projected(self, states: HeadStates) -> None:

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import initialization as init
 
-from .mixer import HeadLayout, HeadStates, LinearLeaf, Mixer, Settings
+from .mixer import CallSizes, HeadLayout, HeadStates, LinearLeaf, Mixer, Settings, weight_count
 from .numerics import widened
 from .options import Choice, Count, Number, Option
 
@@ -152,6 +152,10 @@ class Mixture(Mixer):
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
         first, second = scores(self.balance, hidden).split(1, dim=-1)
         return first * scores(self.shared, hidden), second
+
+    def multiplications(self, call: CallSizes) -> int:
+        """The routers; heads that do not count are computed all the same."""
+        return weight_count(self) * call.queries
 
     def on_projected(self, states: HeadStates) -> None:
         """Route before the queries are normed and rotated."""

@@ -31,6 +31,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 from transformers.utils.output_capturing import OutputRecorder
 
+from .balance import share_of_batch
 from .configuration_crosshead import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
@@ -150,7 +151,12 @@ class CrossheadQwen3MoeModel(MixedBackbone, CrossheadQwen3MoePreTrainedModel, Qw
 
 
 class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):
-    """Qwen3-MoE with mixed attention and a language model head; the experts' balance loss is the stock one."""
+    """Qwen3-MoE with mixed attention and a language model head.
+
+    The experts' balance loss is the stock one, over all tokens of a call, and so is a batch-wise loss: dividing a batch
+    into calls changes it. Where a batch is accumulated over calls, each call's counts by its share of the tokens; the
+    stock model would add it up as often as there are calls.
+    """
 
     backbone_class = CrossheadQwen3MoeModel
 
@@ -175,7 +181,8 @@ class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedMod
             outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
         )
         if labels is not None:
-            losses["loss"] = losses["loss"] + self.router_aux_loss_coef * aux_loss.to(losses["loss"].device)
+            weight = self.router_aux_loss_coef * share_of_batch(labels, kwargs)
+            losses["loss"] = losses["loss"] + weight * aux_loss.to(losses["loss"].device)
         return losses | {"aux_loss": aux_loss}
 
 

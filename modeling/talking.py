@@ -17,7 +17,17 @@ from transformers import initialization as init
 from transformers.utils.generic import maybe_autocast
 
 from .eager import attention_logits, weigh_values
-from .mixer import AttentionCall, HeadLayout, HeadStates, LinearLeaf, Mixer, MixerLeaf, Settings
+from .mixer import (
+    AttentionCall,
+    CallSizes,
+    HeadLayout,
+    HeadStates,
+    LinearLeaf,
+    Mixer,
+    MixerLeaf,
+    Settings,
+    weight_count,
+)
 from .numerics import apply_mask, widened
 from .options import Integer, Option, Subset
 from .regroup import regrouping
@@ -101,6 +111,15 @@ class Talking(Mixer):
     def cached_numbers(self) -> int:
         """The keys' maps."""
         return sum(getattr(self, name).weight.shape[0] for name in self.settings["dynamic"] if name.startswith("key"))
+
+    def multiplications(self, call: CallSizes) -> int:
+        """Static and dynamic maps on every pair of query and key, and the making of the dynamic ones."""
+        pairs = call.queries * call.keys
+        total = sum(weight_count(getattr(self, stage)) * pairs for stage in self.settings["on"])
+        for name in self.settings["dynamic"]:
+            made, tokens = getattr(self, name), call.queries if name.startswith("query") else call.new_keys
+            total += weight_count(made) * tokens + made.weight.shape[0] * pairs
+        return total
 
     def on_projected(self, states: HeadStates) -> None:
         """Make the keys' maps, which the cache keeps."""

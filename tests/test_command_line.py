@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
+import crosshead
 from broken import run
+from crosshead_command.screen import verification_lines
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import write_stock
 
@@ -66,7 +68,7 @@ def test_version(line):
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("convrt a b", "Did you mean 'convert'?"),
+        ("convrt a b", "Did you mean 'convert'"),
         ("convert a b --mixr knocking", "--mixer"),
         ("convert a b --vocabsize 3", "--vocab-size"),
         ("convert a", "Missing argument"),
@@ -91,6 +93,7 @@ def test_there_and_back(place, line):
     status, out, err = process("-m", "crosshead", "convert", "source", "made", "--mixer", "knocking:form=linear")
     assert (status, err) == (0, "")
     assert out.startswith("21 tensors copied, 2 tensors created\n")
+    assert "\ntensors:\n  expected: 23\n  missing: 0\n  unexpected: 0\n" in out
     assert "\ngreatest logit difference: 0\n" in out
     assert out.endswith("wrote made\n")
     status, out, err = line("fold made back --no-verify --json")
@@ -114,6 +117,28 @@ def test_report_as_json(place, line):
     assert {key: report[key] for key in report if key != "folder"} == json.loads(
         (place / "made" / "conversion.json").read_text()
     )
+
+
+def test_what_was_learnt_from_which_text_is_said(place, line):
+    (place / "own.txt").write_text("a quick brown fox, " * 40)
+    status, out, err = line("convert source one --mixer explicit:value_heads=1 --no-verify")
+    assert (status, err) == (0, "")
+    assert "\ncalibrated on pydoc_data.topics, Python's own help texts; random tokens; and, where it fits in memory, what the model writes\n" in out
+    command = "convert source two --mixer explicit --layers auto --budget 0.8 --calibration own.txt --no-verify"
+    status, out, err = line(command)
+    assert (status, err) == (0, "")
+    chosen = json.loads((place / "two" / "conversion.json").read_text())["chosen"]
+    keys, values = (" ".join(map(str, chosen[side])) for side in ("key_heads", "value_heads"))
+    assert f"\ncalibrated on own.txt\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n" in out
+
+
+def test_a_text_of_several_lines_is_shown_on_one():
+    assert list(verification_lines({"greedy_text": "one\ntwo\x1b[2J", "a": {"b_c": 0.25, "d": "eins, zwei"}})) == [
+        r"greedy text: 'one\ntwo\x1b[2J'",
+        "a:",
+        "  b c: 0.25",
+        "  d: eins, zwei",
+    ]
 
 
 def test_recipe(place, line):
@@ -146,17 +171,24 @@ def test_overwrite(place, line):
     assert list(json.loads((place / "made" / "config.json").read_text())["mixers"]) == ["talking"]
 
 
-def test_a_model_on_the_hub(place):
-    files = {file.name: file.read_bytes() for file in (place / "source").iterdir()}
-    with serving({"org/toy": Repository(files)}) as hub:
+def test_models_on_the_hub(place, monkeypatch):
+    crosshead.convert("source", "uploaded", {"knocking": {}}, verify=False)
+    stock, ours = (
+        {file.name: file.read_bytes() for file in (place / folder).iterdir()} for folder in ("source", "uploaded")
+    )
+    with serving({"org/toy": Repository(stock), "org/made": Repository(ours)}) as hub:
         settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
         settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+        monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)  # which main() sets in this process
         command = ("-m", "crosshead", "convert", "org/toy", "made", "--mixer", "talking", "--no-verify")
         done = process(*command, **settings)
+        verified = process("-m", "crosshead", "verify", "source", "org/made", "--json", **settings)
         wrong = process(*command[:3], "org/tyo", *command[4:], **settings)
     assert (done[0], done[2]) == (0, "")
     source = json.loads((place / "made" / "conversion.json").read_text())["source"]
     assert (source["name"], source["revision"]) == ("org/toy", COMMIT)
+    assert (verified[0], verified[2]) == (0, "")
+    assert json.loads(verified[1])["verification"]["must_equal"]
     assert wrong[:2] == (1, "")
     assert wrong[2].startswith("crosshead: error: 'org/tyo'")
     assert wrong[2].count("\n") == 1

@@ -8,12 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command import convert, fold, verify
+from crosshead_command import convert, cost, fold, train, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
+    "cost": cost.cost,
     "fold": fold.fold,
     "verify": verify.verify,
+    "train": train.train,
 }
 DEBUG = "--debug"
 INTERRUPTED = 130

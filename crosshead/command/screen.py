@@ -1,42 +1,57 @@
 """What the user sees while a command works, and at its end."""
 
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
 """What a stage counts, where that is not layers."""
+SIDES = ("key_heads", "value_heads")
 
 
 class Progress(Protocol):
-    """Told the stage, how much of it is done, and how much there is."""
+    """Told the stage, how much of it is done, how much there is if that is known, and what there is to say."""
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def __call__(self, stage: str, done: int, total: int | None, told: str = "") -> None:
         """Show it."""
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Bars on stderr, one a stage, with bytes or layers and the time left; nothing where nobody watches."""
+    """Bars on stderr, one a stage, with bytes or layers and the time left; where nobody watches, what there is to say alone."""
+    from huggingface_hub.utils import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
     console = Console(stderr=True)
+    if not console.is_terminal:
+        disable_progress_bars()  # the Hub's own
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
     left = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
+    said: dict[str, str] = {}
 
-    def show(stage: str, done: int, total: int) -> None:
+    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
         if not current or current[0][0] != stage:
             close()
             count = DownloadColumn() if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
-            bars = Bars(label, bar, count, left, console=console, disable=not console.is_terminal)
+            bars = Bars(
+                label,
+                bar,
+                count,
+                left,
+                TextColumn("{task.fields[told]}"),
+                console=console,
+                disable=not console.is_terminal,
+            )
             bars.start()
-            current.append((stage, bars, bars.add_task(stage, total=total)))
-        current[0][1].update(current[0][2], completed=done, total=total)
+            current.append((stage, bars, bars.add_task(stage, total=total, told=told)))
+        if not console.is_terminal and told != said.get(stage, ""):
+            said[stage] = told
+            console.print(f"{stage} {done} of {total}: {told}", soft_wrap=True, highlight=False)
+        current[0][1].update(current[0][2], completed=done, total=total, told=told)
 
     def close() -> None:
         while current:
@@ -55,13 +70,21 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         return
     if "counts" in report:
         print(", ".join(f"{count} tensors {fate}" for fate, count in report["counts"].items() if count))
-    for note in report.get("notes", ()):
-        print(note)
+    for line in calibration_lines(report):
+        print(line)
     if "verification" in report:
         for line in verification_lines(report["verification"]):
             print(line)
     if "folder" in report:
         print(f"wrote {report['folder']}")
+
+
+def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The text that a conversion learnt from, and what was chosen by it, for people."""
+    if calibration := report.get("calibration"):
+        yield f"calibrated on {calibration.get('text') or calibration['saved']}"
+    if chosen := report.get("chosen"):
+        yield from (f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ") for side in SIDES)
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
@@ -71,9 +94,11 @@ def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key.replace('_', ' ')}:"
             yield from (f"  {line}" for line in verification_lines(value))
         else:
-            yield f"{key.replace('_', ' ')}: {f'{value:.6g}' if isinstance(value, float) else value}"
+            yield f"{key.replace('_', ' ')}: {shown(value)}"
 
 
-def fail(message: str) -> None:
-    """One line on stderr."""
-    print(f"crosshead: {message}", file=sys.stderr)
+def shown(value: Any) -> str:
+    """A value on one line: a model's text may hold anything."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)

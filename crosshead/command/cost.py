@@ -1,0 +1,91 @@
+"""`crosshead cost`."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def cost(
+    model: Annotated[
+        str, typer.Argument(help="A folder, a Hub id, a config.json or a GGUF file, stock or crosshead.")
+    ],
+    mixer: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME[:key=value,...], repeatable, as for `convert`; instead of those that the model has."),
+    ] = None,
+    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 4096,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+) -> None:
+    """What a model costs with its mechanisms, and without: parameters, work for each token, KV cache.
+
+    From the config alone, whatever the size. For example:
+
+    crosshead cost Qwen/Qwen3-0.6B --mixer explicit:key_heads=50%,value_heads=50% --length 8192
+    """
+    import json
+
+    from crosshead.evals.cost_report import cost_lines, cost_report
+
+    report = {"model": model} | cost_report(_config(model, mixer or [], revision), length)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    for line in cost_lines(report):
+        print(line)
+
+
+def _config(model: str, mixer: list[str], revision: str | None) -> Any:
+    """The configuration to count: of ours, and with what `convert` would make of the same --mixer."""
+    from crosshead.conversion.families import PREFIX, family_of, read_config
+    from crosshead.conversion.mixer_options import read_mixers
+    from crosshead.conversion.recipe import with_recipe
+
+    content = _content(model, revision)
+    kind = "mixed" if str(content.get("model_type")).startswith(PREFIX) else "stock"
+    config = read_config(content, kind, model)
+    if kind == "mixed" and not mixer:
+        return config
+    asked, _ = with_recipe(None, mixer, {})
+    mixed = family_of(config).mixed
+    layouts = mixed.from_dict({**content, "mixers": {}}).layouts()
+    return mixed.from_dict({**content, "mixers": read_mixers(asked, layouts).mixers})
+
+
+def _content(model: str, revision: str | None) -> dict[str, Any]:
+    """What the config says: of a GGUF file, what it would say."""
+    from crosshead.conversion.gguf_store import GgufStore
+    from crosshead.conversion.sources import CONFIG
+    from crosshead.conversion.strict_json import parse_object
+
+    path = Path(model).expanduser()
+    if path.exists() and revision is not None:
+        raise ValueError(f"{model} is local and has no revisions: leave --revision {revision!r} out")
+    if path.suffix == ".gguf":
+        return GgufStore(path).config
+    if path.is_dir():
+        path /= CONFIG
+    elif not path.is_file():
+        path = _from_hub(model, revision)
+    try:
+        return parse_object(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _from_hub(model: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HFValidationError
+
+    from crosshead.conversion.sources import CONFIG
+
+    try:
+        return Path(hf_hub_download(model, CONFIG, revision=revision))
+    except HFValidationError as error:
+        raise ValueError(f"{model!r} does not exist: give a folder, a {CONFIG}, a GGUF file or a Hub id") from error
+    except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client
+        raise ValueError(
+            f"{model!r}, which is nothing local, has no {CONFIG} that can be had from the Hub "
+            f"({type(error).__name__}): check the name, the revision and the connection"
+        ) from error

@@ -1,0 +1,57 @@
+"""`crosshead train`."""
+
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from crosshead_command.screen import progress
+
+STOPPED = 128
+"""Plus the signal: the exit status of a run that was stopped and goes on with the same command."""
+
+
+def train(
+    recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe such as small/smollm2_knocking.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Another value: section.key=value, repeatable.")
+    ] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run it at toy size, in this folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell its size, work and memory, and stop.")] = False,
+    accelerate: Annotated[
+        str | None,
+        typer.Option(help="For --dry-run: accelerate's configuration file, or a shipped one such as fsdp2_8_gpus."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For --dry-run: print the figures as JSON.")] = False,
+) -> None:
+    """Train a model as a recipe says, or go on where the same run stopped.
+
+    crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from crosshead.recipes.load_recipe import load_recipe
+    from crosshead.recipes.processes import in_turn
+    from crosshead.recipes.toy import toy as at_toy_size
+    from crosshead.recipes.train import train as run
+    from crosshead_command.dry_run import show_dry_run
+
+    if not dry_run and (accelerate is not None or as_json):
+        raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
+    disable_progress_bar()
+    asked = load_recipe(recipe, changes or [])
+    if toy is not None:
+        asked = in_turn(partial(at_toy_size, asked, toy))
+    if dry_run:
+        show_dry_run(asked, accelerate, as_json)
+        return
+    with progress() as show:
+        outcome = run(asked, show)
+    if outcome.model is None:
+        told = f"stopped at step {outcome.step} of {outcome.steps}: the same command goes on"
+        typer.echo(f"crosshead: {told}", err=True)
+        raise typer.Exit(STOPPED + (outcome.stopped_by or 0))
+    losses = {name: outcome.metrics[name] for name in ("loss", "eval_loss") if name in outcome.metrics}
+    typer.echo(f"trained {outcome.steps} steps: {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}")
+    typer.echo(f"wrote {outcome.model}")

@@ -1,0 +1,151 @@
+"""What a recipe's run would be: its size, its work and its memory, with no model loaded and no text read."""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosshead.evals.cost import model_cost, on_meta
+
+from .errors import RecipeError, one_line
+from .memory import Teacher, memory
+from .model_config import model_config
+from .schema import Recipe
+from .sharding import ALONE, Sharding
+from .trainable import set_trainable
+from .training_arguments import accumulation
+
+CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
+"""Where sizes may come from."""
+LABELS = {
+    "parameters": "parameters",
+    "trainable_parameters": "  trainable",
+    "new_parameters": "  of the mechanisms",
+    "sequences_per_step": "sequences a step",
+    "tokens_per_step": "tokens a step",
+    "micro_batches_per_step": "micro batches a step, each process",
+    "steps": "steps",
+    "tokens": "tokens in all",
+    "training_flops_per_token": "FLOPs a token, training",
+    "training_flops": "FLOPs in all",
+    "kv_bytes_per_token": "KV cache, bytes a token",
+}
+PARTS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "moments": "Adam's moments",
+    "working_copies": "copies of weights at work, estimated",
+    "teacher": "the teacher",
+    "activations": "activations, estimated",
+    "logits": "logits, estimated",
+    "total": "in all",
+}
+UNITS = ("bytes", "KiB", "MiB", "GiB")
+FIGURE = 22
+
+
+def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
+    """The figures, for scripts and for `dry_run_lines`."""
+    config, counted_from = _model(recipe)
+    config.dtype = getattr(torch, recipe.train.dtype)
+    cost = model_cost(config, recipe.data.length)
+    moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)
+    teacher, teacher_from = _teacher(recipe, config)
+    steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
+    return {
+        "model": recipe.model.path,
+        "counted_from": counted_from,
+        "convert": recipe.model.convert if counted_from == RECIPE else None,
+        "teacher_counted_from": teacher_from,
+        "parameters": cost.parameters,
+        "trainable_parameters": sum(part.numel() for part in moving),
+        "new_parameters": cost.new_parameters,
+        "sequences_per_step": recipe.batch_size,
+        "tokens_per_step": recipe.train.batch_tokens,
+        "micro_batches_per_step": accumulation(recipe, sharding.processes),
+        "steps": steps,
+        "tokens": tokens,
+        "training_flops_per_token": cost.training_flops,
+        "training_flops": cost.training_flops * tokens,
+        "kv_bytes_per_token": cost.kv_bytes_per_token,
+        "dtype": recipe.train.dtype,
+        "checkpoint_activations": recipe.train.checkpoint_activations,
+        "accelerate": sharding.name,
+        "sharding": sharding.kind,
+        "processes": sharding.processes,
+        "memory_per_gpu": memory(recipe, config, sharding, teacher).as_dict(),
+    }
+
+
+def _model(recipe: Recipe) -> tuple[Any, str]:
+    """The configuration to train, and where it was found."""
+    path, expected = recipe.model.path, recipe.model.config
+    if expected is not None and (path is None or not Path(path).exists()):
+        return model_config(expected), RECIPE
+    return _stored(str(path), "model.path"), CONFIG
+
+
+def _teacher(recipe: Recipe, config: Any) -> tuple[Teacher | None, str | None]:
+    """The model to learn from, by its own configuration where that is on this disk."""
+    name = recipe.distillation.teacher if recipe.distillation else None
+    if name is None:
+        return None, None
+    if Path(name).exists():
+        found, where = _stored(name, "distillation.teacher"), CONFIG
+    else:
+        found, where = deepcopy(config), SOURCE
+        found.mixers, found.dtype = {}, torch.bfloat16
+    dtype = found.dtype or torch.get_default_dtype()
+    return Teacher(model_cost(found, 1).parameters, found.vocab_size, dtype.itemsize), where
+
+
+def _stored(path: str, key: str) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(path)
+    except Exception as error:  # whatever its reader stumbles over
+        raise RecipeError(f"{key}={path} has no configuration that can be read: {one_line(error)}") from None
+
+
+def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report as a table, and what must be known to read it."""
+    if report["counted_from"] == RECIPE and report["model"] is not None:
+        yield f"{report['model']} is not there: counted from model.config"
+        if report["convert"]:
+            yield "it is made with"
+            yield from (f"  {line}" for line in report["convert"].strip().splitlines())
+    label = max(map(len, (*LABELS.values(), *PARTS.values()))) + 2
+    for key, text in LABELS.items():
+        yield f"{text.ljust(label)}{_count(report[key]):>{FIGURE}}"
+    shared = "" if report["sharding"] == ALONE else f", {report['processes']} GPUs"
+    yield f"memory of a GPU: {report['accelerate']} ({report['sharding']}{shared})"
+    for key, text in PARTS.items():
+        size = report["memory_per_gpu"][key]
+        if size:
+            yield f"{'  ' + text:{label}}{_bytes(size):>{FIGURE}}"
+    yield from _notes(report)
+
+
+def _count(number: int) -> str:
+    return f"{number:,}" if number < 10**15 else f"{number:.4g}"
+
+
+def _bytes(size: int) -> str:
+    """In the largest unit of which there is one."""
+    power = min(3, max(0, size.bit_length() - 1) // 10)
+    return f"{size / 1024**power:,.2f} {UNITS[power]}"
+
+
+def _notes(report: Mapping[str, Any]) -> Iterator[str]:
+    if report["teacher_counted_from"] == SOURCE:
+        yield f"The teacher is not on this disk: counted as {SOURCE}."
+    more = ["computing layers again, a third more"] if report["checkpoint_activations"] else []
+    more += ["the teacher's work"] if report["teacher_counted_from"] else []
+    if more:
+        yield f"FLOPs leave out {' and '.join(more)}."
+    yield f"The KV cache is that of the trained model in {report['dtype']}."
+    yield "Activations are measured on small copies of the model on the CPU; a GPU's kernels keep much the same."
+    yield "CUDA itself, fragments and what is needed for a moment come on top."

@@ -1,0 +1,100 @@
+"""The model, the tokenizer and the teacher of a recipe."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .errors import RecipeError, one_line
+from .model_config import model_config
+from .schema import ModelOptions, Recipe
+
+BESIDE = ("conversion.json",)
+"""Files of the model that is continued which stay true of the result."""
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer that the text is read with, and that the result carries."""
+    from transformers import AutoTokenizer
+
+    options = recipe.model
+    key, name = ("model.tokenizer", options.tokenizer) if options.tokenizer else ("model.path", options.path)
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # its files may be broken in many ways
+        made = _how_to_make(options) if key == "model.path" else ""
+        raise RecipeError(f"the tokenizer of {key}={name} cannot be loaded: {one_line(error)}{made}") from None
+
+
+def load_model(recipe: Recipe, tokenizer: Any) -> Any:
+    """The model to train, in float32: continued, or from scratch by the recipe's seed."""
+    from transformers import AutoModelForCausalLM
+
+    options = recipe.model
+    if options.path is None:
+        config = model_config(options.config or {})
+        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.train.seed)
+            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = _loaded(options.path, "model.path", torch.float32, _how_to_make(options))
+    if options.config is not None:
+        _check_expected(model.config, model_config(options.config))
+    return model
+
+
+def vocabulary_of(recipe: Recipe) -> int:
+    """How many tokens the model to train knows, without loading it."""
+    from transformers import AutoConfig
+
+    options = recipe.model
+    if options.path is None:
+        return model_config(options.config or {}).vocab_size
+    try:
+        return AutoConfig.from_pretrained(options.path, trust_remote_code=False).vocab_size
+    except Exception as error:
+        raise RecipeError(
+            f"the configuration of model.path={options.path} cannot be loaded: {one_line(error)}{_how_to_make(options)}"
+        ) from None
+
+
+def load_teacher(name: str, vocabulary: int) -> Any:
+    """The model that is learnt from, as it is stored and never changed."""
+    teacher = _loaded(name, "distillation.teacher", "auto").eval().requires_grad_(False)
+    if teacher.config.vocab_size > vocabulary:
+        raise RecipeError(
+            f"distillation.teacher={name} knows {teacher.config.vocab_size} tokens, the model {vocabulary}: use the "
+            "model that this one was made from"
+        )
+    return teacher
+
+
+def _how_to_make(options: ModelOptions) -> str:
+    """What to say of a model that its owner has yet to make."""
+    if options.convert is None or Path(options.path or "").is_dir():
+        return ""
+    lines = options.convert.replace("\\\n", " ").strip().splitlines()
+    return f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
+
+
+def _loaded(name: str, key: str, dtype: Any, made: str = "") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
+        )
+    except Exception as error:
+        raise RecipeError(f"{key}={name} cannot be loaded: {one_line(error)}{made}") from None
+    missing = sorted(report["missing_keys"])
+    if missing:
+        raise RecipeError(f"{key}={name} lacks {len(missing)} tensors, {missing[0]} first: it is not complete")
+    return model
+
+
+def _check_expected(found: Any, expected: Any) -> None:
+    """The recipe says what the model should be: hold it to that."""
+    wanted, have = expected.to_diff_dict(), found.to_dict()
+    for key, value in wanted.items():
+        if key in have and have[key] != value and key not in ("transformers_version", "dtype", "architectures"):
+            raise RecipeError(f"model.path has {key}={have[key]!r}, but model.config says {value!r}")

@@ -1,0 +1,191 @@
+"""transformers' Trainer, with a run's own order of samples, learning rate, loss, evaluation and checkpoints."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers.trainer_utils import EvalLoopOutput
+
+from .checkpoints import PARTIAL, publish, step_of
+from .errors import RecipeError, one_line
+from .objective import Objective, evaluated
+from .routing import HeadRouting
+from .schedule import rate
+from .schema import Recipe
+from .trainable import is_wrapped, whole_model
+from .watching import LossWatch, MetricsFile, check_finite, moved, starting_points
+
+
+class Remaining(Sampler[int]):
+    """The samples of a run that are still to come, in order."""
+
+    def __init__(self, first: int, count: int) -> None:
+        self._range = range(first, count)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._range)
+
+    def __len__(self) -> int:
+        return len(self._range)
+
+
+class AsTheRecipeSays(TrainerCallback):
+    """A checkpoint remembers how often to log, evaluate and save; the recipe may have changed its mind."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Forget what the checkpoint says."""
+        state.compute_steps(args, args.max_steps)
+
+
+class RunTrainer(Trainer):  # type: ignore[misc]  # transformers brings few types
+    """One run of a recipe, from its beginning or from a checkpoint."""
+
+    def __init__(self, recipe: Recipe, teacher: Any, checkpoint: Path | None, **options: Any) -> None:
+        model = options["model"]
+        cached = model.config.use_cache
+        self.recipe, self.checkpoint = recipe, checkpoint
+        self.routing = HeadRouting.of(model.config)
+        self.objective = Objective(self.routing, recipe.distillation, teacher)
+        self.output = Path(recipe.output)
+        self.first_step = step_of(checkpoint) if checkpoint else 0
+        self.starts = starting_points(model)
+        super().__init__(**options)
+        if is_wrapped(model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            raise RecipeError(
+                "train.trainable='mixers+lora' is not for FSDP or DeepSpeed, which hold a part of each matrix: use "
+                "'mixers' or 'all', or start without them"
+            )
+        model.config.use_cache = cached  # the library turns it off, also in what is saved
+        self.remove_callback(PrinterCallback)
+        self.add_callback(AsTheRecipeSays)
+        self.model_accepts_loss_kwargs = True  # peft's wrapper hides that the model does
+        self.loss_watch = LossWatch(recipe.distillation.match_steps if recipe.distillation else 0)
+        self.loss_watch.see(MetricsFile.losses(self.output, self.first_step), 1)
+        self.metrics = MetricsFile(self.output, self.first_step) if self.is_world_process_zero() else None
+        self._kind = type(model)
+        self._step_losses: list[torch.Tensor] = []
+        self._load: dict[str, float] = {}
+        self._settled = checkpoint is None
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        return Remaining(self.first_step * self.recipe.batch_size, len(self.train_dataset))
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The recipe's learning rate."""
+        if self.lr_scheduler is None:
+            self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+                optimizer or self.optimizer, lambda step: rate(self.recipe, step)
+            )
+            self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        """After resuming, random numbers go on from where they were, now that the data loader has drawn its own."""
+        found = super().get_batch_samples(*args)
+        if not self._settled:
+            self._load_rng_state(str(self.checkpoint))
+            self._settled = True
+        return found
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The objective's part for a micro batch."""
+        step = self.state.global_step
+        with self.accelerator.autocast():  # the teacher, too, runs in the recipe's dtype
+            loss, outputs = self.objective(model, inputs, num_items_in_batch, step)
+        logged = (step + 1) % self.args.logging_steps == 0 and self.accelerator.sync_gradients
+        if self.routing is not None and logged:
+            self._load = self.routing.load(outputs["head_router_scores"])
+        loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
+        return (loss, outputs) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """A micro batch; its loss is kept for the log."""
+        loss = super().training_step(*args, **kwargs)
+        self._step_losses.append(loss.detach())
+        return loss
+
+    def evaluation_loop(self, dataloader: Any, description: str, *_: Any, **options: Any) -> EvalLoopOutput:
+        """The mean over all predicted tokens, however they are divided into batches and among processes."""
+        self.model.eval()
+        found = []
+        with torch.random.fork_rng(devices=[]):  # the data loader draws from them: training must not notice
+            for inputs in dataloader:
+                found.append(self.accelerator.gather_for_metrics(evaluated(self.model, self._prepare_inputs(inputs))))
+        losses, counts = torch.cat(found).double().sum(0).tolist()
+        return EvalLoopOutput(None, None, {"eval_loss": losses / counts}, len(dataloader.dataset))
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Whatever is saved has been logged: resuming goes on behind it."""
+        self.control.should_log |= self.control.should_save
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Losses of every step since the last log, spikes, head load, and how far the mechanisms have moved."""
+        step = self.state.global_step
+        first: dict[str, Any] = {"step": step}
+        if "loss" in logs:
+            first["losses"] = self._losses()
+            self.loss_watch.see(first["losses"], step - len(first["losses"]) + 1)
+            check_finite("gradient's norm", logs.get("grad_norm", 0.0), step)  # or the weights are lost with it
+            logs |= {"spikes": self.loss_watch.spikes, **self._load, **moved(self.model, self.starts)}
+            self._load = {}
+        if self.metrics is not None and ("loss" in logs or "eval_loss" in logs):
+            self.metrics.write(first | logs)
+        super().log(logs, start_time)
+
+    def _losses(self) -> list[float]:
+        """Of the steps since the last log."""
+        by_step = torch.stack(self._step_losses).view(-1, self.args.gradient_accumulation_steps).sum(1)
+        self._step_losses = []
+        return self.accelerator.reduce(by_step.float(), "mean").tolist()
+
+    def save_result(self, folder: Path) -> None:
+        """The trained model alone, as `from_pretrained` reads it."""
+        if is_wrapped(self.model):
+            if self.args.should_save:
+                whole_model(self.model).save_pretrained(str(folder))
+            return
+        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        self._save(str(folder), self.accelerator.get_state_dict(self.model_wrapped) if sharded else None)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As the library does, but without a pickle of the arguments, and as the class that it was: FSDP changes it."""
+        if not self.args.should_save:
+            return
+        model = self.model
+        if self.is_fsdp_enabled:
+            with torch.device("meta"):
+                model = self._kind(self.model.config)
+            model.generation_config = self.model.generation_config
+        model.save_pretrained(output_dir, state_dict=state_dict)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(self.output / PARTIAL)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step = self.state.global_step
+        partial = self.output / PARTIAL / f"checkpoint-{step}"
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.is_world_process_zero():
+                publish(partial, self.output, self.recipe.checkpoints.keep)
+        except Exception as error:  # each library has its own for a disk that is full
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RecipeError(f"{unwritten(f'the checkpoint at step {step}', self.output, error)}") from error
+        self.accelerator.wait_for_everyone()
+
+
+def unwritten(what: str, output: Path, error: Exception) -> str:
+    """What to say when something could not be written to the folder of a run."""
+    free = shutil.disk_usage(output).free / 1e9
+    return (
+        f"{what} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
+        "checkpoints are as they were, and the same command goes on from them"
+    )

@@ -1,0 +1,62 @@
+"""Ctrl-C and SIGTERM end a run after the step that it is in, with a checkpoint."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """Whether a signal has come; a second one ends the process at once, as if nobody listened."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take signals, in the main thread alone, and give them back at the end."""
+        try:
+            before = {number: signal.signal(number, self._received) for number in SIGNALS}
+        except ValueError:  # another thread's training is stopped by whoever started it
+            yield
+            return
+        self._before: dict[int, Any] = before
+        try:
+            yield
+        finally:
+            self._give_back()
+
+    def _received(self, number: int, frame: FrameType | None) -> None:
+        self.signal = number
+        self._give_back()
+
+    def _give_back(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class StopWhenAsked(TrainerCallback):
+    """Saves and stops; where there are several processes, all at the same step."""
+
+    def __init__(self, request: StopRequest) -> None:
+        self._request = request
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Stop if any process has been asked to."""
+        self._request.signal = _greatest(self._request.signal or 0, args) or None
+        if self._request.signal is not None:
+            control.should_save = control.should_training_stop = True
+
+
+def _greatest(number: int, args: Any) -> int:
+    if args.world_size == 1:
+        return number
+    found = torch.tensor(number, device=args.device)
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
+    return int(found)

@@ -1,0 +1,163 @@
+"""One run of a recipe: begin or go on, train, stop cleanly, and leave a model that loads anywhere."""
+
+import json
+import shutil
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
+from .errors import RecipeError
+from .models import BESIDE, load_model, load_teacher, load_tokenizer
+from .run_trainer import RunTrainer, unwritten
+from .schema import Recipe
+from .stopping import StopRequest, StopWhenAsked
+from .teacher_logits import WithTeacher, belonging
+from .telling import Progress, TellSteps, silent
+from .trainable import set_trainable
+from .training_arguments import training_arguments
+from .training_data import TrainingData, open_data
+from .watching import MetricsFile
+
+RESULT = "training.json"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended."""
+
+    step: int
+    steps: int
+    stopped_by: int | None
+    """The signal, where one ended the run before its last step."""
+    model: Path | None
+    """The result, where the run is done."""
+    metrics: dict[str, Any]
+    """The last of each."""
+
+
+def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
+    """Begin the run, or go on from its newest complete checkpoint."""
+    from accelerate import PartialState
+
+    arguments = training_arguments(recipe)
+    processes = PartialState()  # as the arguments have set it up
+    with only_run(Path(recipe.output)) if processes.is_main_process else nullcontext():
+        return _run(recipe, arguments, processes, progress if processes.is_main_process else silent)
+
+
+def _run(recipe: Recipe, arguments: Any, processes: Any, progress: Progress) -> Outcome:
+    output = Path(recipe.output)
+    tokenizer = load_tokenizer(recipe)
+    model = load_model(recipe, tokenizer)
+    data = open_data(recipe.data, tokenizer, model.config.vocab_size, progress)
+    with processes.main_process_first():
+        _claim(output, identity(recipe, data), processes.is_main_process)
+    if (output / MODEL / RESULT).is_file():
+        return _done(recipe)
+    newest = _newest(output)
+    request = StopRequest()
+    trainer = _trainer(recipe, model, data, arguments, newest, request, progress)
+    with request.listening():
+        # Also behind the last step: this is how every kind of sharding reads its checkpoint.
+        trainer.train(resume_from_checkpoint=str(newest) if newest else None)
+    if trainer.state.global_step < recipe.steps:
+        return Outcome(trainer.state.global_step, recipe.steps, request.signal, None, MetricsFile.last(output))
+    _finish(recipe, trainer, tokenizer)
+    return _done(recipe)
+
+
+def identity(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
+    """What decides the losses of a run: all of the recipe but what may change on the way."""
+    content = asdict(recipe)
+    free = {"output", "watch", "checkpoints", "hub", "sweep", "data"}
+    flat: dict[str, Any] = {"data": data.fingerprint, "steps": recipe.steps}
+    for section, value in content.items():
+        if section in free:
+            continue
+        if not isinstance(value, dict):
+            flat[section] = value
+            continue
+        flat |= {f"{section}.{key}": part for key, part in value.items() if key not in ("micro_batch", "convert")}
+    return json.loads(json.dumps(flat))
+
+
+def _claim(output: Path, run: dict[str, Any], is_main: bool) -> None:
+    try:
+        check_run(output, run)
+        if is_main:
+            shutil.rmtree(output / PARTIAL, ignore_errors=True)
+    except OSError as error:
+        raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
+
+
+def _newest(output: Path) -> Path | None:
+    """The checkpoint to go on from, which every process must see."""
+    from accelerate.utils import gather_object
+
+    newest = next(iter(checkpoints(output)), None)
+    steps = gather_object([step_of(newest) if newest else 0])
+    if len(set(steps)) > 1:
+        raise RecipeError(f"output={output} is not the same for all processes: use a disk that all machines share")
+    return newest
+
+
+def _trainer(
+    recipe: Recipe,
+    model: Any,
+    data: TrainingData,
+    arguments: Any,
+    newest: Path | None,
+    request: StopRequest,
+    progress: Progress,
+) -> RunTrainer:
+    from transformers import set_seed
+
+    options, teacher = recipe.distillation, None
+    samples: Any = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
+    if options is not None and options.logits is not None:
+        samples = WithTeacher(samples, options, belonging(recipe, data), model.config.vocab_size)
+    if options is not None and options.teacher is not None:
+        teacher = load_teacher(options.teacher, model.config.vocab_size).to(arguments.device)
+    if recipe.train.checkpoint_activations:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    set_seed(recipe.train.seed)
+    return RunTrainer(
+        recipe,
+        teacher,
+        newest,
+        model=set_trainable(model, recipe.train),
+        args=arguments,
+        train_dataset=samples,
+        eval_dataset=data.evaluation,
+        callbacks=[StopWhenAsked(request), TellSteps(progress, recipe.train.batch_tokens)],
+    )
+
+
+def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
+    """Write the result beside the checkpoints."""
+    output = Path(recipe.output)
+    partial = output / PARTIAL / MODEL
+    try:
+        trainer.save_result(partial)
+        if trainer.is_world_process_zero():
+            tokenizer.save_pretrained(str(partial))
+            for name in BESIDE:
+                beside = Path(recipe.model.path or "", name)
+                if recipe.model.path is not None and beside.is_file():
+                    shutil.copyfile(beside, partial / name)
+            content = {"recipe": asdict(recipe), "processes": trainer.args.world_size}
+            content |= {"metrics": MetricsFile.last(output)}
+            (partial / RESULT).write_text(json.dumps(content, indent=2), encoding="utf-8")
+            put(partial, output / MODEL)
+    except Exception as error:  # each library has its own for a disk that is full
+        shutil.rmtree(partial, ignore_errors=True)
+        raise RecipeError(unwritten("the model", output, error)) from error
+    trainer.accelerator.wait_for_everyone()
+
+
+def _done(recipe: Recipe) -> Outcome:
+    output = Path(recipe.output)
+    return Outcome(recipe.steps, recipe.steps, None, output / MODEL, MetricsFile.last(output))

@@ -1,0 +1,62 @@
+"""A recipe as transformers' `TrainingArguments`."""
+
+from typing import Any
+
+import torch
+
+from .errors import RecipeError
+from .schema import Recipe
+
+
+def accumulation(recipe: Recipe, processes: int) -> int:
+    """Micro batches that each process runs per step; their number must come out even."""
+    at_once = recipe.train.micro_batch * processes
+    if recipe.batch_size % at_once:
+        raise RecipeError(
+            f"a step of {recipe.batch_size} sequences cannot be shared by {processes} processes with "
+            f"train.micro_batch={recipe.train.micro_batch}: change one of them"
+        )
+    return recipe.batch_size // at_once
+
+
+def training_arguments(recipe: Recipe) -> Any:
+    """What the Trainer is told; order, learning rate and checkpoints are not its business."""
+    from transformers import TrainingArguments
+
+    train, watch = recipe.train, recipe.watch
+    evaluation: dict[str, Any] = {"eval_strategy": "no"}
+    if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
+        evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}
+    arguments = TrainingArguments(
+        output_dir=recipe.output,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=train.micro_batch,
+        per_device_eval_batch_size=train.micro_batch,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_epsilon=train.eps,
+        max_grad_norm=train.gradient_clipping,
+        bf16=train.dtype == "bfloat16",
+        seed=train.seed,
+        logging_steps=watch.every,
+        logging_nan_inf_filter=False,  # a loss that is no number must be seen
+        save_strategy="steps",
+        save_steps=recipe.checkpoints.every,
+        report_to=list(watch.report_to) or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=not torch.accelerator.is_available(),  # unless told, it would not see the other processes of a CPU run
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        ignore_data_skip=True,  # the sampler itself begins where the run was left
+        ddp_find_unused_parameters=False,
+        **evaluation,
+    )
+    if arguments.n_gpu > 1:
+        raise RecipeError(
+            f"one process sees {arguments.n_gpu} GPUs: start one for each with `accelerate launch --num_processes "
+            f"{arguments.n_gpu} -m crosshead train`, or name one in CUDA_VISIBLE_DEVICES"
+        )
+    arguments.gradient_accumulation_steps = accumulation(recipe, arguments.world_size)  # which it has found out
+    return arguments

@@ -1,0 +1,147 @@
+"""What `cost` says from a config, against models that are really built, run and counted."""
+
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+import crosshead
+import toys
+from crosshead.conversion.exactness import cache_bytes
+from crosshead.evals.cost import FLOPS, model_cost, on_meta
+from crosshead.evals.cost_report import cost_report
+
+LENGTH = 9
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+on_every_backbone = pytest.mark.parametrize("backbone", toys.BACKBONES)
+
+
+def with_twice_the_components(mixers):
+    """A sum over one component is no matrix product to PyTorch, so its counter would miss it."""
+
+    def twice(option, value):
+        if not option.endswith(("key_heads", "value_heads")):
+            return value
+        return [2 * count for count in value] if isinstance(value, list) else 2 * value
+
+    return {name: {option: twice(option, value) for option, value in mixers[name].items()} for name in mixers}
+
+
+CASES = {"stock": {}} | {case: with_twice_the_components(mixers) for case, mixers in toys.CASES.items()}
+for_every_case = pytest.mark.parametrize("case", CASES)
+
+
+def built(backbone, case, **changes):
+    """A toy whose experts run one by one: the counter does not know the library's grouped product."""
+    sizes, mixers = HEADS | changes, CASES[case]
+    model = toys.mixed_model(backbone, mixers, **sizes) if mixers else toys.stock_model(backbone, **sizes)
+    if backbone == "Qwen3Moe":
+        model.set_experts_implementation("eager")
+    return model
+
+
+def counted(run):
+    """The FLOPs of a call by PyTorch's own counter, without the positions' angles, which it counts as a product."""
+    with FlopCounterMode(display=False) as counter:
+        run()
+    angles = [count for name, count in counter.get_flop_counts().items() if name.endswith(".rotary_emb")]
+    return counter.get_total_flops() - sum(sum(count.values()) for count in angles)
+
+
+@on_every_backbone
+@for_every_case
+def test_parameters_are_those_of_the_built_model(backbone, case):
+    model = built(backbone, case, attention_bias=True) if backbone != "Qwen2" else built(backbone, case)
+    cost = model_cost(model.config, LENGTH)
+    held = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    assert cost.parameters == sum(held.values())
+    assert cost.attention_parameters == sum(count for name, count in held.items() if ".self_attn." in name)
+    assert cost.new_parameters == sum(count for name, count in held.items() if ".mixers." in name)
+    idle = sum(count for name, count in held.items() if ".experts." in name) // 2  # two of four are chosen
+    assert cost.active_parameters == cost.parameters - idle
+    assert bool(idle) == (backbone == "Qwen3Moe")
+
+
+@on_every_backbone
+@for_every_case
+def test_flops_are_what_pytorch_counts(backbone, case):
+    model, ids = built(backbone, case), toys.tokens(batch=1, length=LENGTH)
+    cost = model_cost(model.config, LENGTH)
+    training = counted(lambda: model(ids, labels=ids, use_cache=False).loss.backward())
+    assert training == cost.training_flops * LENGTH
+    with torch.no_grad():
+        prefill = counted(lambda: model(ids, logits_to_keep=1))
+        past = model(ids[:, :-1], past_key_values=DynamicCache(config=model.config)).past_key_values
+        decode = counted(lambda: model(ids[:, -1:], past_key_values=past))
+    assert round(prefill / FLOPS / LENGTH) == cost.prefill_multiplications
+    assert decode == cost.decode_flops
+
+
+@pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
+@for_every_case
+@torch.no_grad()
+def test_sliding_windows_bound_the_cache_and_the_decoding(backbone, case):
+    model, ids = built(backbone, case, **WINDOW), toys.tokens(batch=1, length=LENGTH)
+    cost = model_cost(model.config, LENGTH)
+    past = model(ids[:, :-1]).past_key_values
+    assert counted(lambda: model(ids[:, -1:], past_key_values=past)) == cost.decode_flops
+    assert sum(x.numel() * 4 for layer in past.layers for x in (layer.keys, layer.values)) == cost.kv_bytes
+    assert cost.kv_bytes < cost.kv_bytes_per_token * LENGTH
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_kv_bytes_are_what_a_cache_holds_and_convert_says(backbone, case):
+    model = built(backbone, case)
+    past = model(toys.tokens(batch=1, length=LENGTH)).past_key_values
+    held = sum(x.numel() * 4 for layer in past.layers for x in (layer.keys, layer.values))
+    cost = model_cost(model.config, LENGTH)
+    assert (cost.kv_bytes, cost.kv_bytes_per_token) == (held, held // LENGTH)
+    if case != "stock":
+        assert cost.kv_bytes_per_token == cache_bytes(model.config, itemsize=4)
+
+
+@on_every_backbone
+@for_every_case
+def test_the_stock_side_is_the_stock_model(backbone, case):
+    report = cost_report(toys.mixed_config(backbone, CASES[case], **HEADS), LENGTH)
+    assert report["stock"] == asdict(model_cost(toys.stock_config(backbone, **HEADS), LENGTH))
+    assert report["cost"] == asdict(model_cost(toys.mixed_config(backbone, CASES[case], **HEADS), LENGTH))
+    assert report["overhead"].keys() == report["cost"].keys() - {"new_parameters"}
+    assert all(
+        (change == 0) == (report["cost"][name] == report["stock"][name]) for name, change in report["overhead"].items()
+    )
+
+
+def test_a_length_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="length=0 is not allowed"):
+        model_cost(toys.stock_config("Llama"), 0)
+
+
+def test_a_model_too_large_for_any_memory():
+    """Qwen3-235B-A22B, from the sizes of its config.json and the two figures in its name."""
+    config = crosshead.CrossheadQwen3MoeConfig(
+        vocab_size=151936,
+        hidden_size=4096,
+        num_hidden_layers=94,
+        num_attention_heads=64,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        mixers={"explicit": {"key_heads": 2, "value_heads": 2}},
+    )
+    report = cost_report(config, 32768)
+    assert round(report["stock"]["parameters"] / 1e9) == 235
+    assert round(report["stock"]["active_parameters"] / 1e9) == 22
+    assert report["stock"]["kv_bytes_per_token"] == 94 * 2 * 4 * 128 * 2
+    beside = 94 * 4 * 2  # each combined head's 1 / rms, since keys are normed
+    assert report["cost"]["kv_bytes_per_token"] == 94 * 2 * 2 * 128 * 2 + beside
+    assert {parameter.device.type for parameter in on_meta(config).parameters()} == {"meta"}

@@ -1,0 +1,147 @@
+"""`crosshead cost`: what it reads, what it prints, what it refuses."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import gguf_toys
+import toys
+from broken import edit_json, run
+from crosshead.evals.cost_report import cost_report
+from hub_server import COMMIT, Repository, serving
+from toy_checkpoints import write_stock
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    write_stock(tmp_path / "source", "Qwen3")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+@pytest.fixture
+def report(line):
+    def ask(command):
+        status, out, err = line(f"cost {command} --json")
+        assert (status, err) == (0, "")
+        return json.loads(out)
+
+    return ask
+
+
+def expected(name, mixers, length=4096, **changes):
+    config = toys.mixed_config("Qwen3", mixers, **changes)
+    return {"model": name} | cost_report(config, length)
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        "explicit:key_heads=1,value_heads=50%,method=svd",
+        "mixture:active_heads=75%",
+        "knocking:form=linear,on=key+value,layers=1 --mixer talking",
+    ],
+)
+def test_it_foretells_what_convert_makes(place, line, report, mixer):
+    assert line(f"convert source made --mixer {mixer} --no-verify")[0] == 0
+    before, after = report(f"source --mixer {mixer} --length 7"), report("made --length 7")
+    assert before | {"model": "made"} == after
+    assert before["mixers"] == json.loads((place / "made" / "config.json").read_text())["mixers"]
+
+
+def test_kv_bytes_are_those_that_convert_reports(place, line, report):
+    status, out, _ = line("convert source made --mixer explicit:key_heads=1 --dtype bfloat16 --json")
+    assert status == 0
+    measured, figures = json.loads(out)["verification"], report("made")
+    assert figures["cost"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_after"]
+    assert 2 * figures["stock"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_before"]  # was in float32
+
+
+def test_the_config_alone_is_enough(place, report):
+    (place / "source" / "model.safetensors").unlink()
+    for name in ("source", "source/config.json"):
+        assert report(f"{name} --mixer knocking") == expected(name, {"knocking": {}})
+    assert report("source") == expected("source", {})
+    edit_json(place / "source", "config.json", dtype="bfloat16")
+    assert report("source") == expected("source", {}, dtype="bfloat16")
+
+
+def test_mechanisms_asked_for_replace_those_of_the_model(place, report):
+    toys.mixed_config("Qwen3", {"talking": {}}).save_pretrained("mixed")
+    assert report("mixed") == expected("mixed", {"talking": {}})
+    assert report("mixed --mixer knocking") == expected("mixed", {"knocking": {}})
+
+
+def test_a_gguf_file(place, report):
+    model = gguf_toys.model("Qwen3")
+    gguf_toys.write_model(place / "toy.gguf", model, "Qwen3")
+    figures = report("toy.gguf")
+    assert figures["cost"] == figures["stock"]
+    assert figures["cost"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_model_on_the_hub(place):
+    config = (place / "source" / "config.json").read_bytes()
+    with serving({"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}) as hub:
+        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
+        settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+        def ask(*arguments):
+            command = [sys.executable, "-P", "-m", "crosshead", "cost", *arguments, "--json"]
+            done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
+            return done.returncode, done.stdout, done.stderr
+
+        status, out, err = ask("org/toy", "--revision", COMMIT)
+        wrong = ask("org/tyo")
+        asked = " ".join(hub.requests)
+    assert (status, err) == (0, "")
+    assert json.loads(out) == expected("org/toy", {})
+    assert "safetensors" not in asked
+    assert wrong[:2] == (1, "")
+    assert wrong[2].startswith("crosshead: error: 'org/tyo', which is nothing local, has no config.json")
+    assert wrong[2].count("\n") == 1
+
+
+def test_the_table_holds_the_figures_of_the_report(place, line, report):
+    figures = report("source --mixer explicit:key_heads=1 --length 1024")
+    status, out, err = line("cost source --mixer explicit:key_heads=1 --length 1024")
+    assert (status, err) == (0, "")
+    rows = [row.split() for row in out.splitlines()]
+    assert rows[0] == ["at", "length", "1,024", "in", "float32", "this", "model", "stock", "overhead"]
+    for row, (name, count) in zip(rows[1:], figures["cost"].items(), strict=True):
+        change = figures["overhead"].get(name)
+        cells = [f"{count:,}", f"{figures['stock'][name]:,}", *([] if change is None else [f"{change:+.2%}"])]
+        assert row[-len(cells) :] == cells
+    stock = line("cost source --length 1024")[1].splitlines()
+    assert [row.split()[-1] for row in stock[1:]] == [f"{count:,}" for count in figures["stock"].values()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("./none", "'./none' does not exist: give a folder"),
+        ("none.gguf", "none.gguf cannot be read"),
+        (". --mixer knocking", "config.json cannot be read: No such file"),
+        ("source --length 0", "length=0 is not allowed"),
+        ("source --mixer knokcing", "did you mean 'knocking'"),
+        ("source --mixer explicit:key_heads=3", "mixers.explicit.key_heads=3 is more than the model's 2"),
+        ("source --mixer knocking --mixer knocking:form=mlp", "--mixer knocking is given twice"),
+        ("source --revision main", "source is local and has no revisions"),
+        ("source/tokenizer.json", "model_type=None"),
+    ],
+)
+def test_what_cannot_be_counted_is_one_line(place, line, arguments, words):
+    status, out, err = line(f"cost {arguments}")
+    assert (status, out) == (1, "")
+    assert err.startswith("crosshead: error: ")
+    assert err.count("\n") == 1
+    assert words in err

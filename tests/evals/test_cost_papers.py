@@ -1,0 +1,167 @@
+"""The papers' own arithmetic, from configs and bare layers alone; where a figure differs, by how much and why."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crosshead import CrossheadLlamaConfig
+from crosshead.evals.cost import model_cost
+from crosshead.evals.cost_layer import AttentionLayer
+from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.talking import DYNAMIC, Talking
+
+HIDDEN, LENGTH = 768, 512
+BOTH = ["logits", "weights"]
+# Talking-Heads, by table: (h_k, h, h_v, d_k, d_v), maps, parameters, multiplications in 1e9 to the digits given.
+TALKING_HEADS = {
+    "1": [
+        ((6, 6, 6, 128, 128), [], 2359296, "1.611"),
+        ((12, 12, 12, 64, 64), [], 2359296, "1.611"),
+        ((24, 24, 24, 32, 32), [], 2359296, "1.611"),
+        ((48, 48, 48, 16, 16), [], 2359296, "1.611"),
+        ((6, 6, 6, 128, 128), BOTH, 2359368, "1.629"),
+        ((12, 12, 12, 64, 64), BOTH, 2359584, "1.686"),
+        ((24, 24, 24, 32, 32), BOTH, 2360448, "1.913"),
+        ((48, 48, 48, 16, 16), BOTH, 2363904, "2.819"),
+        ((24, 24, 24, 64, 64), [], 4718592, "3.221"),
+    ],
+    "2": [
+        ((6, 6, 6, 128, 128), BOTH, 2359368, "1.629"),
+        ((6, 24, 6, 128, 128), BOTH, 2359584, "1.686"),
+        ((24, 6, 24, 32, 32), BOTH, 2359584, "1.686"),
+        ((6, 24, 24, 128, 32), BOTH, 2360016, "1.799"),
+        ((24, 24, 6, 32, 128), BOTH, 2360016, "1.799"),
+        ((24, 24, 24, 32, 32), BOTH, 2360448, "1.913"),
+    ],
+    "3": [
+        ((24, 24, 24, 32, 32), [], 2359296, "1.611"),
+        ((24, 24, 24, 32, 32), ["logits"], 2359872, "1.762"),
+        ((24, 24, 24, 32, 32), ["weights"], 2359872, "1.762"),
+        ((24, 24, 24, 32, 32), BOTH, 2360448, "1.913"),
+    ],
+    "8": [
+        ((12, 12, 12, 64, 64), [], 2359296, "1.611"),
+        ((12, 12, 12, 64, 64), BOTH, 2359584, "1.686"),
+        ((24, 24, 24, 32, 32), [], 2359296, "1.611"),
+        ((24, 24, 24, 32, 32), BOTH, 2360448, "1.913"),
+    ],
+}
+ROWS = [(table, *row) for table, rows in TALKING_HEADS.items() for row in rows]
+
+
+def talking_layer(sizes, maps, dynamic=()):
+    """A layer of the paper's T5: `n = m = 512` in encoder, decoder and between them alike."""
+    query_heads, softmax_heads, value_heads, key_dim, value_dim = sizes
+    layer = AttentionLayer(HIDDEN, query_heads, query_heads, value_heads, value_heads, key_dim, value_dim)
+    if not maps:
+        return layer
+    layout = HeadLayout(HIDDEN, query_heads, query_heads, key_dim, output_heads=value_heads)
+    with torch.device("meta"):
+        talking = Talking(layout, {"on": maps, "softmax_heads": softmax_heads, "dynamic": list(dynamic)})
+    return replace(layer, mixers=(talking,))
+
+
+def billions(count):
+    return f"{count / 1e9:.3f}"
+
+
+@pytest.mark.parametrize(("table", "sizes", "maps", "parameters", "multiplications"), ROWS)
+def test_talking_heads(table, sizes, maps, parameters, multiplications):
+    layer = talking_layer(sizes, maps)
+    assert layer.parameters() == parameters
+    assert billions(layer.multiplications(LENGTH, LENGTH, LENGTH)) == multiplications
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "parameters", "printed"), [(12, 64, 2801952, "1.913"), (24, 32, 4129920, "2.819")]
+)
+def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, parameters, printed):
+    """Expected disagreement: the paper's figure counts how the dynamic maps are made, and not how they are applied.
+
+    Its pseudo-code (appendix A) applies four of them, each for `n m h h` multiplications. (The figure is right for an
+    implementation that adds the three maps of each query and key before it applies their sum.)
+    """
+    layer = talking_layer((heads, heads, heads, size, size), BOTH, DYNAMIC)
+    assert layer.parameters() == parameters
+    applied = 4 * LENGTH * LENGTH * heads * heads
+    counted = layer.multiplications(LENGTH, LENGTH, LENGTH)
+    assert billions(counted) == {12: "2.064", 24: "3.423"}[heads]
+    assert billions(counted - applied) == printed
+
+
+def test_talking_heads_table_1_general_bilinear_forgets_a_factor():
+    """Expected disagreement: 12 heads of 768 features, without key and value projections (section 6).
+
+    The pseudo-code gives `2 h n d d + 2 h n m d`; the printed 7.650e9 lacks the factor h = 12 in the second term.
+    """
+    heads, printed = 12, "7.650"
+    layer = AttentionLayer(HIDDEN, heads, 0, 0, heads, HIDDEN, HIDDEN)
+    assert layer.parameters() == 14155776
+    maps, meetings = 2 * heads * LENGTH * HIDDEN * HIDDEN, 2 * heads * LENGTH * LENGTH * HIDDEN
+    assert layer.multiplications(LENGTH, LENGTH, LENGTH) == maps + meetings
+    assert billions(maps + meetings) == "12.080"
+    assert billions(maps + meetings / heads) == printed
+
+
+def knocking_config(layers, mixers):
+    """Section 3.4: `d = 1024`, `n = 32`, an MLP of `3 d`."""
+    sizes = {"hidden_size": 1024, "num_attention_heads": 32, "intermediate_size": 3072, "vocab_size": 8}
+    return CrossheadLlamaConfig(**sizes, num_hidden_layers=layers, mixers=mixers)
+
+
+@pytest.mark.parametrize("mixers", [{"form": "linear", "on": ["query", "key", "value"]}, {"form": "mlp"}], ids=str)
+def test_knocking_heads_section_3_4(mixers):
+    def layer(mixers, length=2048):
+        one, two = (model_cost(knocking_config(layers, mixers), length).training_flops for layers in (1, 2))
+        return two - one
+
+    added, stock = layer({"knocking": mixers}) - layer({}), layer({})
+    feed_forward = 3 * 2 * 3 * 1024 * 3072  # three passes, two FLOPs, three matrices
+    assert f"{added / stock:.2%}" == "0.55%"
+    assert f"{added / (stock - feed_forward):.2%}" == "1.17%"
+
+
+@pytest.mark.parametrize(
+    ("key_value_heads", "query_heads", "cache"), [(1, 32, 256), (8, 16, 2048), (4, 32, 1024), (16, 16, 4096)]
+)
+def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
+    """MQA, GQA, GQA, MHA: numbers in one layer for one token, with KHA-MLP and without."""
+    heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
+    for mixers in ({}, {"knocking": {}}):
+        config = CrossheadLlamaConfig(**heads, hidden_size=1536, num_hidden_layers=1, mixers=mixers)
+        assert model_cost(config, 1).kv_bytes_per_token == 4 * cache
+
+
+@pytest.mark.parametrize(("value_heads", "value_dim"), [(1, 512), (4, 128)], ids=["MLA", "GTA"])
+def test_knocking_heads_table_3_cache_of_attention_that_is_not_ours(value_heads, value_dim):
+    """Both print 512+64: MLA a latent of 512, GTA four heads of 128 that are key and value, beside one rotary key.
+
+    No backbone here has them, so they are bare layers; 64 and MLA's 512 are choices that no other column implies.
+    """
+    assert AttentionLayer(1536, 32, 1, value_heads, 32, 64, value_dim).cached_numbers() == 512 + 64
+
+
+@pytest.mark.parametrize(
+    ("printed", "layers", "hidden", "intermediate", "heads", "size", "routed"),
+    [
+        (186, 12, 768, 2048, 12, 64, False),
+        (186, 12, 768, 2048, 12, 64, True),
+        (881, 24, 1536, 4096, 16, 96, False),
+        (882, 24, 1536, 4096, 16, 96, True),
+    ],
+    ids=["LLM-S", "MoH-LLM-S", "LLM-B", "MoH-LLM-B"],
+)
+def test_mixture_of_head_table_c(printed, layers, hidden, intermediate, heads, size, routed):
+    """Millions of parameters, with LLaMA2's tokenizer grown to 65,536 tokens and a head of its own."""
+    config = CrossheadLlamaConfig(
+        vocab_size=65536,
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_attention_heads=heads,
+        head_dim=size,
+        tie_word_embeddings=False,
+        mixers={"mixture": {"active_heads": heads * 3 // 4}} if routed else {},
+    )
+    assert round(model_cost(config, 2048).parameters / 1e6) == printed

@@ -1,0 +1,213 @@
+"""Bad data: one clear line each, and nothing left in the cache."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from crosshead.recipes.data_options import DataOptions, DataSource
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.training_data import open_data
+from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
+
+GOOD = words(*range(1, 40))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A source that must be refused, and words of the one line."""
+
+    words: str
+    make: Callable[[Path], object]
+    kind: str = "text"
+    path: str = "source"
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def file(content: str | bytes) -> Callable[[Path], object]:
+    """A file with this content."""
+    return lambda path: path.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def files(**contents: str) -> Callable[[Path], object]:
+    """A folder with these files, dots as two underlines."""
+
+    def make(path: Path) -> None:
+        path.mkdir()
+        for name, content in contents.items():
+            (path / name.replace("__", ".")).write_text(content)
+
+    return make
+
+
+def rows(*values: Any) -> Callable[[Path], object]:
+    """A Parquet file with these values as its text."""
+    return lambda path: write_parquet(path, list(values))
+
+
+def column(values: Any) -> Callable[[Path], object]:
+    """A Parquet file with an array of a type of its own."""
+    return lambda path: parquet.write_table(pyarrow.table({"text": values}), path)
+
+
+def cut(make: Callable[[Path], object], count: int) -> Callable[[Path], object]:
+    """A file without its last bytes."""
+
+    def short(path: Path) -> None:
+        make(path)
+        os.truncate(path, path.stat().st_size - count)
+
+    return short
+
+
+def scratched(path: Path) -> None:
+    """A Parquet file with other bytes in the middle of its data."""
+    write_parquet(path, toy_texts(300))
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 10 : len(raw) // 3] = bytes(len(raw) // 3 - len(raw) // 10)
+    path.write_bytes(raw)
+
+
+LINE = '{"text": "w1 w2"}\n'
+NOT_UTF8 = pyarrow.array([b"w1", b"\xff\xfe"]).view(pyarrow.string())
+TEXT = {
+    "no file": Case("source has no file there", lambda path: None),
+    "no file by this pattern": Case("source/*.md has no file", files(a__txt="w1"), path="source/*.md"),
+    "a folder without text": Case("source has no .txt file", files(a__md="w1")),
+    "a folder of nothing": Case("source has no .txt file", files()),
+    "a pattern for folders alone": Case(
+        "has no file there", lambda path: (path / "a").mkdir(parents=True), path="source/*"
+    ),
+    "a pipe": Case("has no file there", os.mkfifo),
+    "empty file": Case("source is empty", file("")),
+    "blank file": Case("source is empty", file(" \n\t\n" * 1000)),
+    "empty files": Case("source is empty", files(a__txt="", b__txt=" ")),
+    "binary file": Case("binary", file(b"text\0text")),
+    "invalid UTF-8": Case("(byte 9 is not)", file(b"w1 w2 w3 \xff w4")),
+    "invalid far from the beginning": Case("(byte 3000003 is not)", file(b"w1 " * 1_000_001 + b"\x80")),
+    "half a character at the end": Case("(byte 3 is not)", file(b"w1 \xe6\xbc")),
+    "UTF-16": Case("(byte 0 is not)", file("w1 w2".encode("utf-16"))),
+    "a picture": Case("(byte 0 is not)", file(b"\x89PNG\r\n\x1a\n\0")),
+    "shorter than a window": Case("3 tokens to train on, too few for one window of length=8", file("w1 w2")),
+    "no window within max_tokens": Case(
+        "3 tokens to train on", lambda path: write_jsonl(path, ["w1 w2"] * 99), "jsonl", options={"max_tokens": 3}
+    ),
+    "Parquet as text": Case("source is no UTF-8 text", rows(GOOD)),
+}
+JSON_LINES = {
+    "no JSON": Case("line 2 is not JSON", file(LINE + "w1 w2\n"), "jsonl"),
+    "a line cut short": Case("line 2 is not JSON", file(LINE + LINE[:9]), "jsonl"),
+    "a list of objects": Case("line 1 is not JSON", file('[\n{"text": "w1"}\n]'), "jsonl"),
+    "a list on one line": Case("line 1 holds [{", file('[{"text": "w1"}]'), "jsonl"),
+    "a word": Case('line 2 holds "w1"', file(LINE + '"w1"'), "jsonl"),
+    "without bottom": Case("line 1 is not JSON", file("[" * 100_000), "jsonl"),
+    "a byte order mark": Case("line 1 is not JSON", file("\ufeff" + LINE), "jsonl"),
+    "missing column": Case("line 2 has no column 'text': choose among 'txt'", file(LINE + '{"txt": "w1"}'), "jsonl"),
+    "another missing column": Case(
+        "line 1 has no column 'body': choose among 'text'", file(LINE), "jsonl", options={"column": "body"}
+    ),
+    "no column at all": Case("choose among none", file("{}"), "jsonl"),
+    "a number for a text": Case("line 2 holds 5 in 'text'", file(LINE + '{"text": 5}'), "jsonl"),
+    "a list for a text": Case("line 1 holds ['w1'] in 'text'", file('{"text": ["w1"]}'), "jsonl"),
+    "half a surrogate": Case("line 1 holds half a character", file('{"text": "w1 \\ud800"}'), "jsonl"),
+    "invalid line": Case("line 2 is no UTF-8 text (its byte 10", file(LINE.encode() + b'{"text": "\xff"}'), "jsonl"),
+    "binary as lines": Case("line 1 is no UTF-8", file(b"\x89PNG\r\n\x1a\n\0"), "jsonl"),
+    "an empty file of lines": Case("source is empty", file(""), "jsonl"),
+    "lines without text": Case("source is empty", file('{"text": ""}\n{"text": null}\n'), "jsonl"),
+    "a folder without lines": Case("source has no .jsonl file", files(a__json=LINE), "jsonl"),
+}
+PARQUET = {
+    "text as Parquet": Case("source cannot be read as Parquet", file(GOOD), "parquet"),
+    "an empty file as Parquet": Case("source cannot be read as Parquet", file(""), "parquet"),
+    "Parquet without its end": Case("source cannot be read as Parquet", cut(rows(GOOD), 20), "parquet"),
+    "scratched Parquet": Case("source", scratched, "parquet"),
+    "no column in Parquet": Case(
+        "no column 'body': choose among 'number', 'text'", rows(GOOD), "parquet", options={"column": "body"}
+    ),
+    "numbers in Parquet": Case("row 1 holds 0 in 'number'", rows(GOOD), "parquet", options={"column": "number"}),
+    "bytes in Parquet": Case("row 2 holds b'w1' in 'text'", column(pyarrow.array([None, b"w1"])), "parquet"),
+    "invalid UTF-8 in Parquet": Case("'text' that is no UTF-8", column(NOT_UTF8), "parquet"),
+    "no rows": Case("source is empty", rows(), "parquet"),
+    "no text in Parquet": Case("source is empty", column(pyarrow.array([None, ""], pyarrow.string())), "parquet"),
+}
+HUB = {
+    "no dataset": Case("Hub dataset", lambda path: None, "hub", path="no/such"),
+    "no dataset's name": Case("Hub dataset", lambda path: None, "hub", path="a b/c:d"),
+    "no split": Case("Unknown split \"none\"", files(train__jsonl=LINE), "hub", options={"split": "none"}),
+    "no subset": Case("'none' not found", files(train__jsonl=LINE), "hub", options={"subset": "none"}),
+    "no column in a dataset": Case("has no column 'body': choose among 'text'", files(train__jsonl=LINE), "hub",
+                                   options={"column": "body"}),
+    "no column in a stream": Case("has no column 'body': choose among 'text'", files(train__jsonl=LINE), "hub",
+                                  options={"column": "body", "streaming": True}),
+    "numbers in a dataset": Case("row 1 of the Hub dataset", files(train__jsonl='{"text": 5}'), "hub"),
+    "a broken file of a dataset": Case("cannot be read", files(train__jsonl=LINE + '{"text'), "hub"),
+    "a broken file of a stream": Case("cannot be read", files(train__jsonl=LINE + '{"text'), "hub",
+                                      options={"streaming": True}),
+}  # fmt: skip
+CASES = TEXT | JSON_LINES | PARQUET | HUB
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_one_line_and_nothing_left(case, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    case.make(Path("source"))
+    source = DataSource(case.path, case.kind, **case.options)
+    with pytest.raises(RecipeError) as caught:
+        open_data(DataOptions((source,), length=8, cache="cache"), separating_tokenizer(), 61)
+    message = str(caught.value)
+    assert case.words in message
+    assert case.path in message and "\n" not in message
+    assert len(message) < 300
+    left = [path.name for path in Path("cache").iterdir() if path.is_dir()] if Path("cache").exists() else []
+    assert left == [] or "window" in message
+
+
+def test_addresses_of_the_hub_are_shown_without_their_signatures(monkeypatch, tmp_path):
+    def refuse(*names, **options):
+        raise OSError("403 Forbidden for url https://cdn.example.org/file?Signature=secret&Key=1 (id\n 7)")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    options = DataOptions((DataSource("a/b", "hub"),), length=8, cache=str(tmp_path))
+    with pytest.raises(RecipeError, match=r"a/b cannot be read: 403 .*org/file \(id 7\)$") as caught:
+        open_data(options, separating_tokenizer(), 61)
+    assert "secret" not in str(caught.value)
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "a.jsonl", [GOOD])
+    opened = Path.open
+
+    def refuse(self, *arguments, **options):
+        if self == path:
+            raise PermissionError(13, "Permission denied")
+        return opened(self, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    options = DataOptions((DataSource(str(path), "jsonl"),), length=8, cache=str(tmp_path / "cache"))
+    with pytest.raises(RecipeError, match=r"a\.jsonl cannot be read: Permission denied"):
+        open_data(options, separating_tokenizer(), 61)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"sources": ()}, "sources is empty"), ({"length": 1}, "length=1"), ({"held_out": 1.0}, "held_out=1")],
+)
+def test_options_that_leave_nothing(changes, message):
+    with pytest.raises(RecipeError, match=message):
+        replace(DataOptions((DataSource("a"),)), **changes)
+
+
+def test_weights_that_never_repeat(tmp_path):
+    path = str(write_jsonl(tmp_path / "a.jsonl", [GOOD]))
+    sources = DataSource(path, "jsonl", weight=0.1 + 0.2), DataSource(path, "jsonl")
+    data = open_data(DataOptions(sources, length=8, cache=str(tmp_path / "cache")), separating_tokenizer(), 61)
+    with pytest.raises(RecipeError, match=r"weights \[0\.30000000000000004, 1\.0\]"):
+        data.samples(10, seed=0)

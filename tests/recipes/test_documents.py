@@ -1,0 +1,122 @@
+"""Every kind of source gives its documents, whole and in order, and says how far it has read."""
+
+import json
+
+import datasets
+import pytest
+
+from crosshead.recipes import documents as reading
+from crosshead.recipes.data_options import DataSource
+from crosshead.recipes.documents import documents
+from crosshead.recipes.source_files import identity, source_files, total_size
+from toy_data import write_jsonl, write_parquet
+
+TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3
+
+
+def read(source):
+    """All texts, and what was told of the progress."""
+    told = []
+    return ["".join(document) for document in documents(source, told.append)], told
+
+
+def of(path, kind, **options):
+    return DataSource(str(path), kind, **options)
+
+
+def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
+    content = "Größe\r\n漢字 🙂\n" * 50
+    (tmp_path / "a.txt").write_bytes(content.encode())
+    for block in (1, 2, 3, 5, 1 << 20):  # characters of several bytes lie across the blocks' borders
+        monkeypatch.setattr(reading, "BLOCK", block)
+        source = of(tmp_path / "a.txt", "text")
+        texts, told = read(source)
+        assert texts == [content]
+        assert sum(told) == total_size(source) == len(content.encode())
+
+
+@pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
+def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
+    monkeypatch.setattr(reading, "ROWS", 4)
+    write(tmp_path / "a", TEXTS, column="body")
+    source = of(tmp_path / "a", kind, column="body")
+    texts, told = read(source)
+    assert texts == TEXTS
+    assert sum(told) == total_size(source) == (tmp_path / "a").stat().st_size
+
+
+def test_lines_without_text(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "a"}\r\n\n  \n{"text": null}\n{"other": 1, "text": "b"}')
+    assert read(of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "", "b"]
+
+
+def test_a_parquet_column_may_hold_nothing(tmp_path):
+    write_parquet(tmp_path / "a.parquet", ["a", None, "b"])
+    assert read(of(tmp_path / "a.parquet", "parquet"))[0] == ["a", "", "b"]
+
+
+def test_a_folder_and_a_pattern_are_their_files_in_order(tmp_path):
+    for name in ("b.txt", "a/z.txt", "a/c.md", "d.jsonl", "a/b/e.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    assert read(of(tmp_path, "text"))[0] == ["a/b/e.txt", "a/z.txt", "b.txt"]
+    assert read(of(tmp_path / "**" / "*.md", "text"))[0] == ["a/c.md"]
+    assert read(of(tmp_path / "a" / "*", "text"))[0] == ["a/c.md", "a/z.txt"]
+    assert source_files(of(tmp_path, "jsonl")) == [tmp_path / "d.jsonl"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern(tmp_path):
+    (tmp_path / "a[1].txt").write_text("here")
+    assert read(of(tmp_path / "a[1].txt", "text"))[0] == ["here"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_hub_dataset(tmp_path, monkeypatch, streaming):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "copy").mkdir()
+    rows = [{"number": number, "body": text} for number, text in enumerate(TEXTS)]
+    (tmp_path / "copy" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "copy" / "test.jsonl").write_text('{"number": 0, "body": "of the test"}\n')
+    source = of(tmp_path / "copy", "hub", column="body", streaming=streaming)
+    texts, told = read(source)
+    assert texts == TEXTS
+    assert told == [1] * len(TEXTS) and total_size(source) is None
+    assert read(of(tmp_path / "copy", "hub", column="body", split="test"))[0] == ["of the test"]
+
+
+def test_what_is_asked_of_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(*names, **options):
+        asked.append((names, options))
+        return datasets.Dataset.from_dict({"text": ["a"], "number": [1]})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    source = of("organisation/set", "hub", subset="en", split="validation", revision="v1", streaming=True)
+    assert read(source)[0] == ["a"]
+    assert asked == [
+        (("organisation/set", "en"), {"split": "validation", "revision": "v1", "streaming": True}),
+    ]
+
+
+def test_the_identity_changes_with_what_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    write_jsonl(path, ["a"])
+    first = of(path, "jsonl")
+    seen = [identity(first), identity(of(path, "text")), identity(of(path, "jsonl", column="b"))]
+    seen += [identity(of(path, "jsonl", max_tokens=9))]
+    path.write_text('{"text": "b"}\n')
+    seen += [identity(first)]
+    write_jsonl(tmp_path / "b.jsonl", ["a"])
+    seen += [identity(of(tmp_path, "jsonl"))]
+    seen += [identity(of("a/b", "hub", **options)) for options in ({}, {"revision": "v1"}, {"split": "test"})]
+    assert all(one != other for index, one in enumerate(seen) for other in seen[:index])
+    assert identity(of(path, "jsonl", weight=3.0)) == seen[4]
+    assert json.loads(json.dumps(identity(first))) is not None
+
+
+def test_the_identity_of_a_copy_of_a_hub_dataset_is_that_of_its_files(tmp_path):
+    write_jsonl(tmp_path / "a.jsonl", ["a"])
+    before = identity(of(tmp_path, "hub"))
+    write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
+    assert identity(of(tmp_path, "hub")) != before

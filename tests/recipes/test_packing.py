@@ -1,0 +1,100 @@
+"""Windows against a slow cut of the same tokens, and through models: packed documents equal separate ones."""
+
+import pickle
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils.data import default_collate
+
+from crosshead.recipes.packing import NOT_PREDICTED, Windows
+from crosshead.recipes.token_cache import TokenStream
+from crosshead.recipes.tokenising import TRAINING, TokenEncoder, write_tokens
+from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
+from toys import CASES, mixed_model
+
+
+def stream(folder, texts):
+    encoder = TokenEncoder(separating_tokenizer(), 61)
+    write_tokens([[text] for text in texts], encoder, 0.0, None, folder, lambda: None)
+    return TokenStream(folder, TRAINING, encoder.dtype)
+
+
+def slowly(texts, length):
+    """(token, position, label) of every place, window after window."""
+    places = []
+    for text in texts:
+        document = [*(int(word[1:]) for word in text.split()), SEPARATOR]
+        for place, token in enumerate(document):
+            begins = place == 0 or len(places) % length == 0
+            position = 0 if begins else places[-1][1] + 1
+            places.append((token, position, NOT_PREDICTED if begins else token))
+    return [places[start : start + length] for start in range(0, len(places) - length + 1, length)]
+
+
+@pytest.mark.parametrize("length", [2, 3, 7, 16, 50])
+def test_windows_with_documents_apart(tmp_path, length):
+    texts = [*toy_texts(60), words(*range(1, 60)), *toy_texts(5)]
+    windows = Windows(stream(tmp_path, texts), length, separate_documents=True)
+    expected = slowly(texts, length)
+    assert len(windows) == len(expected) > 5
+    for sample, places in zip((windows[index] for index in range(len(windows))), expected, strict=True):
+        keys = "input_ids", "position_ids", "labels"
+        assert list(zip(*(sample[key].tolist() for key in keys), strict=True)) == places
+        assert all(sample[key].dtype == torch.int64 for key in keys)
+
+
+def test_plain_windows(tmp_path):
+    texts = toy_texts(60)
+    windows = Windows(stream(tmp_path, texts), 7, separate_documents=False)
+    for index, places in enumerate(slowly(texts, 7)):
+        sample = windows[index]
+        tokens = [token for token, _, _ in places]
+        assert set(sample) == {"input_ids", "labels"}
+        assert sample["input_ids"].tolist() == tokens
+        assert sample["labels"].tolist() == [NOT_PREDICTED, *tokens[1:]]
+
+
+def test_there_is_no_window_beyond_the_last(tmp_path):
+    tokens = stream(tmp_path, toy_texts(20))
+    windows = Windows(tokens, 9, separate_documents=False)
+    assert len(list(windows)) == len(windows) == len(tokens.tokens) // 9
+    assert len(tokens.tokens) % 9 > 1
+    with pytest.raises(IndexError):
+        windows[len(windows)]
+
+
+def test_a_sample_may_be_written_to(tmp_path):
+    windows = Windows(stream(tmp_path, toy_texts(20)), 7, separate_documents=False)
+    before = windows[0]["input_ids"].clone()
+    windows[0]["input_ids"].zero_()
+    assert windows[0]["input_ids"].equal(before)
+
+
+def test_another_process_gets_the_place_and_not_the_content(tmp_path):
+    windows = Windows(stream(tmp_path, toy_texts(3000)), 7, separate_documents=True)
+    sent = pickle.dumps(windows)
+    assert len(sent) < 1000 < len(windows)
+    assert pickle.loads(sent)[99]["input_ids"].equal(windows[99]["input_ids"])
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_a_packed_batch_equals_its_documents_apart(tmp_path, case):
+    texts = toy_texts(40)
+    windows = Windows(stream(tmp_path, texts), 16, separate_documents=True)
+    batch = default_collate([windows[index] for index in range(4)])
+    model = mixed_model("Llama", CASES[case])
+    out = model(**batch, use_cache=False)
+    losses = []
+    for ids, positions, logits in zip(batch["input_ids"], batch["position_ids"], out.logits, strict=True):
+        starts = [*positions.eq(0).nonzero().flatten().tolist(), 16]
+        assert len(starts) > 2
+        for begin, end in pairwise(starts):
+            alone = model(ids[None, begin:end]).logits[0]
+            assert (alone - logits[begin:end]).abs().max() < 1e-4
+            losses.append(torch.nn.functional.cross_entropy(alone[:-1], ids[begin + 1 : end], reduction="none"))
+    tokens = torch.cat(losses)
+    assert len(tokens) == (batch["labels"] != NOT_PREDICTED).sum()
+    balance = 0.0 if out.balance_loss is None else 0.01 * out.balance_loss
+    assert abs(tokens.mean() + balance - out.loss) < 1e-5

@@ -1,0 +1,184 @@
+"""Recipes from YAML: typed, checked, changed from the command line, and refused in one line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+PATH = "model: {path: somewhere}"
+DATA = "data: {sources: [{path: text.txt}], length: 64}"
+TRAIN = "train: {learning_rate: 1e-4, tokens: 6400, batch_tokens: 640}"
+CONFIG = "model: {tokenizer: somewhere, config: {model_type: crosshead_llama, %s}}"
+
+
+def written(folder: Path, *sections: str) -> Path:
+    path = folder / "recipe.yaml"
+    path.write_text("\n".join(["output: run", *sections]), encoding="utf-8")
+    return path
+
+
+def test_values_are_typed_by_the_schema(tmp_path):
+    recipe = load_recipe(
+        written(
+            tmp_path,
+            PATH,
+            "data: {sources: [{path: a, weight: 2}, {path: b, kind: jsonl}], length: 64, separate_documents: true}",
+            "train: {learning_rate: 1e-4, tokens: 1_000, batch_tokens: 128, betas: [0.9, 0.99], schedule: constant}",
+            "watch: {report_to: [trackio]}",
+            "checkpoints:",
+        )
+    )
+    assert recipe.train.learning_rate == 1e-4 and recipe.train.tokens == 1000
+    assert recipe.train.betas == (0.9, 0.99) and recipe.data.separate_documents is True
+    assert [source.weight for source in recipe.data.sources] == [2.0, 1.0]
+    assert recipe.watch.report_to == ("trackio",) and recipe.watch.evaluate_every is None
+    assert recipe.checkpoints.keep == 2 and recipe.hub is None
+
+
+def test_a_configuration_keeps_the_key_on(tmp_path):
+    mixers = "mixers: {knocking: {on: [value], form: linear}, explicit: {norm: false}}, rms_norm_eps: 1e-5"
+    recipe = load_recipe(written(tmp_path, CONFIG % mixers, DATA, TRAIN))
+    assert recipe.model.config == {
+        "model_type": "crosshead_llama",
+        "mixers": {"knocking": {"on": ["value"], "form": "linear"}, "explicit": {"norm": False}},
+        "rms_norm_eps": 1e-5,
+    }
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [("0", 0), ("0.05", 5), ("1", 1), ("30", 30)])
+def test_steps_are_counted_in_tokens(tmp_path, warmup, steps):
+    recipe = load_recipe(written(tmp_path, PATH, DATA, TRAIN), ["train.tokens=63_361", f"train.warmup={warmup}"])
+    assert (recipe.batch_size, recipe.steps, recipe.warmup_steps) == (10, 100, steps)
+
+
+def test_the_command_line_changes_any_key(tmp_path):
+    path = written(tmp_path, CONFIG % "mixers: {mixture: {active_heads: 4}}", DATA, TRAIN)
+    changes = [
+        "train.learning_rate=1e-5",
+        "data.sources.0.weight=3",
+        "watch.report_to=[trackio, tensorboard]",
+        "model.config.mixers.mixture.shared_heads=1",
+        "hub.repo=me/model",
+        "data.sources.0.subset=a=b",
+    ]
+    recipe = load_recipe(path, changes)
+    assert recipe.train.learning_rate == 1e-5
+    assert recipe.data.sources[0].weight == 3.0 and recipe.data.sources[0].subset == "a=b"
+    assert recipe.watch.report_to == ("trackio", "tensorboard")
+    assert recipe.model.config["mixers"] == {"mixture": {"active_heads": 4, "shared_heads": 1}}
+    assert recipe.hub.repo == "me/model"
+    assert load_recipe(path, ["model.config.mixers={}"]).model.config["mixers"] == {}
+
+
+def test_a_shipped_recipe_has_a_name():
+    assert load_recipe("small/smollm2_knocking") == load_recipe(RECIPES / "small/smollm2_knocking.yaml")
+    assert load_recipe("small/smollm2_knocking.yaml").output == "runs/smollm2_knocking"
+    assert len(shipped_recipes()) == len(list(RECIPES.glob("papers/*"))) + len(list(RECIPES.glob("small/*")))
+
+
+def test_the_example_loads(tmp_path):
+    (example,) = re.findall(r"```yaml\n(.*?)```", (RECIPES / "README.md").read_text(), re.DOTALL)
+    path = tmp_path / "example.yaml"
+    path.write_text(example)
+    assert load_recipe(path).steps == 306
+
+
+BAD_FILES = {
+    "no section": ([DATA, TRAIN], "the recipe lacks the key 'model'"),
+    "no key": ([PATH, DATA, "train: {tokens: 10}"], "train lacks the key 'learning_rate'"),
+    "a key twice": ([PATH, DATA, TRAIN, "output: there"], "is not YAML: a key stands twice"),
+    "no YAML": ([PATH, DATA, TRAIN, "watch: {"], "is not YAML: "),
+    "a loop": ([PATH, DATA, TRAIN, "watch: &watch {every: *watch}"], "is not YAML: "),
+    "nothing to train": (["model: {tokenizer: a}", DATA, TRAIN], "model.path is missing"),
+    "nothing to read with": (["model: {config: {model_type: crosshead_llama}}", DATA, TRAIN], "model.tokenizer is"),
+    "an unknown model": ([CONFIG.replace("llama", "lama") % "", DATA, TRAIN], "did you mean 'crosshead_llama'"),
+    "an unknown size": ([CONFIG % "hiden_size: 8", DATA, TRAIN], "model.config has no key 'hiden_size': did you"),
+    "a wrong size": ([CONFIG % "hidden_size: wide", DATA, TRAIN], "hidden_size"),
+    "no heads": ([CONFIG % "num_attention_heads: 0", DATA, TRAIN], "model.config: "),
+    "a wrong mechanism": ([CONFIG % "mixers: {mixture: {active_heads: 99}}", DATA, TRAIN], "active_heads=99 is more"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_files_are_refused(tmp_path, case):
+    sections, message = BAD_FILES[case]
+    refused(written(tmp_path, *sections), [], message)
+
+
+def refused(path, changes, message):
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, changes)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+BAD_VALUES = {
+    "wath.every=1": "the recipe has no key 'wath': did you mean 'watch'?",
+    "train.lerning_rate=1": "train has no key 'lerning_rate': did you mean 'learning_rate'?",
+    "train.label_smoothing=0.1": "train has no key 'label_smoothing'",
+    "data.sources.0.pth=a": "data.sources.0 has no key 'pth': did you mean 'path'?",
+    "data.sources.0.kind=txt": "data.sources.0.kind='txt' is not allowed: use one of 'text', ",
+    "data.sources=[]": "data.sources is empty",
+    "train.learning_rate=fast": "train.learning_rate='fast' is not allowed: use a number",
+    "train.learning_rate=1e999": "train.learning_rate='1e999' is not allowed: use a number",
+    "train.learning_rate=0": "train.learning_rate=0.0 is not allowed: use a number above 0",
+    "train.learning_rate=": "train.learning_rate='' is not allowed: use a number",
+    "train.tokens=0.5": "train.tokens='0.5' is not allowed: use a whole number",
+    "train.final_ratio=2": "train.final_ratio=2.0 is not allowed: use a number from 0 to 1",
+    "train.checkpoint_activations=1": "train.checkpoint_activations='1' is not allowed: use true or false",
+    "train.trainable=mixer": "train.trainable='mixer' is not allowed: use one of 'all', 'mixers', ",
+    "train.betas=[0.9]": "train.betas=['0.9'] is not allowed: use a list of 2",
+    "train=hard": "train='hard' is not allowed: use a mapping",
+    "model.path=[a]": "model.path=['a'] is not allowed: use a word or a text",
+    "model.config=llama": "model.config='llama' is not allowed: use a mapping",
+    "output=": "output='' is not allowed: use a word or a text",
+    "watch.report_to=trackio": "watch.report_to='trackio' is not allowed: use a list",
+    "train.batch_tokens=650": "train.batch_tokens=650 is no multiple of data.length=64: the nearest is 640",
+    "train.batch_tokens=6": "train.batch_tokens=6 is no multiple of data.length=64: the nearest is 64",
+    "train.micro_batch=4": "train.micro_batch=4 does not divide the 10 sequences of a step",
+    "train.warmup=10": "train.warmup=10 leaves nothing after it: train.tokens=6400 are 10 steps",
+    "train.warmup=1.5": "train.warmup=1.5 is no whole number of steps",
+    "train.warmup_from=1": "train.warmup_from=1.0 is above learning_rate=0.0001",
+    "train.trainable=mixers+lora": "train.trainable='mixers+lora' needs `lora`",
+    "train.lora={rank: 4, alpha: 8}": "train.trainable='all' has no use for `lora`",
+    "distillation.weight=0.5": "distillation.teacher",
+    "distillation={teacher: a, logits: b}": "distillation.teacher",
+    "distillation={logits: b, match_steps: 3}": "distillation.match_steps=3 needs `teacher`",
+    "sweep.learning_rates=[1e-4]": "sweep.learning_rates=[0.0001]",
+}
+
+
+@pytest.mark.parametrize("change", BAD_VALUES)
+def test_bad_values_are_refused(tmp_path, change):
+    path = written(tmp_path, PATH, DATA, TRAIN)
+    assert refused(path, [change], BAD_VALUES[change]).startswith(f"{path}: ")
+
+
+BAD_CHANGES = {
+    "train.learning_rate": "is not key=value",
+    "=1": "is not key=value",
+    "train..seed=1": "is not key=value",
+    "train.seed=[": "is not YAML",
+    "output.folder=a": "there is no 'folder'",
+    "data.sources.1.path=a": "there is no '1'",
+    "data.sources.first=a": "there is no 'first'",
+}
+
+
+@pytest.mark.parametrize("change", BAD_CHANGES)
+def test_bad_changes_are_refused(tmp_path, change):
+    refused(written(tmp_path, PATH, DATA, TRAIN), [change], BAD_CHANGES[change])
+
+
+@pytest.mark.parametrize("content", [b"", b"- a\n- b", b"\xff\xfe\x00", b"just text", None])
+def test_files_that_are_no_recipe_are_refused(tmp_path, content):
+    path = tmp_path / "recipe.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    refused(path, [], str(path))

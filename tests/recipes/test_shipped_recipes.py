@@ -1,0 +1,158 @@
+"""Every recipe that comes along: it parses, its model is the paper's, its commands exist, and it shrinks to a toy."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosshead.conversion.mixer_options import read_mixers, split_argument
+from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+from crosshead.recipes.model_config import model_config
+from crosshead.recipes.toy import toy, toy_config
+from crosshead_command.main import app
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+SHIPPED = shipped_recipes()
+PARAMETERS = {  # billions, as the papers print them
+    "papers/kha_dense_0.61b": (0.61, 0.01),
+    "papers/kha_dense_1.68b": (1.68, 0.01),
+    "papers/kha_dense_3.94b": (3.94, 0.01),
+    "papers/kha_moe_a0.8b_6.6b": (6.6, 0.1),
+    "papers/mea_1b": (1.4985, 0.0001),  # Llama-3.2-1B's 1.2358 and a head of 128,256 x 2,048
+    "papers/mea_qwen3_30b": (30.5, 0.1),
+    "papers/moh_llama3_8b": (8.03 + 2 * 32_640 * 4096 / 1e9, 0.01),
+    "papers/moh_llm_b": (0.882, 0.001),
+    "papers/moh_llm_s": (0.186, 0.001),
+    "small/smollm2": (0.1345, 0.003),
+    "small/qwen3_0.6b": (0.596, 0.03),
+}
+ACTIVE = {(32, 4): 880, (16, 8): 795, (32, 1): 859, (16, 16): 852}
+"""Knocking-Heads, table 3: query heads, key/value heads -> millions of active parameters."""
+ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
+
+
+def parameters(config):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return {name: tensor.numel() for name, tensor in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_models_have_the_size_that_is_claimed(name):
+    ((claim, tolerance),) = [size for start, size in PARAMETERS.items() if name.startswith(start)]
+    counted = sum(parameters(model_config(load_recipe(name).model.config)).values()) / 1e9
+    assert counted == pytest.approx(claim, abs=tolerance)
+
+
+@pytest.mark.parametrize("heads", ACTIVE)
+def test_knocking_heads_experts_have_the_active_parameters_of_every_row(heads):
+    changes = [f"model.config.num_attention_heads={heads[0]}", f"model.config.num_key_value_heads={heads[1]}"]
+    recipe = load_recipe("papers/kha_moe_a0.8b_6.6b", [*changes, "model.config.mixers={}"])
+    config = model_config(recipe.model.config)
+    active = config.num_experts_per_tok / config.num_experts
+    counted = sum(count * (active if ".experts." in name else 1) for name, count in parameters(config).items())
+    assert round(counted / 1e6) == ACTIVE[heads]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_what_the_comments_say_to_set_can_be_set(name):
+    text = SHIPPED[name].read_text(encoding="utf-8")
+    comments = "\n".join(line for line in text.splitlines() if line.startswith("#"))
+    for change in re.findall(r"--set ((?:'[^']*'|[^\s',;])+)", comments):
+        assert load_recipe(name, shlex.split(change)) != load_recipe(name)
+
+
+def commands(recipe):
+    """The lines of `model.convert` as a shell would split them."""
+    text = (recipe.model.convert or "").replace("\\\n", " ")
+    sequence = re.compile(r"\$\(seq -s\+ (\d+) (\d+)\)")
+    text = sequence.sub(lambda match: "+".join(map(str, range(int(match[1]), int(match[2]) + 1))), text)
+    return [shlex.split(line) for line in text.splitlines()]
+
+
+@pytest.mark.parametrize("name", [name for name in SHIPPED if load_recipe(name).model.path])
+def test_the_command_makes_the_model_that_is_expected(name):
+    recipe = load_recipe(name)
+    made = {}
+    for program, command, *arguments in commands(recipe):
+        assert program == "crosshead"
+        context = typer.main.get_command(app).commands[command].make_context(command, arguments)
+        made[str(context.params["out"])] = context.params
+    outputs = {load_recipe(other).output for other in SHIPPED} - {recipe.output}
+    assert recipe.model.path in made or recipe.model.path in outputs
+    if recipe.model.path in made:
+        asked = made[recipe.model.path]
+        config = model_config(recipe.model.config)
+        layouts = model_config(recipe.model.config | {"mixers": {}}).layouts()
+        request = read_mixers(dict(split_argument(argument) for argument in asked["mixer"]), layouts)
+        assert model_config(recipe.model.config | {"mixers": request.mixers}).mixers == config.mixers
+        assert asked["vocab_size"] in (None, config.vocab_size)
+        assert recipe.distillation is None or recipe.distillation.teacher == asked["source"]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_toys_keep_the_structure(name, tmp_path):
+    recipe = load_recipe(name)
+    small = toy(recipe, tmp_path)
+    config, large = model_config(small.model.config), model_config(recipe.model.config)
+    assert type(config) is type(large) and list(config.mixers) == list(large.mixers)
+    assert config.num_attention_heads == large.num_attention_heads
+    assert small.train.trainable == recipe.train.trainable and small.train.lora == recipe.train.lora
+    assert small.batch_size > small.train.micro_batch and small.warmup_steps == (recipe.warmup_steps > 0)
+    assert (small.model.path is None) == (recipe.model.path is None)
+    assert (small.distillation is None) == (recipe.distillation is None)
+    torch.manual_seed(0)
+    if small.model.path is None:
+        model = AutoModelForCausalLM.from_config(config)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(small.model.path)
+    assert model.num_parameters() < 1_000_000
+    tokens = AutoTokenizer.from_pretrained(small.model.tokenizer)("Heads, working together.", return_tensors="pt")
+    output = model(**tokens, labels=tokens["input_ids"])
+    assert output.loss.isfinite()
+    assert (output.aux_loss is not None) == bool(recipe.model.config.get("output_router_logits"))
+
+
+def test_toys_keep_which_layers_are_changed():
+    content = {
+        "model_type": "crosshead_llama",
+        "num_hidden_layers": 8,
+        "mixers": {
+            "explicit": {"key_heads": [32, 1, 32, 2, 32, 4, 32, 8], "layers": [2, 3, 4]},
+            "knocking": {"layers": [7]},
+        },
+    }
+    small = model_config(toy_config(content, 257))
+    assert small.mixers["explicit"]["key_heads"] == [32, 32, 32, 32]
+    assert small.mixers["explicit"]["layers"] == [1, 2]
+    assert small.mixers["knocking"]["layers"] == [2]
+
+
+def test_toys_leave_random_numbers_alone(tmp_path):
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    toy(load_recipe("small/smollm2_explicit"), tmp_path)
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize("path", ACCELERATE, ids=lambda path: path.stem)
+def test_accelerate_understands_its_configurations(path):
+    config_args = pytest.importorskip("accelerate.commands.config.config_args")
+    launch = pytest.importorskip("accelerate.commands.launch")
+    config = config_args.load_config_from_file(str(path))
+    assert config.num_processes % config.num_machines == 0
+    # Accelerate takes any key below the top, and a misspelt one would do nothing.
+    known = vars(launch.launch_command_parser().parse_args(["script.py"]))
+    content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for section in ("fsdp_config", "deepspeed_config"):
+        assert set(content.get(section, {})) <= set(known)
+
+
+def test_there_are_recipes_of_every_kind():
+    assert len(SHIPPED) == 23 and len(ACCELERATE) == 4

@@ -1,0 +1,161 @@
+"""Tokens on the disk against the same documents tokenised one by one."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+
+from crosshead.recipes import tokenising
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.tokenising import HELD_OUT, TRAINING, TokenEncoder, is_held_out, pieces, write_tokens
+from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
+
+
+@pytest.fixture(scope="module")
+def encoder():
+    return TokenEncoder(separating_tokenizer(), 61)
+
+
+def nobody():
+    """Nobody is told."""
+
+
+def written(folder, part, dtype=np.uint16):
+    """The documents of a part, separators included."""
+    tokens, ends = np.fromfile(folder / f"{part}.tokens", dtype), np.fromfile(folder / f"{part}.ends", np.int64)
+    assert not len(tokens) or ends[-1] == len(tokens)
+    return [list(document) for document in np.split(tokens, ends[:-1])] if len(ends) else []
+
+
+def expected(texts):
+    return [[*(int(word[1:]) for word in text.split()), SEPARATOR] for text in texts]
+
+
+def test_documents_one_after_the_other(encoder, tmp_path, monkeypatch):
+    texts = toy_texts(100)
+    for size in (1, 100, 10_000):
+        monkeypatch.setattr(tokenising, "BATCH", size)
+        told = []
+        report = partial(told.append, size)
+        records = write_tokens([[text] for text in texts], encoder, 0.0, None, tmp_path, report)
+        assert written(tmp_path, TRAINING) == expected(texts)
+        assert written(tmp_path, HELD_OUT) == []
+        assert records[TRAINING].documents == 100
+        assert records[TRAINING].tokens == sum(map(len, expected(texts)))
+        assert (len(told) > 10) == (size < 10_000)
+
+
+def test_the_digest_knows_where_documents_end(encoder, tmp_path):
+    one, two = [[words(1, SEPARATOR, 2)]], [[words(1)], [words(2)]]
+    records = [write_tokens(documents, encoder, 0.0, None, tmp_path, nobody)[TRAINING] for documents in (one, two)]
+    assert records[0].tokens == records[1].tokens
+    assert records[0].digest != records[1].digest
+
+
+def test_documents_without_text_are_left_out(encoder, tmp_path):
+    documents = [[], [words(1)], [""], ["  ", "\n"], [words(2)]]
+    write_tokens(documents, encoder, 0.0, None, tmp_path, nobody)
+    assert written(tmp_path, TRAINING) == expected([words(1), words(2)])
+
+
+def test_a_long_document_in_pieces_is_the_document(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "PIECE", 50)
+    monkeypatch.setattr(tokenising, "BATCH", 120)
+    text = "\n".join(words(*range(1 + start % 40, 9 + start % 40)) for start in range(200))
+    for block in (7, 50, 51, 5000, len(text)):
+        blocks = [text[start : start + block] for start in range(0, len(text), block)]
+        found = list(pieces([blocks, [words(3)]]))
+        assert max(len(piece.text) for piece in found) <= 50
+        assert "".join(piece.text for piece in found) == text + words(3)
+        assert all(piece.text.endswith("\n") for piece in found if not piece.last)
+        assert [piece.first for piece in found] == [True] + [piece.last for piece in found[:-1]]
+        assert [piece.last for piece in found].count(True) == 2
+        write_tokens([blocks, [words(3)]], encoder, 0.0, None, tmp_path, nobody)
+        assert written(tmp_path, TRAINING) == expected([text, words(3)])
+
+
+def test_a_long_line_is_cut_where_it_must_be(monkeypatch):
+    monkeypatch.setattr(tokenising, "PIECE", 10)
+    assert [piece.text for piece in pieces([["x" * 25]])] == ["x" * 10, "x" * 10, "x" * 5]
+    assert [piece.text for piece in pieces([["x", " " * 25, "y"]])] == ["x" + " " * 9, " " * 10, " " * 6 + "y"]
+
+
+def test_the_share_held_out_is_decided_by_the_documents_alone(encoder, tmp_path):
+    texts = [words(index % 59 + 1, index // 59 + 1) for index in range(2000)]
+    write_tokens([[text] for text in texts], encoder, 0.2, None, tmp_path, nobody)
+    kept = [text for text in texts if is_held_out(text, 0.2)]
+    assert written(tmp_path, HELD_OUT) == expected(kept)
+    assert written(tmp_path, TRAINING) == expected([text for text in texts if text not in set(kept)])
+    assert 340 < len(kept) < 460
+    more = [text for text in [*reversed(texts), words(5)] if is_held_out(text, 0.2)]
+    assert set(kept) <= set(more)
+    assert set(kept) < {text for text in texts if is_held_out(text, 0.3)}
+
+
+def test_a_long_document_stays_on_one_side(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "PIECE", 20)
+    texts = ["\n".join([words(start)] * 40) for start in range(1, 59)]
+    write_tokens([[text] for text in texts], encoder, 0.5, None, tmp_path, nobody)
+    sides = [written(tmp_path, part) for part in (TRAINING, HELD_OUT)]
+    assert all(len(side) > 10 for side in sides)
+    assert sorted(sides[0] + sides[1]) == expected(texts)
+
+
+def test_reading_stops_at_the_limit(encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "BATCH", 1)
+    monkeypatch.setattr(tokenising, "PIECE", 20)
+    read = []
+
+    def documents():
+        for number in range(1, 59):
+            read.append(number)
+            yield [words(number, number)]
+
+    for limit, count in ((6, 2), (7, 3)):
+        write_tokens(documents(), encoder, 0.0, limit, tmp_path, nobody)
+        assert written(tmp_path, TRAINING) == expected([words(number, number) for number in range(1, count + 1)])
+    assert len(read) < 12
+    write_tokens([[words(*range(1, 50))]], encoder, 0.0, 7, tmp_path, nobody)
+    assert 7 <= len(written(tmp_path, TRAINING)[0]) < 16
+
+
+def test_tokens_take_four_bytes_where_two_are_not_enough(tmp_path):
+    encoder = TokenEncoder(separating_tokenizer(70_000), 70_000)
+    write_tokens([[words(5, 69_999)]], encoder, 0.0, None, tmp_path, nobody)
+    assert written(tmp_path, TRAINING, np.uint32) == [[5, 69_999, SEPARATOR]]
+    assert TokenEncoder(separating_tokenizer(), 1 << 16).dtype == np.uint16
+
+
+def test_a_tokenizer_that_does_not_fit_the_model():
+    encoder = TokenEncoder(separating_tokenizer(), 61)
+    with pytest.raises(RecipeError, match=r"token 70.*ends at 60"):
+        TokenEncoder(separating_tokenizer(80), 61).encode([words(1, 70)])
+    with pytest.raises(RecipeError, match=r"token 60.*ends at 49"):
+        TokenEncoder(separating_tokenizer(), 50)
+    assert [list(tokens) for tokens in encoder.encode([words(60, 1)])] == [[60, 1]]
+
+
+def test_a_tokenizer_without_a_separator():
+    tokenizer = separating_tokenizer()
+    tokenizer.eos_token = None
+    with pytest.raises(RecipeError, match="eos_token"):
+        TokenEncoder(tokenizer, 61)
+
+
+def test_nothing_is_put_around_a_text():
+    tokenizer = separating_tokenizer()
+    tokenizer.bos_token = "w1"
+    tokenizer.add_bos_token = True
+    assert [list(tokens) for tokens in TokenEncoder(tokenizer, 61).encode([words(2)])] == [[2]]
+
+
+def test_the_identity_is_that_of_the_tokenizer_not_of_its_last_use():
+    tokenizer = separating_tokenizer()
+    before = TokenEncoder(tokenizer, 61).identity()
+    tokenizer.pad_token = "w1"
+    padded = TokenEncoder(tokenizer, 61).identity()
+    tokenizer([words(1, 2), words(1)], padding=True, truncation=True, max_length=2)
+    assert TokenEncoder(tokenizer, 61).identity() == padded
+    assert TokenEncoder(separating_tokenizer(), 61).identity() == before
+    assert TokenEncoder(separating_tokenizer(61), 62).identity() != before
+    assert TokenEncoder(separating_tokenizer(80), 61).identity() != before
