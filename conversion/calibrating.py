@@ -1,6 +1,7 @@
 """The text that a conversion runs the source on, and what it keeps of that."""
 
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,18 @@ from .calibration import WINDOW_LENGTH, Calibration, Observers, calibrate
 from .errors import ConversionError, one_line
 from .job import Progress
 from .published_folder import file_digest
+from .reload import fits_in_memory
+from .sampled_text import sampled_text
 from .sources import Source
 from .streamed_model import StreamedModel
 from .text import default_text, read_text, windows
 
 SUFFIX = ".safetensors"
-WINDOWS, DEFAULT_WINDOWS, RANDOM_WINDOWS = 16, 12, 8
+WINDOWS = 16
+WRITTEN = 32, WINDOW_LENGTH // 4
+"""Sequences that the model writes, and their length."""
+REPLACED = 0.4
+"""The part of the tokens of all these that random ones take the place of."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
@@ -46,7 +53,7 @@ class Text:
     def described(self) -> dict[str, str]:
         """For the record: name and digest."""
         if self.given is None:
-            return {"text": f"{DEFAULT_NAME}; and {RANDOM_WINDOWS} windows of random tokens"}
+            return {"text": f"{DEFAULT_NAME}, and what the model writes where it fits in memory; {REPLACED:.0%} noise"}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
@@ -61,17 +68,24 @@ class Text:
             prose = read_text(self.given)
         return windows(load_tokenizer(source), prose, length, count, vocabulary)
 
-    def to_calibrate_on(self, source: Source, vocabulary: int) -> torch.Tensor:
-        """Windows of the text; of the default text fewer, and some of random tokens instead.
+    def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
+        """Windows of the text; beside those of the default text, others.
 
-        The default text is all of one kind. What is fitted to it alone is fitted less well to other text.
+        The default text is all of one kind, and what is fitted to it alone is fitted less well to other text. What the
+        model writes is of the kind that it knows, and random tokens in between bring the rest of the vocabulary.
         """
+        vocabulary = model.config.vocab_size
+        tokens = self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
         if self.given is not None:
-            return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
-        prose = self.windows(source, WINDOW_LENGTH, DEFAULT_WINDOWS, vocabulary)
-        generator = torch.Generator().manual_seed(0)
+            return tokens
         known = min(len(load_tokenizer(source)), vocabulary)
-        return torch.cat([prose, torch.randint(known, (RANDOM_WINDOWS, prose.shape[1]), generator=generator)])
+        if fits_in_memory(4 * sum(prod(entry.shape) for entry in source.store.entries.values())):
+            written = sampled_text(model, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
+            length = tokens.shape[1]
+            tokens = torch.cat([tokens, written[: len(written) // length * length].view(-1, length)])
+        generator = torch.Generator().manual_seed(0)
+        noise = torch.randint(known, tokens.shape, generator=generator)
+        return torch.where(torch.rand(tokens.shape, generator=generator) < REPLACED, noise, tokens)
 
 
 def observe(
@@ -83,7 +97,7 @@ def observe(
         calibration.check(observers)
         return calibration
     if not kept.exists():
-        tokens = text.to_calibrate_on(source, stock.vocab_size)
         model = StreamedModel(source.store, stock)
+        tokens = text.to_calibrate_on(source, model, progress)
         calibrate(model, tokens, observers, kept, lambda *done: progress("calibrating", *done))
     return Calibration(kept)

@@ -11,7 +11,7 @@ from crosshead.modeling.options import is_whole
 
 from .auto_layers import AutoLayers
 from .calibrating import SUFFIX, Text, observe
-from .calibration import Observers
+from .calibration import Calibration, Observers
 from .created import mixed_shapes
 from .errors import ConversionError, one_line
 from .exactness import starts_neutral, tolerance
@@ -21,7 +21,7 @@ from .mix_layers import active_heads, mix_layers, needed_observations
 from .mixer_options import MixerRequest, read_mixers
 from .plan import check_source, make_plan
 from .sources import Source, open_source
-from .verify import verify_job
+from .verify import verifier
 from .vocabulary import check_vocabulary
 
 MOST = 2**32 - 1
@@ -87,7 +87,8 @@ def convert(
     asked.check()
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, asked.revision, scratch=Path(scratch))
-        return run_job(_job(origin, mixers, asked), Path(out), overwrite, verify_job if verify else None, progress)
+        job = _job(origin, mixers, asked)
+        return run_job(job, Path(out), overwrite, verifier(origin) if verify else None, progress)
 
 
 def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
@@ -109,13 +110,14 @@ def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
             name = option.replace("_", "-")
             raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
     described = text.described() if wanted else {}
+    observers = Observers(wanted, target.layouts(), active_heads(target), family_of(stock).qkv_bias(stock))
+    _check_saved(_path(asked.save_calibration), observers)
     dtype = DTYPES[asked.dtype] if asked.dtype else None
 
     def prepare(kept: Path, progress: Progress) -> Prepared:
         config, settled, observed = target, request, {"calibration": described} if described else {}
         calibration = None
         if wanted:
-            observers = Observers(wanted, target.layouts(), active_heads(target), family_of(stock).qkv_bias(stock))
             calibration = observe(origin, stock, text, observers, kept, progress)
             if asked.save_calibration is not None:
                 shutil.copyfile(calibration.path, asked.save_calibration)
@@ -127,7 +129,11 @@ def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
         return Prepared(config, make_plan(origin.store, shapes, dropped, rewrites.layers, dtype), rewrites, observed)
 
     options = asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described}
-    return Job("convert", origin, options, tolerance(neutral, dtype), prepare)
+    # Heads in another order add up in another order, and normed keys are divided in another place.
+    rounded_to = {"F32"} if wanted or "explicit" in request.mixers else set()
+    if dtype is not None and any(entry.dtype != dtype for entry in origin.store.entries.values()):
+        rounded_to.add(dtype)
+    return Job("convert", origin, options, tolerance(target, rounded_to) if neutral else None, prepare)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -148,6 +154,19 @@ def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest
     if asked.dtype is not None:
         changes["dtype"] = asked.dtype
     return _mixed_config(content, changes)
+
+
+def _check_saved(path: Path | None, observers: Observers) -> None:
+    """`ConversionError` where something else would be overwritten, such as the weights of a model."""
+    if path is None or not path.exists():
+        return
+    try:
+        Calibration(path).check(observers)
+    except ConversionError:
+        raise ConversionError(
+            f"--save-calibration {path} is not allowed: it is there already and is no calibration for this "
+            "conversion; name another file"
+        ) from None
 
 
 def _path(given: str | Path | None) -> Path | None:

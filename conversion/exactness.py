@@ -1,6 +1,7 @@
 """How near a conversion starts to its source: equal, approximate by design, or neither."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from crosshead.modeling.mechanisms import MECHANISMS
@@ -9,15 +10,34 @@ from crosshead.modeling.settings import shared_layout
 
 from .created import layer_components
 from .errors import ConversionError
+from .families import family_of
 
 APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
     "explicit": lambda settings: not settings["norm"],  # component heads, fitted
     "mixture": lambda settings: settings["gate_scale"] == "unit" or settings["gate"] == "binary",
 }
 """Mechanisms that a conversion starts as near to the source as it can, where their settings allow it."""
-NEUTRAL_TOLERANCE = 1e-5
-ROUNDING = {"F64": 1e-5, "F32": 1e-4, "F16": 2e-2, "BF16": 1e-1}
-"""Greatest difference of logits, as a part of the greatest logit, that rounding weights to a dtype may make."""
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a model may be from the one that it ought to equal."""
+
+    logits: float | None
+    """Greatest difference, as a part of the greatest logit. None: it says nothing."""
+    divergence: float
+    """KL divergence in nats, mean over positions."""
+
+
+SAME = Tolerance(1e-5, 1e-5)
+"""Where the arithmetic is the same."""
+ROUNDING = {
+    "F64": Tolerance(1e-4, 1e-5),
+    "F32": Tolerance(1e-4, 1e-5),
+    "F16": Tolerance(2e-2, 1e-2),
+    "BF16": Tolerance(1e-1, 1e-2),
+}
+"""Where numbers are rounded to a dtype once more; the coarsest last."""
 
 
 def starts_neutral(config: Any, allow_inexact: bool) -> bool:
@@ -38,11 +58,14 @@ def starts_neutral(config: Any, allow_inexact: bool) -> bool:
     return neutral
 
 
-def tolerance(neutral: bool, rounded_to: str | None) -> float | None:
-    """How far the logits may be from the source's, as a part of the greatest; None where any distance may be right."""
-    if not neutral:
-        return None
-    return NEUTRAL_TOLERANCE if rounded_to is None else ROUNDING[rounded_to]
+def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
+    """How far a result that ought to equal its source may be from it, given the dtypes that numbers are rounded to."""
+    dtypes = set(rounded_to)
+    if not dtypes:
+        return SAME
+    found = ROUNDING[max(dtypes, key=list(ROUNDING).index)]
+    # Rounding may send a token to another expert, which changes its logits by any amount.
+    return replace(found, logits=None) if family_of(config).experts else found
 
 
 def cache_bytes(config: Any, itemsize: int) -> int:

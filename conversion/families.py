@@ -121,6 +121,8 @@ IGNORED = {
     re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"): "computed from the config",
 }
 """Names of tensors that may be dropped -> why."""
+FUSED_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
+"""Names of tensors that transformers can be told to save instead of one tensor for each expert."""
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -196,6 +198,11 @@ def _is_sparse(config: Any, layer: int) -> bool:
 def ignored(name: str) -> str | None:
     """Why a tensor of this name may be dropped; None where it may not."""
     return next((reason for pattern, reason in IGNORED.items() if pattern.fullmatch(name)), None)
+
+
+def kind_of(content: dict[str, Any]) -> str:
+    """Whether a configuration is a "stock" one or, with mechanisms, a "mixed" one."""
+    return "mixed" if str(content.get("model_type")).startswith(PREFIX) else "stock"
 
 
 def read_config(content: dict[str, Any], kind: str, name: str) -> Any:

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from .created import mixed_shapes
-from .exactness import ROUNDING
+from .exactness import tolerance
 from .families import Family, family_of, read_config, stock_shapes
 from .fold_layers import fold_layers
 from .job import Job, Prepared, Progress, run_job, silent
 from .plan import check_source, make_plan
 from .sources import Source, open_source
-from .verify import verify_job
+from .verify import verifier
 
 OURS = ("mixers", "auto_map", "model_type", "architectures")
 """Fields of our configuration that the stock one has not, or has otherwise."""
@@ -29,7 +29,7 @@ def fold(
     """Take a crosshead model back to its stock family; returns the report, which the folder holds too."""
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(model, revision, scratch=Path(scratch))
-        return run_job(_job(origin), Path(out), overwrite, verify_job if verify else None, progress)
+        return run_job(_job(origin), Path(out), overwrite, verifier(origin) if verify else None, progress)
 
 
 def _job(origin: Source) -> Job:
@@ -40,9 +40,9 @@ def _job(origin: Source) -> Job:
     dropped = check_source(origin.store, mixed_shapes(mixed, shapes), mixed.tie_word_embeddings)
     rewrites = fold_layers(origin.store, mixed, shapes)
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
-    written = {step.entry.dtype for steps in plan.shards.values() for step in steps}
-    tolerance = max(ROUNDING[dtype] for dtype in written)
-    return Job("fold", origin, {}, tolerance, lambda kept, progress: Prepared(stock, plan, rewrites, {}))
+    rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}
+    allowed = tolerance(stock, {"F32"} | rounded_to)
+    return Job("fold", origin, {}, allowed, lambda kept, progress: Prepared(stock, plan, rewrites, {}))
 
 
 def _stock_config(content: dict[str, Any], family: Family) -> Any:

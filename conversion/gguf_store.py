@@ -24,6 +24,7 @@ class GgufStore:
     def __init__(self, path: Path) -> None:
         _check_library()
         self.file = read_gguf(path)
+        self.places = self.file.paths
         for name, tensor in self.file.tensors.items():
             check_format(name, tensor)
         factors = self.file.tensors.get(ROPE_FACTORS)

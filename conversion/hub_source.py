@@ -13,10 +13,8 @@ from huggingface_hub.errors import (
 )
 
 from .errors import ConversionError
-from .safetensors_store import INDEX, WEIGHTS
+from .safetensors_store import INDEX, WEIGHTS, read_index
 from .strict_json import shown
-
-_SHARDS = "model-*.safetensors"
 
 _EXPLANATIONS: dict[type[Exception], str] = {
     HFValidationError: "is no model's name on the Hub either: give a path, or a name such as organisation/model",
@@ -31,11 +29,14 @@ _EXPLANATIONS: dict[type[Exception], str] = {
 
 def fetch(repository: str, revision: str | None, side_files: list[str]) -> tuple[Path, str]:
     """Download a model's config, safetensors and `side_files`; returns the folder and the commit."""
-    wanted = ["config.json", WEIGHTS, INDEX, _SHARDS, *side_files]
+    wanted = ["config.json", WEIGHTS, INDEX, *side_files]
     try:
         if not is_offline_mode():
             _check_weights(repository, HfApi().list_repo_files(repository, revision=revision))
         folder = Path(snapshot_download(repository, revision=revision, allow_patterns=wanted))
+        if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
+            shards = sorted(set(read_index(folder / INDEX).values()))  # whatever they are called
+            snapshot_download(repository, revision=folder.name, allow_patterns=shards)
     except ConversionError:
         raise
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client

@@ -2,20 +2,22 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .errors import ConversionError
+from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
-from .published_folder import RECORD, copy_code, copy_files, store_digest, versions, write_json
-from .safetensors_store import WEIGHTS, SafetensorsStore
+from .published_folder import RECORD, add_older_names, copy_code, copy_files, store_digest, versions, write_json
+from .safetensors_store import WEIGHTS
 from .shard_writer import Item, tensor_chunks, write_index, write_shard
-from .sources import Source
+from .sources import CONFIG, Source
 from .staging import Staging, check_apart, staging
 from .store import DTYPES, Entry, TensorStore
 from .vocabulary import grown
@@ -48,8 +50,8 @@ class Job:
     source: Source
     options: Mapping[str, Any]
     """As asked for, for the record; with the source they determine the result."""
-    tolerance: float | None
-    """How far the result's logits may be from the source's, as a part of the greatest."""
+    tolerance: Tolerance | None
+    """How far the result may be from the source; None where any distance may be right."""
     prepare: Callable[[Path, Progress], Prepared]
     """Given a file to keep what was observed in, for a run that goes on where this one stops."""
 
@@ -66,8 +68,9 @@ Verify = Callable[[Job, Path, Progress], dict[str, Any]]
 
 def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progress: Progress) -> dict[str, Any]:
     """Write the target beside its place, verify it there, and put it in its place; returns the record."""
-    if isinstance(job.source.store, SafetensorsStore):
-        check_apart(job.source.store.folder, out)
+    out = Path(os.path.expanduser(out))
+    for place in job.source.store.places:
+        check_apart(place, out)
     with staging(out, job.identity, overwrite) as stage:
         prepared = job.prepare(stage.keep("calibration.safetensors"), progress)
         stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
@@ -76,6 +79,8 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
         prepared.config.save_pretrained(stage.folder)
         if hasattr(prepared.config, "mixers"):
             copy_code(stage.folder)
+        else:
+            add_older_names(stage.folder / CONFIG, prepared.config)
         content = record(job, prepared, digests)
         write_json(stage.folder / RECORD, content)
         if verify is not None:
@@ -88,20 +93,20 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
 def write_weights(job: Job, prepared: Prepared, stage: Staging, progress: Progress) -> dict[str, str]:
     """All shards that are not finished yet, then the index; returns every tensor's digest."""
     digests: dict[str, str] = {}
-    plan, done = prepared.plan, 0
+    plan, done, total = prepared.plan, 0, prepared.plan.size  # which takes time where tensors are many
     for file, steps in plan.shards.items():
         if file not in stage.finished:
             written = [done]
 
             def advance(size: int, written: list[int] = written) -> None:
                 written[0] += size
-                progress("writing", written[0], plan.size)
+                progress("writing", written[0], total)
 
             items = [_item(job.source.store, step, prepared.rewrites, advance) for step in steps]
             stage.record(file, write_shard(stage.folder / file, items))
         digests |= stage.finished[file]
         done += sum(step.entry.size for step in steps)
-        progress("writing", done, plan.size)
+        progress("writing", done, total)
     if list(plan.shards) != [WEIGHTS]:
         write_index(stage.folder, {file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     return digests
@@ -148,7 +153,7 @@ def record(job: Job, prepared: Prepared, digests: Mapping[str, str]) -> dict[str
         "source": {**job.source.origin, "digest": store_digest(job.source.store, copied)},
         "options": dict(job.options),
         **prepared.observed,
-        "tolerance": job.tolerance,
+        "tolerance": None if job.tolerance is None else asdict(job.tolerance),
         "counts": describe(plan),
         "tensors": {step.entry.name: {"fate": step.fate, "crc32": digests[step.entry.name]} for step in steps},
         "dropped": {**plan.dropped, **job.source.dropped},

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import ConversionError
-from .families import Shapes, ignored, layer_prefix
+from .families import FUSED_EXPERTS, Shapes, ignored, layer_prefix
 from .store import Entry, TensorStore
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -43,6 +43,11 @@ def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, st
                 f"the config says tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: set it to false"
             )
         dropped[HEAD] = f"tied to {EMBEDDING}"
+    if fused := next(filter(FUSED_EXPERTS.fullmatch, store.entries), None):
+        raise ConversionError(
+            f"the tensor {fused} holds all experts of its layer: load the checkpoint with transformers and save it "
+            "with save_pretrained, which gives each expert its own tensors"
+        )
     for name, shape in shapes.items():
         entry = store.entries.get(name)
         if entry is None:

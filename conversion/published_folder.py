@@ -3,8 +3,9 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from .shard_writer import digest_of
 from .store import TensorStore
 
 RECORD = "conversion.json"
+Advance = Callable[[int], None]
+"""Told the bytes of each tensor that was read."""
 
 
 def copy_files(files: list[Path], folder: Path) -> None:
@@ -37,6 +40,15 @@ def copy_code(folder: Path) -> None:
     """Put the code beside the weights."""
     for file in code_files():
         shutil.copyfile(file, folder / file.name)
+
+
+def add_older_names(path: Path, config: Any) -> None:
+    """Say in a stock config.json what has new names as transformers 4 reads it, too: it takes defaults else."""
+    rope = dict(config.rope_parameters)
+    older = {name: getattr(config, name) for name in config.attribute_map} | {"rope_theta": rope.pop("rope_theta")}
+    if rope["rope_type"] != "default":
+        older["rope_scaling"] = rope
+    write_json(path, dict(sorted((json.loads(path.read_text(encoding="utf-8")) | older).items())))
 
 
 def foreign_code(folder: Path) -> str | None:
@@ -64,12 +76,20 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 def _is_record(content: Any) -> bool:
     """Whether it says at least what `verify` reads in it."""
-    if not isinstance(content, dict) or not isinstance(content.get("tolerance", ""), float | None):
+    if not isinstance(content, dict) or not _is_tolerance(content.get("tolerance", "")):
         return False
     tensors, source = content.get("tensors"), content.get("source")
     if not isinstance(tensors, dict) or not isinstance(source, dict) or not {"name", "digest"} <= source.keys():
         return False
     return all(isinstance(tensor, dict) and "crc32" in tensor for tensor in tensors.values())
+
+
+def _is_tolerance(value: Any) -> bool:
+    if value is None:
+        return True
+    if not isinstance(value, dict) or value.keys() != {"logits", "divergence"}:
+        return False
+    return isinstance(value["logits"], float | None) and isinstance(value["divergence"], float)
 
 
 def versions() -> dict[str, str]:
@@ -83,15 +103,18 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def store_digest(store: TensorStore, known: Mapping[str, str]) -> str:
+def store_digest(store: TensorStore, known: Mapping[str, str], advance: Advance = lambda size: None) -> str:
     """One hash of all tensors, however they are spread over files; `known` holds those already hashed."""
-    lines = []
-    for name, entry in sorted(store.entries.items()):
-        digest = known.get(name) or stored_digest(store, name)
-        lines.append(f"{name} {entry.dtype} {list(entry.shape)} {digest}\n")
+    digests = stored_digests(store, known, advance)
+    rows = sorted(store.entries.items())
+    lines = [f"{name} {entry.dtype} {list(entry.shape)} {digests[name]}\n" for name, entry in rows]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
-def stored_digest(store: TensorStore, name: str) -> str:
-    """One tensor's digest, as the writer of shards makes it."""
-    return digest_of(store.chunks(name))
+def stored_digests(store: TensorStore, known: Mapping[str, str], advance: Advance) -> dict[str, str]:
+    """Every tensor's digest, as the writer of shards makes it, read in the order of the files."""
+    digests = {}
+    for name in chain.from_iterable(store.shards.values()):
+        digests[name] = known.get(name) or digest_of(store.chunks(name))
+        advance(store.entries[name].size)
+    return digests

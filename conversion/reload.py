@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
+from transformers.utils.hub import HF_MODULES_CACHE
 
 from .errors import ConversionError
 from .safetensors_store import SafetensorsStore
@@ -20,13 +22,16 @@ NEW_TOKENS = 20
 ROOM = 1.25
 """Memory for a model loaded whole, by the size of its float32 weights: shards pass through, and text is generated."""
 _MEMORY_INFO = Path("/proc/meminfo")
+_CONTAINER = Path("/sys/fs/cgroup")
 
 
-def reload_check(folder: Path, tokens: torch.Tensor, expected: torch.Tensor | None = None) -> dict[str, Any]:
+def reload_check(
+    folder: Path, tokens: torch.Tensor, expected: Callable[[], torch.Tensor] | None = None
+) -> dict[str, Any]:
     """Load a folder, stock or ours, by what it holds alone, and run it on sequences of tokens (B, T).
 
-    Compares its logits with `expected` (B, T, vocabulary) where given. A model too large for the memory is loaded by
-    names and shapes alone: then "checked" says so, and there is no text. `ConversionError` where loading fails.
+    Compares its logits with those that `expected` gives (B, T, vocabulary). A model too large for the memory is loaded
+    by names and shapes alone: then "checked" says so, and there is no text. `ConversionError` where loading fails.
     """
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
@@ -46,7 +51,7 @@ def reload_check(folder: Path, tokens: torch.Tensor, expected: torch.Tensor | No
         found = _run(job, Path(scratch), folder)
         checked = {"remote_code": job["remote_code"], "checked": "logits and text" if whole else "names and shapes"}
         if whole and expected is not None:
-            difference = load_file(logits)["logits"] - expected
+            difference = load_file(logits)["logits"] - expected()
             checked["greatest_logit_difference"] = float(difference.abs().max())
     return checked | found
 
@@ -65,17 +70,28 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 def _available_memory() -> int:
     if _MEMORY_INFO.exists():
         fields = dict(line.split(":") for line in _MEMORY_INFO.read_text().splitlines())
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        return min([int(fields["MemAvailable"].split()[0]) * 1024, *_left_in_container()])
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no system but Linux tells what is free
+
+
+def _left_in_container() -> list[int]:
+    """What a container's limit leaves, where there is one; files that the system keeps in memory may go."""
+    limit, used, parts = (_CONTAINER / f"memory.{name}" for name in ("max", "current", "stat"))
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return []
+    files = next(int(line.split()[1]) for line in parts.read_text().splitlines() if line.startswith("file "))
+    return [int(limit.read_text()) - int(used.read_text()) + files]
 
 
 def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
     """Run the worker in an isolated interpreter; what it found."""
     request, result, home = scratch / "job.json", scratch / "result.json", str(scratch / "home")
     request.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
-    caches = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-I", str(WORKER), str(request)]
-    done = subprocess.run(command, cwd=scratch, env=os.environ | caches, capture_output=True, check=False)
+    settings = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
+    # The libraries may lie where only this process was told to look: -I, which is cleaner, would not find them.
+    settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
+    command = [sys.executable, "-P", str(WORKER), str(request)]
+    done = subprocess.run(command, cwd=scratch, env=os.environ | settings, capture_output=True, check=False)
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"

@@ -1,6 +1,6 @@
 """Loads a model folder as its users will: a script that `reload.py` runs in a process that cannot import crosshead.
 
-usage: python -I reload_worker.py JOB.json
+usage: python -P reload_worker.py JOB.json
 
 It imports nothing of ours. What it finds goes to the files that the job names; a failure is the last line on stderr.
 """

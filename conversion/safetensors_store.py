@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 
 from .errors import ConversionError
-from .file_bytes import Buffers, chunks_at, fill, opened, read_at
+from .file_bytes import Buffers, chunks_at, fill, opened
 from .safetensors_header import LONGEST_HEADER, Header, read_header
 from .store import DTYPES, Entry
-from .strict_json import parse_object, shown
+from .strict_json import read_object, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ class SafetensorsStore:
     """The tensors of a checkpoint folder, everything about them checked when it is made; files are opened per read."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder, self.places = folder, [folder]
         self._headers = _headers(folder)
         self._buffers = Buffers()
         self.entries: dict[str, Entry] = {}
@@ -77,7 +77,7 @@ def _headers(folder: Path) -> dict[str, Header]:
 
 def _indexed_headers(folder: Path) -> dict[str, Header]:
     index = folder / INDEX
-    files = _read_index(index)
+    files = read_index(index)
     headers = {}
     for file in sorted(set(files.values())):
         header = headers[file] = read_header(folder / file)
@@ -90,13 +90,9 @@ def _indexed_headers(folder: Path) -> dict[str, Header]:
     return headers
 
 
-def _read_index(index: Path) -> dict[str, str]:
+def read_index(index: Path) -> dict[str, str]:
     """Tensor name -> file name."""
-    with opened(index) as (descriptor, status):
-        if status.st_size > LONGEST_HEADER:
-            raise ConversionError(f"{index} has {status.st_size} bytes, too many for an index: fetch it again")
-        raw = read_at(descriptor, index, 0, status.st_size)
-    files = parse_object(raw, str(index)).get("weight_map")
+    files = read_object(index, LONGEST_HEADER, "an index").get("weight_map")
     if not isinstance(files, dict) or not files:
         raise ConversionError(f"{index} has weight_map={shown(files)}: it must say which file holds which tensor")
     for name, file in files.items():

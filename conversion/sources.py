@@ -3,24 +3,23 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .errors import ConversionError
-from .file_bytes import opened, read_at
 from .gguf_header import parts_of
 from .gguf_store import GgufStore
 from .gguf_tokenizer import write_side_files
 from .hub_source import fetch
 from .safetensors_store import SafetensorsStore
 from .store import TensorStore
-from .strict_json import parse_object, shown
+from .strict_json import read_object, shown
 
 CONFIG = "config.json"
 _LARGEST_CONFIG = 10_000_000
-_TEMPLATES = "additional_chat_templates"
+TEMPLATES = "additional_chat_templates"
 _PLAIN_SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -57,8 +56,11 @@ class Source:
     """Tensors that it holds under names of its own and `store` does not -> why."""
 
 
-def open_source(source: str | Path, revision: str | None = None, *, scratch: Path) -> Source:
-    """Open a folder, a GGUF file, a folder with one, or a model on the Hub; `scratch` takes small files made of it."""
+def open_source(source: str | Path, revision: str | None = None, *, scratch: Path, also: Sequence[str] = ()) -> Source:
+    """Open a folder, a GGUF file, a folder with one, or a model on the Hub.
+
+    `scratch` takes small files that are made of it; `also` names files to fetch from the Hub that no conversion reads.
+    """
     path = Path(os.path.expanduser(source))
     if os.path.exists(path) and source != "":
         if revision is not None:
@@ -66,7 +68,7 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
         return _open_local(path, scratch)
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
-    folder, commit = fetch(source, revision, [*_PLAIN_SIDE_FILES, f"{_TEMPLATES}/*.jinja"])
+    folder, commit = fetch(source, revision, [*_PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
 
 
@@ -94,7 +96,7 @@ def _open_local(path: Path, scratch: Path) -> Source:
 
 
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
-    config = _read_config(folder / CONFIG)
+    config = read_object(folder / CONFIG, _LARGEST_CONFIG, "a configuration")
     files = side_files(folder)
     if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
@@ -113,21 +115,13 @@ def _open_gguf(path: Path, scratch: Path) -> Source:
 def side_files(folder: Path) -> list[Path]:
     """What belongs beside the weights, by an allow-list: neither code nor pickles nor the source's description."""
     files = [folder / name for name in _PLAIN_SIDE_FILES if (folder / name).is_file()]
-    templates = folder / _TEMPLATES
+    templates = folder / TEMPLATES
     if templates.is_dir():
         for file in sorted(templates.iterdir()):
             if file.suffix != ".jinja":
-                raise ConversionError(f"{file} is no chat template (*.jinja): remove it from {_TEMPLATES}")
+                raise ConversionError(f"{file} is no chat template (*.jinja): remove it from {TEMPLATES}")
         files.append(templates)
     return files
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    with opened(path) as (descriptor, status):
-        if status.st_size > _LARGEST_CONFIG:
-            raise ConversionError(f"{path} has {status.st_size} bytes, too many for a configuration: fetch it again")
-        raw = read_at(descriptor, path, 0, status.st_size)
-    return parse_object(raw, str(path))
 
 
 def _digest(*parts: Any) -> str:

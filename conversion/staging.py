@@ -23,6 +23,7 @@ from pathlib import Path
 
 from .errors import ConversionError
 from .shard_writer import is_intact, shard_size
+from .sources import CONFIG, TEMPLATES
 from .store import Entry
 from .work_folder import locked, parents_of
 
@@ -162,15 +163,26 @@ def check_target(target: Path, overwrite: bool) -> None:
         raise ConversionError(f"{target} is already there: choose another place, or replace it with --overwrite")
     if target.is_symlink() or not target.is_dir():
         raise ConversionError(f"{target} is not a folder of its own: it is not overwritten, choose another place")
-    if any(target.iterdir()) and not (target / "config.json").is_file():
-        raise ConversionError(
-            f"{target} holds no config.json, so no model: it is not overwritten, choose another place"
-        )
+    if fault := _no_model(target):
+        raise ConversionError(f"{target} {fault}: it is not overwritten, choose another place")
+
+
+def _no_model(folder: Path) -> str | None:
+    """What there would be lost with a folder that is not a model alone; None where it is one, or empty."""
+    names = sorted(path.name for path in folder.iterdir())
+    folders = [name for name in names if name != TEMPLATES and (folder / name).is_dir()]
+    if folders:  # checkpoints of a training run, a repository, somebody's home
+        return f"holds the folder {folders[0]!r}, which is no part of a model"
+    if names and CONFIG not in names:
+        return f"holds no {CONFIG}, so no model"
+    if names and not any(name.endswith(".safetensors") for name in names):
+        return "holds no safetensors, so no model"
+    return None
 
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that is the source, or lies inside it or around it."""
-    origin, place = source.resolve(), target.resolve()
+    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` goes as in `staging`
     if origin == place or origin in place.parents or place in origin.parents:
         raise ConversionError(f"{target} and the source {source} are not apart: write to a folder outside the source")
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -42,6 +43,10 @@ class TensorStore(Protocol):
     @property
     def shards(self) -> Mapping[str, list[str]]:
         """The files they lie in, in order: file name -> tensor names, in the order of their bytes."""
+
+    @property
+    def places(self) -> list[Path]:
+        """The folder or the files that must stay as they are."""
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype."""

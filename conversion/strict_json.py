@@ -3,9 +3,11 @@
 import json
 import reprlib
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from .errors import ConversionError
+from .file_bytes import opened, read_at
 
 _SHORT = reprlib.Repr()
 _SHORT.maxlevel, _SHORT.maxstring = 2, 100
@@ -15,6 +17,15 @@ _LONGEST = 120
 def shown(value: Any) -> str:
     """A value out of a file as it may stand in a message: quoted, without line breaks, and never long."""
     return _SHORT.repr(value)[:_LONGEST]
+
+
+def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
+    """The JSON object in a file; one of more than `largest` bytes is not read, because `what` is smaller."""
+    with opened(path) as (descriptor, status):
+        if status.st_size > largest:
+            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
+        raw = read_at(descriptor, path, 0, status.st_size)
+    return parse_object(raw, str(path))
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +13,27 @@ import torch
 
 from crosshead.modeling.mechanisms import MECHANISMS
 
-from .calibrating import DEFAULT_NAME, HELD_OUT, load_tokenizer
 from .compare import compare
 from .created import mixed_shapes
 from .errors import ConversionError
-from .exactness import cache_bytes
-from .families import FAMILIES, PREFIX, read_config, stock_shapes
-from .job import Job, Progress, silent
+from .exactness import Tolerance, cache_bytes
+from .families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
+from .job import Job, Progress, Verify, silent
 from .plan import check_source
-from .published_folder import RECORD, foreign_code, read_record, store_digest, stored_digest, write_json
+from .published_folder import RECORD, Advance, foreign_code, read_record, store_digest, stored_digests, write_json
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
 from .safetensors_store import SafetensorsStore
+from .sample import Sample, read_sample
 from .sources import Source, open_source
 from .store import DTYPES
 from .streamed_model import StreamedModel
-from .text import default_text, read_text, windows
 
-SAMPLE_LENGTH, SAMPLE_WINDOWS = 256, 4
 PROMPT_LENGTH, PROMPTS = 32, 3
+RELOADED = 1e-5
+"""How far logits may be from those of the same weights in this process, as a part of the greatest."""
+JUDGED = ("greatest_logit_difference", "largest_logit", "kl_divergence")
+FAULTS = ("missing", "unexpected", "mismatched", "errors", "unloaded")
 
 
 def verify(
@@ -53,50 +58,72 @@ def verify(
         for folder in folders:
             folder.mkdir()
         origin = open_source(source, revision, scratch=folders[0])
-        made = open_source(model, scratch=folders[1])
+        made = open_source(model, scratch=folders[1], also=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(made)
-        record = read_record(Path(model)) if Path(model).is_dir() else {}
-        if record and record["source"]["digest"] != store_digest(origin.store, {}):
+        sample = read_sample(origin, None if text is None else Path(text))
+        kept = folder_of(made)
+        record = {} if kept is None else read_record(kept)
+        advance = checking(progress, [origin, made])
+        if record and record["source"]["digest"] != store_digest(origin.store, {}, advance):
             raise ConversionError(
                 f"{model} was made from {record['source']['name']!r}; {source} has other weights: give its own source"
             )
-        unchanged = bool(record) and is_as_written(made, record)
-        measured = measure(origin, made, None if text is None else Path(text), progress)
-        if record:
-            write_json(Path(model) / RECORD, record | {"verification": measured})
-        check_equal(measured, record.get("tolerance") if unchanged else None)
+        allowed = record["tolerance"] if record and is_as_written(made, record, advance) else None
+        tolerance = None if allowed is None else Tolerance(**allowed)
+        measured = measure(origin, made, sample, tolerance, progress)
+        if kept is not None and record and made.origin["kind"] == "folder":
+            with suppress(OSError):  # a published folder may be read-only
+                write_json(kept / RECORD, record | {"verification": measured})
+        check_equal(measured, tolerance)
         return {"verification": measured}
 
 
-def verify_job(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
-    """What a conversion does before its folder is published."""
-    with tempfile.TemporaryDirectory() as scratch:
-        measured = measure(job.source, open_source(folder, scratch=Path(scratch)), None, progress)
-    check_equal(measured, job.tolerance)
-    return measured
+def verifier(source: Source) -> Verify:
+    """What a conversion does before its folder is published; a bad tokenizer shows before anything is written."""
+    sample = read_sample(source, None)
+
+    def verify_job(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as scratch:
+            made = open_source(folder, scratch=Path(scratch))
+            measured = measure(job.source, made, sample, job.tolerance, progress)
+        check_equal(measured, job.tolerance)
+        return measured
+
+    return verify_job
 
 
-def measure(source: Source, model: Source, text: Path | None, progress: Progress) -> dict[str, Any]:
+def checking(progress: Progress, checkpoints: list[Source]) -> Advance:
+    """What is to be told the bytes of every tensor that was read, of all in some checkpoints."""
+    total = sum(entry.size for checkpoint in checkpoints for entry in checkpoint.store.entries.values())
+    done = [0]
+
+    def advance(size: int) -> None:
+        done[0] += size
+        progress("checking", done[0], total)
+
+    return advance
+
+
+def measure(
+    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress
+) -> dict[str, Any]:
     """What there is to say of a model and its source, without judging it."""
-    before, after = checked_config(source), checked_config(model)
-    prose = held_out_text() if text is None else read_text(text)
-    tokenizer = load_tokenizer(source)
-    sample = windows(tokenizer, prose, SAMPLE_LENGTH, SAMPLE_WINDOWS, before.vocab_size)
+    (before, _), (after, tensors) = checked(source), checked(model)
     attention = "eager" if needs_weights(before) or needs_weights(after) else "sdpa"
     streamed = (
         StreamedModel(source.store, before, attn_implementation=attention),
         StreamedModel(model.store, after, attn_implementation=attention),
     )
-    compared = compare(*streamed, sample, lambda *done: progress("comparing", *done))
-    cache = {"before": cache_of(before, source), "after": cache_of(after, model)}
+    compared = compare(*streamed, sample.tokens, lambda *done: progress("comparing", *done))
     return {
-        "tensors": len(model.store.entries),
-        "sample": {"text": DEFAULT_NAME if text is None else text.name},
+        "must_equal": tolerance is not None,
+        "tensors": tensors,
+        "sample": {"text": sample.text},
         **asdict(compared),
-        "kv_bytes_per_token_before": cache["before"],
-        "kv_bytes_per_token_after": cache["after"],
-        "reload": reloaded(streamed, model, sample[:PROMPTS, :PROMPT_LENGTH]),
+        "kv_bytes_per_token_before": cache_of(before, source),
+        "kv_bytes_per_token_after": cache_of(after, model),
+        "reload": reloaded(streamed[0], model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
     }
 
 
@@ -105,9 +132,14 @@ def needs_weights(config: Any) -> bool:
     return any(MECHANISMS[name].needs_weights for name in getattr(config, "mixers", ()))
 
 
+def folder_of(checkpoint: Source) -> Path | None:
+    """Where the checkpoint lies; None where it is no folder of safetensors."""
+    return checkpoint.store.folder if isinstance(checkpoint.store, SafetensorsStore) else None
+
+
 def refuse_foreign_code(model: Source) -> None:
     """`ConversionError` where verification would run code that somebody else may have written."""
-    folder = getattr(model.store, "folder", None)
+    folder = folder_of(model)
     file = None if folder is None or "auto_map" not in model.config else foreign_code(folder)
     if file is not None:
         raise ConversionError(
@@ -116,20 +148,15 @@ def refuse_foreign_code(model: Source) -> None:
         )
 
 
-def checked_config(checkpoint: Source) -> Any:
-    """The configuration of a checkpoint whose tensors are all there, and no others."""
-    kind = "mixed" if str(checkpoint.config.get("model_type")).startswith(PREFIX) else "stock"
+def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
+    """The configuration of a checkpoint whose tensors are all there, and no others; and the account of them."""
+    kind = kind_of(checkpoint.config)
     config = read_config(checkpoint.config, kind, checkpoint.origin["name"])
-    shapes = stock_shapes(config)
-    held = mixed_shapes(config, shapes) if kind == "mixed" else shapes
-    check_source(checkpoint.store, held, config.tie_word_embeddings)
-    return config
-
-
-def held_out_text() -> str:
-    """The part of the default text that calibration does not read."""
-    text = default_text()
-    return text[int(len(text) * HELD_OUT) :]
+    shapes, stored = stock_shapes(config), checkpoint.store.entries.keys()
+    shapes = mixed_shapes(config, shapes) if kind == "mixed" else shapes
+    redundant = check_source(checkpoint.store, shapes, config.tie_word_embeddings)
+    missing, unexpected = shapes.keys() - stored, stored - shapes.keys() - redundant.keys()
+    return config, {"expected": len(shapes), "missing": len(missing), "unexpected": len(unexpected)}
 
 
 def cache_of(config: Any, checkpoint: Source) -> int:
@@ -140,19 +167,30 @@ def cache_of(config: Any, checkpoint: Source) -> int:
     return cache_bytes(mixed, DTYPES[stored].itemsize)
 
 
-def reloaded(streamed: tuple[StreamedModel, StreamedModel], model: Source, prompts: torch.Tensor) -> dict[str, Any]:
-    """Whether the folder loads where crosshead is not installed, and how its text compares with the source's."""
-    if not isinstance(model.store, SafetensorsStore):
+def reloaded(source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor) -> dict[str, Any]:
+    """Whether the folder loads where crosshead is not installed, as the same model, and says what the source says."""
+    folder = folder_of(model)
+    if folder is None:
         raise ConversionError(f"{model.origin['name']} is not a folder of safetensors, so no result of a conversion")
-    found = reload_check(model.store.folder, prompts, final_logits(streamed[1], prompts))
-    faults = {kind: found.pop(kind) for kind in ("missing", "unexpected", "mismatched", "errors", "unloaded")}
+    # On the attention that loading chooses; a model too large to be loaded whole need not run once more.
+    expected = cache(lambda: final_logits(StreamedModel(model.store, config), prompts))
+    found = reload_check(folder, prompts, expected)
+    faults = {kind: found.pop(kind) for kind in FAULTS if kind in found}  # names and shapes alone tell fewer
     for kind, names in faults.items():
         if names:
             raise ConversionError(f"{model.origin['name']} does not load whole elsewhere: {kind} {names[0]}")
+    found["tensors"] = {kind: len(names) for kind, names in faults.items()}
+    worst = found.get("greatest_logit_difference", 0.0)
+    largest = float(expected().abs().max()) if worst else 0.0
+    if not worst <= RELOADED * largest:
+        raise ConversionError(
+            f"{model.origin['name']} is another model where it is loaded elsewhere: logits differ by up to "
+            f"{worst:.3g}, the greatest being {largest:.3g}; please report this"
+        )
     continuations, texts = found.pop("continuations", None), found.pop("texts", None)
     if continuations is not None and texts is not None:
-        with streamed[0].whole() as source:
-            found["greedy_text_agreement"] = agreement(continue_greedily(source, prompts, NEW_TOKENS), continuations)
+        with source.whole() as whole:
+            found["greedy_text_agreement"] = agreement(continue_greedily(whole, prompts, NEW_TOKENS), continuations)
         found["greedy_text"] = texts[0]
     return found
 
@@ -164,17 +202,20 @@ def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
         return head(model.run(tokens))
 
 
-def is_as_written(model: Source, record: Mapping[str, Any]) -> bool:
+def is_as_written(model: Source, record: Mapping[str, Any], advance: Advance) -> bool:
     """Whether every tensor still is what the conversion wrote."""
     written = {name: tensor["crc32"] for name, tensor in record["tensors"].items()}
-    return written == {name: stored_digest(model.store, name) for name in model.store.entries}
+    return written == stored_digests(model.store, {}, advance)
 
 
-def check_equal(measured: Mapping[str, Any], tolerance: float | None) -> None:
-    """`ConversionError` where logits differ by more than a part of the greatest that is rounding."""
-    worst, largest = measured["greatest_logit_difference"], measured["largest_logit"]
-    if tolerance is not None and not worst <= tolerance * largest:
+def check_equal(measured: Mapping[str, Any], tolerance: Tolerance | None) -> None:
+    """`ConversionError` where predictions differ by more than rounding explains."""
+    if tolerance is None:
+        return
+    worst, largest, divergence = (measured[key] for key in JUDGED)
+    allowed = inf if tolerance.logits is None else tolerance.logits * largest
+    if not (worst <= allowed and divergence <= tolerance.divergence):
         raise ConversionError(
             f"the result ought to equal its source and does not: logits differ by up to {worst:.3g}, the greatest "
-            f"being {largest:.3g}; please report this"
+            f"being {largest:.3g}, and the KL divergence is {divergence:.3g}; please report this"
         )

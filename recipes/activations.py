@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from .data_options import DataOptions
 from .schema import TrainOptions
-from .trainable import set_trainable
+from .trainable import is_wrapped, set_trainable
 
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 NARROW = 16
@@ -51,18 +52,19 @@ class Activations:
         return sum(self.layers) + self.outside
 
 
-def activations(config: Any, train: TrainOptions, length: int, arithmetic: Arithmetic) -> Activations:
-    """What a model of this configuration keeps of a micro batch of `train`, in windows of `length` tokens."""
+def activations(config: Any, train: TrainOptions, data: DataOptions, arithmetic: Arithmetic) -> Activations:
+    """What a model of this configuration keeps of a micro batch."""
     rows = min(2, train.micro_batch)  # a single sequence saves copies that several need
-    base = _narrow(config)
+    inputs = _Inputs(rows, data.separate_documents)
+    base, length = _narrow(config), data.length
     real = {name: getattr(config, name) for name in WIDTHS if getattr(config, name, None)}
-    first = _Fit.of(base, train, rows, arithmetic)
+    first = _Fit.of(base, train, inputs, arithmetic)
     for_token = first.for_token
     for name, width in real.items():
         narrow = getattr(base, name)
         wider = deepcopy(base)
         setattr(wider, name, 2 * narrow)
-        with_each = _Fit.of(wider, train, rows, arithmetic).for_token - first.for_token
+        with_each = _Fit.of(wider, train, inputs, arithmetic).for_token - first.for_token
         for_token = for_token + with_each / narrow * (width - narrow)
     total = (for_token * length + first.for_pair * length**2) / rows * train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
@@ -84,6 +86,22 @@ def _narrow(config: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """Short texts."""
+
+    rows: int
+    separate_documents: bool
+
+    def __call__(self, length: int) -> dict[str, torch.Tensor]:
+        """As a run gives them to the model."""
+        tokens = torch.zeros(self.rows, length, dtype=torch.long)
+        if not self.separate_documents:
+            return {"input_ids": tokens}
+        positions = torch.arange(length) % (length // 2)  # two documents
+        return {"input_ids": tokens, "position_ids": positions.expand(self.rows, -1)}
+
+
+@dataclass(frozen=True)
 class _Fit:
     """What each layer, and last what is outside of them, keeps for a token and for a pair of tokens."""
 
@@ -92,13 +110,13 @@ class _Fit:
     residual: torch.dtype
 
     @classmethod
-    def of(cls, config: Any, train: TrainOptions, rows: int, arithmetic: Arithmetic) -> "_Fit":
+    def of(cls, config: Any, train: TrainOptions, inputs: _Inputs, arithmetic: Arithmetic) -> "_Fit":
         from transformers import AutoModelForCausalLM
 
         with torch.random.fork_rng(devices=[]):
             model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=arithmetic.weights).train()
             model = set_trainable(model, train)
-            found = [_kept(model, rows, length, arithmetic.autocast) for length in LENGTHS]
+            found = [_kept(model, inputs(length), arithmetic.autocast) for length in LENGTHS]
         short, longer, longest = (torch.tensor(kept, dtype=torch.float64) for kept, _ in found)
         step = LONGER - SHORT
         for_pair = (longest - 2 * longer + short) / (2 * step**2)
@@ -106,7 +124,7 @@ class _Fit:
         return cls(for_token, for_pair, found[0][1])
 
 
-def _kept(model: nn.Module, rows: int, length: int, autocast: bool) -> tuple[list[int], torch.dtype]:
+def _kept(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) -> tuple[list[int], torch.dtype]:
     """Bytes that each layer saves and, last, all else does; and the dtype of what goes from layer to layer."""
     own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
@@ -128,17 +146,20 @@ def _kept(model: nn.Module, rows: int, length: int, autocast: bool) -> tuple[lis
         residual.append(arguments[0].dtype)
 
     handles = list(_watch(model, before, lambda *_: marks.append(size())))
-    tokens = torch.zeros(rows, length, dtype=torch.long)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(keep, lambda tensor: tensor):
-        model(input_ids=tokens, use_cache=False)
+        model(**inputs, use_cache=False)
     for handle in handles:
         handle.remove()
     layers = [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
     return [*layers, size() - sum(layers)], residual[0]
 
 
+def decoder_layers(model: Any) -> Any:
+    """In peft's wrapper as well."""
+    return (model.get_base_model() if is_wrapped(model) else model).model.layers
+
+
 def _watch(model: nn.Module, before: Any, after: Any) -> Iterator[Any]:
-    whole: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft's wrapper has it
-    for layer in whole.model.layers:
+    for layer in decoder_layers(model):
         yield layer.register_forward_pre_hook(before)
         yield layer.register_forward_hook(after)

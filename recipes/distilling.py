@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +43,10 @@ def instead_of_labels(
     Its vocabulary may be the beginning of the model's.
     """
     parts = (tensor.flatten(0, 1).split(ROWS) for tensor in (next_labels(labels), logits, *teacher))
+    again = partial(checkpoint, _exchange, use_reentrant=False, preserve_rng_state=False)
     total = logits.new_zeros((), dtype=torch.float32)
     for targets, own, *expected in zip(*parts, strict=True):
-        total = total + checkpoint(_exchange, targets, own, expected, temperature, use_reentrant=False, preserve_rng_state=False)
+        total = total + again(targets, own, expected, temperature)
     return total
 
 
@@ -75,7 +77,7 @@ def _with_rest(logarithms: torch.Tensor) -> torch.Tensor:
 
 
 def attention_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> torch.Tensor:
-    """The squared error of each layer's attention output, as part of its size; each sequence's (B), mean over layers."""
+    """By sequence (B), the squared error of attention outputs (B, T, width) beside their size; mean over layers."""
     errors = [
         (mine.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2)).clamp_min(1e-12)
         for mine, theirs in zip(found, wanted, strict=True)

@@ -13,7 +13,7 @@ from .errors import RecipeError, one_line
 from .memory import Teacher, memory
 from .model_config import model_config
 from .schema import Recipe
-from .sharding import ALONE, Sharding
+from .sharding import ALONE, FSDP, ZERO3, Sharding
 from .trainable import set_trainable
 from .training_arguments import accumulation
 
@@ -37,6 +37,7 @@ PARTS = {
     "gradients": "gradients",
     "moments": "Adam's moments",
     "working_copies": "copies of weights at work, estimated",
+    "whole_gradients": "gradients before they are shared out",
     "teacher": "the teacher",
     "activations": "activations, estimated",
     "logits": "logits, estimated",
@@ -48,6 +49,8 @@ FIGURE = 22
 
 def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     """The figures, for scripts and for `dry_run_lines`."""
+    if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
+        raise RecipeError(f"train.trainable='mixers+lora' is not for {sharding.kind}: use 'mixers' or 'all'")
     config, counted_from = _model(recipe)
     config.dtype = getattr(torch, recipe.train.dtype)
     cost = model_cost(config, recipe.data.length)
@@ -105,7 +108,7 @@ def _stored(path: str, key: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(path)
+        return AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # whatever its reader stumbles over
         raise RecipeError(f"{key}={path} has no configuration that can be read: {one_line(error)}") from None
 

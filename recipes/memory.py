@@ -5,8 +5,10 @@ bfloat16, gradients and a second set of weights are bfloat16.
 
 Estimates:
 - copies of weights at work. In bfloat16 and without shards, one of every matrix but the experts'. With FSDP2, what is
-  gathered at a time: the head and its gradient, two layers, the gradient of one; and while micro batches accumulate,
-  every gradient, whole. With DeepSpeed, what its defaults let live at a time, and its bucket of gradients.
+  gathered at a time: the head and its gradient, two layers, the gradient of one. With DeepSpeed, what its defaults let
+  live at a time, and its bucket of gradients.
+- whole gradients, with FSDP2, while micro batches accumulate: they are shared out after the last one; and
+  with a copy on each GPU, the buckets that are sent.
 - activations, which `activations.py` measures on small copies.
 - logits of a micro batch: as they are made, in float32, and their logarithms; a teacher's, and copies to compare.
 
@@ -22,10 +24,11 @@ import torch
 from torch import nn
 
 from crosshead.evals.cost import on_meta
+from crosshead.modeling.mixer import weight_count
 
-from .activations import Arithmetic, activations
+from .activations import Arithmetic, activations, decoder_layers
 from .schema import Recipe
-from .sharding import ALONE, COPIES, FSDP, ZERO3, Sharding
+from .sharding import COPIES, FSDP, ZERO3, Sharding
 from .trainable import set_trainable
 from .training_arguments import accumulation
 
@@ -42,6 +45,7 @@ class Memory:
     gradients: int
     moments: int
     working_copies: int
+    whole_gradients: int
     teacher: int
     activations: int
     logits: int
@@ -68,12 +72,13 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
     moved = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
     work = _itemsize(recipe)
     second = held * work if sharding.kind == ZERO3 and work < WIDE else 0
-    found = activations(config, recipe.train, recipe.data.length, arithmetic(recipe, sharding))
+    found = activations(config, recipe.train, recipe.data, arithmetic(recipe, sharding))
     return Memory(
         weights=(moved if second else held) * WIDE + second,
         gradients=moved * (work if sharding.kind == ZERO3 else WIDE),
         moments=moved * WIDE * MOMENTS,
-        working_copies=_working_copies(model, recipe, sharding),
+        working_copies=_working_copies(model, sharding, work),
+        whole_gradients=_whole_gradients(model, recipe, sharding),
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
         activations=found.kept(recipe.train.checkpoint_activations),
         logits=_logits(recipe, config.vocab_size, teacher),
@@ -100,19 +105,25 @@ def _shard(parameters: Iterable[nn.Parameter], sharding: Sharding) -> int:
     return ceil(count / sharding.processes) if sharding.kind == ZERO3 else count
 
 
-def _working_copies(model: nn.Module, recipe: Recipe, sharding: Sharding) -> int:
-    work = _itemsize(recipe)
-    numbers = sum(tensor.numel() for tensor in model.parameters())
-    moving = sum(tensor.numel() for tensor in model.parameters() if tensor.requires_grad)
+def _working_copies(model: nn.Module, sharding: Sharding, work: int) -> int:
     if sharding.kind == ZERO3:
-        return (min(numbers, LIVE) + min(moving, BUCKET)) * work
+        return (min(_numbers(model), LIVE) + min(_numbers(model, moving=True), BUCKET)) * work
     if sharding.kind == FSDP:
         head, layer = _units(model)
-        accumulates = accumulation(recipe, sharding.processes) > 1
-        return (2 * head + 3 * layer + (moving if accumulates else 0)) * work
-    copied = _matrices(model) * work if work < WIDE else 0
-    buckets = moving * WIDE if sharding.kind == COPIES else 0
-    return copied + buckets
+        return (2 * head + 3 * layer) * work
+    return _matrices(model) * work if work < WIDE else 0
+
+
+def _whole_gradients(model: nn.Module, recipe: Recipe, sharding: Sharding) -> int:
+    if sharding.kind == COPIES:
+        return _numbers(model, moving=True) * WIDE  # the buckets that are sent
+    if sharding.kind == FSDP and accumulation(recipe, sharding.processes) > 1:
+        return _numbers(model, moving=True) * _itemsize(recipe)
+    return 0
+
+
+def _numbers(model: nn.Module, moving: bool = False) -> int:
+    return sum(part.numel() for part in model.parameters() if part.requires_grad or not moving)
 
 
 def _matrices(model: Any) -> int:
@@ -124,9 +135,7 @@ def _matrices(model: Any) -> int:
 
 def _units(model: Any) -> tuple[int, int]:
     """Of what FSDP2 gathers at once, the head and the largest layer."""
-    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    layers = [sum(part.numel() for part in layer.parameters()) for layer in whole.model.layers]
-    return whole.get_output_embeddings().weight.numel(), max(layers)
+    return weight_count(model.get_output_embeddings()), max(map(weight_count, decoder_layers(model)))
 
 
 def _logits(recipe: Recipe, vocabulary: int, teacher: Teacher | None) -> int:
@@ -136,4 +145,6 @@ def _logits(recipe: Recipe, vocabulary: int, teacher: Teacher | None) -> int:
     if recipe.distillation is None:
         return own
     compared = rows * vocabulary * WIDE
-    return own + compared + (2 * rows * teacher.vocabulary * teacher.itemsize if teacher else 0)
+    if teacher is None:
+        return own + compared
+    return own + compared + 2 * rows * teacher.vocabulary * min(teacher.itemsize, _itemsize(recipe))

@@ -22,8 +22,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # its files may be broken in many ways
-        made = _how_to_make(options) if key == "model.path" else ""
-        raise RecipeError(f"the tokenizer of {key}={name} cannot be loaded: {one_line(error)}{made}") from None
+        raise RecipeError(f"the tokenizer of {_unloadable(key, str(name), error, options)}") from None
 
 
 def load_model(recipe: Recipe, tokenizer: Any) -> Any:
@@ -37,7 +36,7 @@ def load_model(recipe: Recipe, tokenizer: Any) -> Any:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(recipe.train.seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = _loaded(options.path, "model.path", torch.float32, _how_to_make(options))
+    model = _loaded(options.path, "model.path", torch.float32, options)
     if options.config is not None:
         _check_expected(model.config, model_config(options.config))
     return model
@@ -53,9 +52,7 @@ def vocabulary_of(recipe: Recipe) -> int:
     try:
         return AutoConfig.from_pretrained(options.path, trust_remote_code=False).vocab_size
     except Exception as error:
-        raise RecipeError(
-            f"the configuration of model.path={options.path} cannot be loaded: {one_line(error)}{_how_to_make(options)}"
-        ) from None
+        raise RecipeError(_unloadable("model.path", options.path, error, options)) from None
 
 
 def load_teacher(name: str, vocabulary: int) -> Any:
@@ -69,15 +66,18 @@ def load_teacher(name: str, vocabulary: int) -> Any:
     return teacher
 
 
-def _how_to_make(options: ModelOptions) -> str:
-    """What to say of a model that its owner has yet to make."""
-    if options.convert is None or Path(options.path or "").is_dir():
-        return ""
-    lines = options.convert.replace("\\\n", " ").strip().splitlines()
-    return f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
+def _unloadable(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
+    """What to say of what cannot be loaded: also that its owner has yet to make it."""
+    if Path(name).is_dir():
+        return f"{key}={name} cannot be loaded: {one_line(error)}"
+    made = ""
+    if options is not None and options.convert is not None and name == options.path:
+        lines = options.convert.replace("\\\n", " ").strip().splitlines()
+        made = f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
+    return f"{key}={name} is no folder, and cannot be loaded from the Hub: {one_line(error).rstrip('.')}{made}"
 
 
-def _loaded(name: str, key: str, dtype: Any, made: str = "") -> Any:
+def _loaded(name: str, key: str, dtype: Any, options: ModelOptions | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
     try:
@@ -85,7 +85,7 @@ def _loaded(name: str, key: str, dtype: Any, made: str = "") -> Any:
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:
-        raise RecipeError(f"{key}={name} cannot be loaded: {one_line(error)}{made}") from None
+        raise RecipeError(_unloadable(key, name, error, options)) from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise RecipeError(f"{key}={name} lacks {len(missing)} tensors, {missing[0]} first: it is not complete")

@@ -33,7 +33,7 @@ class Objective:
 
     def _predict(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
         """The next token's loss, with balance losses."""
-        asked = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, documents would not be apart
+        asked = inputs | {"num_items_in_batch": items, "use_cache": False}  # a cache would join documents
         if self._routing is None:
             outputs = model(**asked)
             return outputs["loss"], outputs
@@ -56,7 +56,7 @@ class Objective:
 
 @torch.no_grad()
 def evaluated(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """Of each sequence the next token's loss alone, which models with and without routers share, and its tokens (B, 2)."""
+    """By sequence, the next token's loss alone, which all models have in common, and how many are predicted (B, 2)."""
     logits = model(**_unlabelled(inputs))["logits"]
     return torch.stack([next_token_losses(logits, inputs["labels"]), predictions(inputs["labels"]).float()], dim=1)
 

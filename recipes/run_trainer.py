@@ -1,22 +1,20 @@
-"""transformers' Trainer, with a run's own order of samples, learning rate, loss, evaluation and checkpoints."""
+"""transformers' Trainer, with a run's own order of samples, learning rate, loss, evaluation and metrics."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Sampler
-from transformers import PrinterCallback, Trainer, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from .checkpoints import PARTIAL, publish, step_of
-from .errors import RecipeError, one_line
+from .checkpoint_trainer import CheckpointTrainer
+from .checkpoints import step_of
 from .objective import Objective, evaluated
 from .routing import HeadRouting
 from .schedule import rate
 from .schema import Recipe
-from .trainable import is_wrapped, whole_model
 from .watching import LossWatch, MetricsFile, check_finite, moved, starting_points
 
 
@@ -41,24 +39,18 @@ class AsTheRecipeSays(TrainerCallback):
         state.compute_steps(args, args.max_steps)
 
 
-class RunTrainer(Trainer):  # type: ignore[misc]  # transformers brings few types
+class RunTrainer(CheckpointTrainer):
     """One run of a recipe, from its beginning or from a checkpoint."""
 
     def __init__(self, recipe: Recipe, teacher: Any, checkpoint: Path | None, **options: Any) -> None:
         model = options["model"]
         cached = model.config.use_cache
-        self.recipe, self.checkpoint = recipe, checkpoint
+        self.recipe = recipe
         self.routing = HeadRouting.of(model.config)
         self.objective = Objective(self.routing, recipe.distillation, teacher)
-        self.output = Path(recipe.output)
         self.first_step = step_of(checkpoint) if checkpoint else 0
         self.starts = starting_points(model)
-        super().__init__(**options)
-        if is_wrapped(model) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            raise RecipeError(
-                "train.trainable='mixers+lora' is not for FSDP or DeepSpeed, which hold a part of each matrix: use "
-                "'mixers' or 'all', or start without them"
-            )
+        super().__init__(Path(recipe.output), checkpoint, recipe.checkpoints.keep, **options)
         model.config.use_cache = cached  # the library turns it off, also in what is saved
         self.remove_callback(PrinterCallback)
         self.add_callback(AsTheRecipeSays)
@@ -66,7 +58,6 @@ class RunTrainer(Trainer):  # type: ignore[misc]  # transformers brings few type
         self.loss_watch = LossWatch(recipe.distillation.match_steps if recipe.distillation else 0)
         self.loss_watch.see(MetricsFile.losses(self.output, self.first_step), 1)
         self.metrics = MetricsFile(self.output, self.first_step) if self.is_world_process_zero() else None
-        self._kind = type(model)
         self._step_losses: list[torch.Tensor] = []
         self._load: dict[str, float] = {}
         self._settled = checkpoint is None
@@ -144,48 +135,3 @@ class RunTrainer(Trainer):  # type: ignore[misc]  # transformers brings few type
         by_step = torch.stack(self._step_losses).view(-1, self.args.gradient_accumulation_steps).sum(1)
         self._step_losses = []
         return self.accelerator.reduce(by_step.float(), "mean").tolist()
-
-    def save_result(self, folder: Path) -> None:
-        """The trained model alone, as `from_pretrained` reads it."""
-        if is_wrapped(self.model):
-            if self.args.should_save:
-                whole_model(self.model).save_pretrained(str(folder))
-            return
-        sharded = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        self._save(str(folder), self.accelerator.get_state_dict(self.model_wrapped) if sharded else None)
-
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """As the library does, but without a pickle of the arguments, and as the class that it was: FSDP changes it."""
-        if not self.args.should_save:
-            return
-        model = self.model
-        if self.is_fsdp_enabled:
-            with torch.device("meta"):
-                model = self._kind(self.model.config)
-            model.generation_config = self.model.generation_config
-        model.save_pretrained(output_dir, state_dict=state_dict)
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(self.output / PARTIAL)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        step = self.state.global_step
-        partial = self.output / PARTIAL / f"checkpoint-{step}"
-        try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
-            if self.is_world_process_zero():
-                publish(partial, self.output, self.recipe.checkpoints.keep)
-        except Exception as error:  # each library has its own for a disk that is full
-            shutil.rmtree(partial, ignore_errors=True)
-            raise RecipeError(f"{unwritten(f'the checkpoint at step {step}', self.output, error)}") from error
-        self.accelerator.wait_for_everyone()
-
-
-def unwritten(what: str, output: Path, error: Exception) -> str:
-    """What to say when something could not be written to the folder of a run."""
-    free = shutil.disk_usage(output).free / 1e9
-    return (
-        f"{what} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
-        "checkpoints are as they were, and the same command goes on from them"
-    )

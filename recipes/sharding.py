@@ -32,7 +32,8 @@ COUNTED_ON: dict[str, tuple[str, dict[str, tuple[Any, Any]]]] = {
         },
     ),
 }
-"""By kind, a section of the file and, by key, the value that memory is counted for, and what accelerate takes if none."""
+"""By kind, a section of the file and, by key, the value that memory is counted for, and what accelerate takes if none
+is given."""
 
 
 @dataclass(frozen=True)

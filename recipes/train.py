@@ -4,13 +4,16 @@ import json
 import shutil
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
 from .errors import RecipeError
 from .models import BESIDE, load_model, load_teacher, load_tokenizer
-from .run_trainer import RunTrainer, unwritten
+from .processes import in_turn
+from .run_trainer import RunTrainer
 from .schema import Recipe
 from .stopping import StopRequest, StopWhenAsked
 from .teacher_logits import WithTeacher, belonging
@@ -50,15 +53,15 @@ def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
 def _run(recipe: Recipe, arguments: Any, processes: Any, progress: Progress) -> Outcome:
     output = Path(recipe.output)
     tokenizer = load_tokenizer(recipe)
-    model = load_model(recipe, tokenizer)
-    data = open_data(recipe.data, tokenizer, model.config.vocab_size, progress)
-    with processes.main_process_first():
-        _claim(output, identity(recipe, data), processes.is_main_process)
+    models = _models(recipe, tokenizer)
+    data = open_data(recipe.data, tokenizer, models[0].config.vocab_size, progress)
+    in_turn(partial(_claim, output, identity(recipe, data), processes.is_main_process))
     if (output / MODEL / RESULT).is_file():
         return _done(recipe)
     newest = _newest(output)
     request = StopRequest()
-    trainer = _trainer(recipe, model, data, arguments, newest, request, progress)
+    callbacks = [StopWhenAsked(request), TellSteps(progress, recipe.train.batch_tokens)]
+    trainer = _trainer(recipe, models, data, newest, args=arguments, callbacks=callbacks)
     with request.listening():
         # Also behind the last step: this is how every kind of sharding reads its checkpoint.
         trainer.train(resume_from_checkpoint=str(newest) if newest else None)
@@ -103,36 +106,31 @@ def _newest(output: Path) -> Path | None:
     return newest
 
 
-def _trainer(
-    recipe: Recipe,
-    model: Any,
-    data: TrainingData,
-    arguments: Any,
-    newest: Path | None,
-    request: StopRequest,
-    progress: Progress,
-) -> RunTrainer:
+def _models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
+    """The model, ready to be trained, and its teacher; before the data, which may take hours."""
     from transformers import set_seed
 
-    options, teacher = recipe.distillation, None
-    samples: Any = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
-    if options is not None and options.logits is not None:
-        samples = WithTeacher(samples, options, belonging(recipe, data), model.config.vocab_size)
+    model, options, teacher = load_model(recipe, tokenizer), recipe.distillation, None
     if options is not None and options.teacher is not None:
-        teacher = load_teacher(options.teacher, model.config.vocab_size).to(arguments.device)
+        teacher = load_teacher(options.teacher, model.config.vocab_size)
     if recipe.train.checkpoint_activations:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     set_seed(recipe.train.seed)
+    return set_trainable(model, recipe.train), teacher
+
+
+def _trainer(
+    recipe: Recipe, models: tuple[Any, Any], data: TrainingData, newest: Path | None, **options: Any
+) -> RunTrainer:
+    model, teacher = models
+    samples: Any = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
+    if recipe.distillation is not None and recipe.distillation.logits is not None:
+        samples = WithTeacher(samples, recipe.distillation, belonging(recipe, data), model.config.vocab_size)
+    if teacher is not None:
+        teacher = teacher.to(options["args"].device)
     return RunTrainer(
-        recipe,
-        teacher,
-        newest,
-        model=set_trainable(model, recipe.train),
-        args=arguments,
-        train_dataset=samples,
-        eval_dataset=data.evaluation,
-        callbacks=[StopWhenAsked(request), TellSteps(progress, recipe.train.batch_tokens)],
+        recipe, teacher, newest, model=model, train_dataset=samples, eval_dataset=data.evaluation, **options
     )
 
 
@@ -152,6 +150,7 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
             content |= {"metrics": MetricsFile.last(output)}
             (partial / RESULT).write_text(json.dumps(content, indent=2), encoding="utf-8")
             put(partial, output / MODEL)
+            shutil.rmtree(output / PARTIAL, ignore_errors=True)
     except Exception as error:  # each library has its own for a disk that is full
         shutil.rmtree(partial, ignore_errors=True)
         raise RecipeError(unwritten("the model", output, error)) from error

@@ -22,8 +22,15 @@ def accumulation(recipe: Recipe, processes: int) -> int:
 def training_arguments(recipe: Recipe) -> Any:
     """What the Trainer is told; order, learning rate and checkpoints are not its business."""
     from transformers import TrainingArguments
+    from transformers.integrations import get_available_reporting_integrations
 
     train, watch = recipe.train, recipe.watch
+    trackers = get_available_reporting_integrations()
+    for name in watch.report_to:
+        if name not in trackers:
+            raise RecipeError(
+                f"watch.report_to: {name!r} is not installed or not known, but {trackers}: see its manual"
+            )
     evaluation: dict[str, Any] = {"eval_strategy": "no"}
     if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
         evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}

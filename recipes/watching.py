@@ -96,7 +96,10 @@ class MetricsFile:
         try:
             yield
         except OSError as error:
-            raise RecipeError(f"{self._path} cannot be written: {error.strerror}; checkpoints are as they were") from None
+            raise RecipeError(
+                f"{self._path} cannot be written: {error.strerror}; checkpoints are as they were, and the same "
+                "command goes on from them"
+            ) from None
 
     @staticmethod
     def lines(output: Path) -> list[dict[str, Any]]:

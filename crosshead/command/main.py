@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command import convert, cost, fold, train, verify
+from crosshead_command import convert, cost, fold, sweep, train, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -16,6 +16,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "fold": fold.fold,
     "verify": verify.verify,
     "train": train.train,
+    "sweep": sweep.sweep,
 }
 DEBUG = "--debug"
 INTERRUPTED = 130

@@ -19,8 +19,8 @@ class Progress(Protocol):
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Bars on stderr, one a stage, with bytes or layers and the time left; where nobody watches, what there is to say alone."""
-    from huggingface_hub.utils import disable_progress_bars
+    """Bars on stderr, one a stage, with the time left; where nobody watches, only what there is to say."""
+    from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars

@@ -2,7 +2,7 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,6 +24,10 @@ def train(
         typer.Option(help="For --dry-run: accelerate's configuration file, or a shipped one such as fsdp2_8_gpus."),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="For --dry-run: print the figures as JSON.")] = False,
+    save_teacher: Annotated[
+        Path | None,
+        typer.Option(help="Write the teacher's highest logits into this folder, for distillation.logits, and stop."),
+    ] = None,
 ) -> None:
     """Train a model as a recipe says, or go on where the same run stopped.
 
@@ -33,6 +37,7 @@ def train(
 
     from crosshead.recipes.load_recipe import load_recipe
     from crosshead.recipes.processes import in_turn
+    from crosshead.recipes.saved_teacher import save_teacher as write_teacher
     from crosshead.recipes.toy import toy as at_toy_size
     from crosshead.recipes.train import train as run
     from crosshead_command.dry_run import show_dry_run
@@ -47,11 +52,26 @@ def train(
         show_dry_run(asked, accelerate, as_json)
         return
     with progress() as show:
+        if save_teacher is not None:
+            write_teacher(asked, save_teacher, show)
+            typer.echo(f"wrote {save_teacher}")
+            return
         outcome = run(asked, show)
+    from accelerate import PartialState
+
+    processes = PartialState()
+    if processes.is_main_process:
+        _tell(outcome)
+    processes.destroy_process_group()
+    if outcome.model is None:
+        raise typer.Exit(STOPPED + (outcome.stopped_by or 0))
+
+
+def _tell(outcome: Any) -> None:
     if outcome.model is None:
         told = f"stopped at step {outcome.step} of {outcome.steps}: the same command goes on"
         typer.echo(f"crosshead: {told}", err=True)
-        raise typer.Exit(STOPPED + (outcome.stopped_by or 0))
+        return
     losses = {name: outcome.metrics[name] for name in ("loss", "eval_loss") if name in outcome.metrics}
     typer.echo(f"trained {outcome.steps} steps: {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}")
     typer.echo(f"wrote {outcome.model}")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import crosshead
 from broken import (
@@ -37,6 +37,10 @@ def other_tokenizer(folder):
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
+def fused_experts(folder):
+    AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder, save_original_format=False)
+
+
 def replaced(name, new):
     return state(lambda tensors: tensors.update({name: new(tensors.get(name))}))
 
@@ -58,12 +62,13 @@ FILES = {
     "pickle": Case("'pytorch_model.bin'", both(remove(WEIGHTS), write("pytorch_model.bin", b"\x80\x02"))),
     "missing tensor": Case(f"{KEY} is missing", state(lambda tensors: tensors.pop(KEY))),
     "missing expert": Case(f"{EXPERT} is missing", state(lambda tensors: tensors.pop(EXPERT)), base="moe"),
+    "fused experts": Case("mlp.experts.down_proj holds all experts", fused_experts, base="moe"),
     "unknown tensor": Case("extra is not part", replaced("extra", lambda old: torch.ones(2))),
     "wrong shape": Case("[3, 24], but the config asks for [16, 24]", replaced(KEY, lambda old: torch.ones(3, 24))),
     "transposed": Case("[24, 16], but the config", replaced(KEY, lambda old: old.T.contiguous())),
     "NaN in a copied tensor": Case(f"'{KEY}' holds nan", value(KEY, float("nan"))),
     "infinity": Case("'model.norm.weight' holds inf", value("model.norm.weight", float("inf"))),
-    "NaN in a rewritten tensor": Case("", value(VALUE, float("nan")), SVD),
+    "NaN in a rewritten tensor": Case(f"tensor {VALUE} holds nan or inf: repair", value(VALUE, float("nan")), SVD),
     "too large for float16": Case(
         f"{KEY} is too large for torch.float16", value(KEY, 1e30), f"{CONVERT} --dtype float16"
     ),

@@ -1,6 +1,7 @@
 """Random damage to everything a checkpoint says of itself: a conversion, or one line and nothing left."""
 
 import json
+import logging
 import random
 import shutil
 import struct
@@ -160,7 +161,9 @@ def names(folder):
 
 
 @pytest.mark.parametrize("seed", ROUNDS)
-def test_random_damage_is_one_line_or_harmless(seed, checkpoints, tmp_path):
+def test_random_damage_is_one_line_or_harmless(seed, checkpoints, tmp_path, caplog):
+    # The library may log what it reads; pytest's workers cannot report half a surrogate pair.
+    caplog.set_level(logging.CRITICAL + 1, "transformers")
     chance = random.Random(seed)
     refused = 0
     for _ in range(CHANGES):

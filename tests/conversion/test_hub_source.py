@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import toys
+from broken import INDEX
 from hub_server import COMMIT, Repository, serving
+from toy_checkpoints import MANY_SHARDS
 from toy_tokenizer import toy_tokenizer
 
 CLIENT = """
@@ -37,6 +39,8 @@ for name, revision in json.loads(sys.argv[1]):
 print(json.dumps(results))
 """
 TOKEN = "hf_secretsecretsecret"
+ODD = "model.safetensors-{}"
+"""What some call their shards: `ODD` and the usual ending."""
 SIDE = ["LICENSE", "additional_chat_templates", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]
 
 
@@ -69,7 +73,20 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory, files):
+def sharded(tmp_path_factory, files):
+    folder = tmp_path_factory.mktemp("sharded")
+    toys.stock_model("Llama").save_pretrained(folder, max_shard_size=MANY_SHARDS)
+    made = {file.name: file.read_bytes() for file in folder.glob("*.safetensors")}
+    odd = {name: ODD.format(name.removeprefix("model-")) for name in made}
+    index = (folder / INDEX).read_text()
+    for name, other in odd.items():
+        index = index.replace(name, other)
+    others = {name: raw for name, raw in files.items() if not name.endswith(".safetensors")}
+    return others | {odd[name]: raw for name, raw in made.items()} | {INDEX: index.encode()}
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory, files, sharded):
     home = tmp_path_factory.mktemp("home")
     pickled = {name: raw for name, raw in files.items() if not name.endswith(".safetensors")}
     repositories = {
@@ -81,6 +98,7 @@ def outcomes(tmp_path_factory, files):
         "org/silent": Repository(files, status=0),
         "org/dropping": Repository(files, dropped=1000),
         "org/pickled": Repository(pickled),
+        "org/sharded": Repository(sharded | {"consolidated.safetensors": b"never"}),
         "org/gguf": Repository({"toy.Q8_0.gguf": b"GGUF"}),
         "org/bare": Repository({"model.safetensors": files["model.safetensors"]}),
     }
@@ -106,6 +124,14 @@ def test_what_is_needed_is_downloaded_and_nothing_else(outcomes, files):
     assert 0 < found["bytes"] < len(files["model.safetensors"])
     fetched = [request for request in outcomes["requests"] if "/resolve/" in request]
     assert not [request for request in fetched if request.endswith((".bin", ".py", ".md", "consolidated.safetensors"))]
+
+
+def test_shards_are_those_of_the_index(outcomes, sharded):
+    found = outcomes["org/sharded", None]
+    shards = [name for name in sharded if name.startswith(ODD.format(""))]
+    assert len(shards) > 2
+    assert {name for name in found["downloaded"] if ".safetensors" in name} == {INDEX, *shards}
+    assert found["bytes"] == outcomes["org/toy", None]["bytes"]
 
 
 def test_a_download_that_breaks_off_is_continued(outcomes):

@@ -42,7 +42,7 @@ def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
     model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
     before = sorted(path.name for path in (tmp_path / "model").iterdir())
     logits = torch.cat([model(sequence[None]).logits for sequence in TOKENS])
-    found = reload_check(tmp_path / "model", TOKENS, logits + 0.5)
+    found = reload_check(tmp_path / "model", TOKENS, lambda: logits + 0.5)
     generated = model.generate(TOKENS, max_new_tokens=reload.NEW_TOKENS, do_sample=False)[:, TOKENS.shape[1] :]
     assert found.pop("greatest_logit_difference") == pytest.approx(0.5, abs=1e-5)
     assert found.pop("continuations") == generated.tolist()
@@ -92,6 +92,20 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
     assert reports() == [DAMAGED, DAMAGED]
 
 
+def test_libraries_are_found_where_this_process_finds_them(tmp_path, monkeypatch):
+    """As with `pip install --user`, or on a cluster where PYTHONPATH leads to them."""
+    (tmp_path / "library").mkdir()
+    (tmp_path / "library" / "only_here.py").write_text("")
+    worker = tmp_path / "worker.py"
+    worker.write_text("import json, only_here, sys; open(json.load(open(sys.argv[1]))['result'], 'w').write('{}')")
+    monkeypatch.setattr(reload, "WORKER", worker)
+    saved(tmp_path / "model", toys.stock_model("Llama"))
+    with pytest.raises(ConversionError, match="only_here"):
+        reload_check(tmp_path / "model", TOKENS)
+    monkeypatch.syspath_prepend(tmp_path / "library")
+    assert reload_check(tmp_path / "model", TOKENS)["checked"] == "logits and text"
+
+
 def test_agreement_is_the_share_of_equal_tokens():
     assert agreement([[1, 2], [3, 4]], [[1, 2], [3, 5]]) == 0.75
 
@@ -99,3 +113,12 @@ def test_agreement_is_the_share_of_equal_tokens():
 def test_memory():
     assert fits_in_memory(1 << 20)
     assert not fits_in_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+
+
+@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(80 << 20), True), (str(60 << 20), False)])
+def test_memory_in_a_container(tmp_path, monkeypatch, limit, fits):
+    monkeypatch.setattr(reload, "_CONTAINER", tmp_path)
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    (tmp_path / "memory.current").write_text(f"{60 << 20}\n")
+    (tmp_path / "memory.stat").write_text(f"anon {20 << 20}\nfile {40 << 20}\nfile_mapped 5\n")
+    assert fits_in_memory(40 << 20) is fits

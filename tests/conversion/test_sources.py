@@ -6,6 +6,7 @@ import pytest
 import transformers
 from transformers import AutoTokenizer
 
+import crosshead
 import toys
 from crosshead.conversion import gguf_tokenizer
 from crosshead.conversion.errors import ConversionError
@@ -191,6 +192,15 @@ def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
     with pytest.raises(ConversionError, match=r"zoo.gguf has a tokenizer that transformers cannot read: ") as caught:
         open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
     assert "\n" not in str(caught.value)
+
+
+def test_a_folder_that_holds_the_gguf_file_is_not_overwritten(gguf):
+    for name in ("config.json", "model.safetensors"):
+        (gguf.parent / name).write_text("{}")
+    before = gguf.read_bytes()
+    with pytest.raises(ConversionError, match="are not apart"):
+        crosshead.convert(gguf, gguf.parent, {"knocking": {}}, overwrite=True, verify=False)
+    assert gguf.read_bytes() == before
 
 
 def test_a_transformers_that_is_too_old_for_gguf(gguf, tmp_path, monkeypatch):

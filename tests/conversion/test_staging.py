@@ -164,23 +164,29 @@ def test_existing_targets(tmp_path):
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to("model")
     (tmp_path / "dangling").symlink_to("gone")
-    for name in ("home", "model", "empty"):
+    for name in ("home", "empty"):
         (tmp_path / name).mkdir()
     (tmp_path / "home" / "letters").write_text("")
-    (tmp_path / "model" / "config.json").write_text("old")
-    for name in ("file", "link", "dangling", "home", "model", "empty"):
+    old_model(tmp_path, "model")
+    old_model(tmp_path, "trained")
+    (tmp_path / "trained" / "checkpoint-500").mkdir()
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "config.json").write_text("{}")
+    others = ("file", "link", "dangling", "home", "trained", "program")
+    for name in (*others, "model", "empty"):
         assert "--overwrite" in refusal(tmp_path / name)
-    for name in ("file", "link", "dangling", "home"):
+    for name in others:
         assert "it is not overwritten" in refusal(tmp_path / name, overwrite=True)
     for name in ("model", "empty"):
         run(tmp_path / name, overwrite=True)
         assert complete(tmp_path / name)
-    assert names(tmp_path) == ["dangling", "empty", "file", "home", "link", "model"]
+    assert names(tmp_path) == sorted((*others, "model", "empty"))
 
 
 def old_model(tmp_path, name="out"):
     (tmp_path / name).mkdir()
     (tmp_path / name / "config.json").write_text("old")
+    (tmp_path / name / "model.safetensors").write_text("old")
 
 
 def test_old_target_stays_until_the_end(tmp_path):
@@ -267,7 +273,11 @@ def test_read_only_parent(tmp_path):
 def test_source_and_target_are_apart(tmp_path):
     (tmp_path / "link").symlink_to("source")
     source = tmp_path / "source"
-    for target in (source, source / "out", tmp_path, tmp_path / "link", source / ".." / "source", tmp_path / "link/a"):
+    (tmp_path / "elsewhere" / "deep").mkdir(parents=True)
+    (tmp_path / "away").symlink_to("elsewhere/deep")
+    targets = [source, source / "out", tmp_path, tmp_path / "link", tmp_path / "link/a"]
+    targets += [tmp_path / "elsewhere" / ".." / "source", tmp_path / "away" / ".." / "source"]
+    for target in targets:
         with pytest.raises(ConversionError, match="are not apart"):
             check_apart(source, target)
     check_apart(source, tmp_path / "source2")

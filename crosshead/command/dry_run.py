@@ -1,0 +1,17 @@
+"""`crosshead train --dry-run`."""
+
+import json
+
+from crosshead.recipes.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.schema import Recipe
+from crosshead.recipes.sharding import ONE_GPU, read_sharding
+
+
+def show_dry_run(recipe: Recipe, accelerate: str | None, as_json: bool) -> None:
+    """Print what the run would be."""
+    report = dry_run(recipe, read_sharding(accelerate) if accelerate is not None else ONE_GPU)
+    if as_json:
+        print(json.dumps(report, indent=2))
+        return
+    for line in dry_run_lines(report):
+        print(line)

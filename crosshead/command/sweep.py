@@ -1,0 +1,72 @@
+"""`crosshead sweep`."""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crosshead_command.screen import progress
+from crosshead_command.train import STOPPED
+
+
+def sweep(
+    recipe: Annotated[str, typer.Argument(help="A YAML file with `sweep`, or a shipped one: papers/mea_1b_sweep.")],
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="Another value: section.key=value, repeatable.")
+    ] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run it at toy size, in this folder.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+) -> None:
+    """Choose a learning rate: train shortly with each of `sweep.learning_rates`, and fit a power law to each.
+
+    Writes sweep.json and sweep.svg; the same command goes on where it stopped. For example:
+
+    crosshead sweep papers/mea_1b_sweep --set 'sweep.learning_rates=[1e-4, 1e-3]'
+    """
+    from accelerate import PartialState
+    from transformers.utils.logging import disable_progress_bar
+
+    from crosshead.recipes.load_recipe import load_recipe
+    from crosshead.recipes.processes import in_turn
+    from crosshead.recipes.sweep import PICTURE
+    from crosshead.recipes.sweep import sweep as run
+    from crosshead.recipes.toy import toy as at_toy_size
+
+    disable_progress_bar()
+    asked = load_recipe(recipe, changes or [])
+    if toy is not None:
+        asked = in_turn(partial(at_toy_size, asked, toy))
+    with progress() as show:
+        report = run(asked, show)
+    processes = PartialState()
+    if processes.is_main_process:
+        _tell(report, Path(asked.output) / PICTURE, as_json)
+    processes.destroy_process_group()
+    if report["stopped_by"] is not None:
+        raise typer.Exit(STOPPED + report["stopped_by"])
+    if report["chosen"] is None:
+        raise ValueError("no learning rate is stable: try smaller ones")
+
+
+def _tell(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
+    if report["stopped_by"] is not None:
+        typer.echo(f"crosshead: stopped after {len(report['runs'])} rates: the same command goes on", err=True)
+    elif as_json:
+        typer.echo(json.dumps(report, indent=2))
+    else:
+        for line in _lines(report):
+            typer.echo(line)
+        typer.echo(f"wrote {picture}")
+
+
+def _lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each rate."""
+    yield f"{'rate':>8}  {report['loss'] + ' loss, fitted':>21}  {'floor':>7}  {'exponent':>8}  spikes"
+    for run in report["runs"]:
+        law = run["law"]
+        figures = f"{run['fitted_loss']:>21.4f}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}" if law else f"{'':>40}"
+        told = "chosen" if run["learning_rate"] == report["chosen"] else run["told"].partition(":")[0]
+        yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {told}".rstrip()

@@ -1,0 +1,65 @@
+"""The loss curve that a run has left, and whether the run was stable."""
+
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, pstdev
+
+from .errors import RecipeError
+from .scaling_law import LEAST_POINTS
+from .schema import Recipe
+from .watching import LEAST_SPIKE, RECENT, SPIKE, LossWatch, MetricsFile
+
+HELD_OUT, TRAINING = "held-out", "training"
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """Losses of a run, after so many tokens each."""
+
+    tokens: tuple[int, ...]
+    losses: tuple[float, ...]
+
+
+def kind_of_loss(recipe: Recipe) -> str:
+    """Held-out loss, which the paper fits, where the recipe evaluates often enough for a curve; or training loss."""
+    every = recipe.watch.evaluate_every
+    evaluates = bool(recipe.data.held_out or recipe.data.evaluation)
+    points = (recipe.steps - _begin(recipe)) // every if every and evaluates else 0
+    return HELD_OUT if points >= LEAST_POINTS else TRAINING
+
+
+def loss_curve(run: Recipe, kind: str) -> LossCurve:
+    """After the warmup, which bends a curve by itself, and after the steps of another objective."""
+    if kind == HELD_OUT:
+        lines = MetricsFile.lines(Path(run.output))
+        points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    else:
+        points = dict(enumerate(MetricsFile.losses(Path(run.output), run.steps), 1))
+    kept = sorted((step, loss) for step, loss in points.items() if step > _begin(run))
+    return LossCurve(
+        tokens=tuple(step * run.train.batch_tokens for step, _ in kept), losses=tuple(loss for _, loss in kept)
+    )
+
+
+def _begin(run: Recipe) -> int:
+    return max(run.warmup_steps, run.distillation.match_steps if run.distillation else 0)
+
+
+def spikes(run: Recipe) -> int:
+    """How many the run had; they may well have passed."""
+    watch = LossWatch(run.distillation.match_steps if run.distillation else 0)
+    with suppress(RecipeError):  # where the run diverged, it has ended
+        watch.see(MetricsFile.losses(Path(run.output), run.steps), 1)
+    return watch.spikes
+
+
+def rise(run: Recipe) -> float:
+    """By how much the training loss ends above its lowest, both averaged over steps; 0 where that may be chance."""
+    losses = loss_curve(run, TRAINING).losses
+    window = min(RECENT, len(losses) // 5)
+    if window < 2:
+        return 0.0
+    last, *before = (losses[end - window : end] for end in range(len(losses), window - 1, -window))
+    risen = mean(last) - min(map(mean, before))
+    return risen if risen > max(LEAST_SPIKE, SPIKE * pstdev(last) * (2 / window) ** 0.5) else 0.0

@@ -1,0 +1,64 @@
+"""What a conversion reads where no text is given: prose, what the model writes, and noise in both."""
+
+import pytest
+import torch
+
+from crosshead.conversion import calibrating
+from crosshead.conversion.calibrating import WINDOWS, Text
+from crosshead.conversion.families import read_config
+from crosshead.conversion.sampled_text import SEED, sampled_text
+from crosshead.conversion.sources import open_source
+from crosshead.conversion.streamed_model import StreamedModel
+from toy_checkpoints import write_stock
+
+KNOWN = 50
+
+
+@pytest.fixture(scope="module", params=["Llama", "Qwen3Moe"])
+def opened(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("opened")
+    source = open_source(write_stock(folder / "source", request.param), scratch=folder)
+    return source, StreamedModel(source.store, read_config(source.config, "stock", "source"))
+
+
+def silent(*_):
+    pass
+
+
+@torch.no_grad()
+def test_a_model_writes_what_it_predicts(opened):
+    _, model = opened
+    steps = []
+    found = sampled_text(model, (3, 9), KNOWN, lambda *done: steps.append(done))
+    generator = torch.Generator().manual_seed(SEED)
+    wanted = torch.randint(KNOWN, (3, 1), generator=generator)
+    for _ in range(8):  # without a cache
+        with model.head() as head:
+            chances = head(model.run(wanted))[:, -1, :KNOWN].softmax(-1)
+        wanted = torch.cat([wanted, torch.multinomial(chances, 1, generator=generator)], dim=1)
+    assert torch.equal(found, wanted)
+    assert steps[-1] == (9, 9)
+
+
+def test_prose_and_the_models_own_words_with_noise(opened, monkeypatch):
+    source, model = opened
+    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    clean = Text(None).windows(source, 1024, WINDOWS, model.config.vocab_size)
+    found = Text(None).to_calibrate_on(source, model, silent)
+    assert found.shape == (WINDOWS + 2, 1024)
+    assert 0.3 < float((found[:WINDOWS] != clean).float().mean()) < calibrating.REPLACED
+    assert torch.equal(found, Text(None).to_calibrate_on(source, model, silent))
+
+
+def test_a_model_too_large_for_the_memory_writes_nothing(opened, monkeypatch):
+    source, model = opened
+    monkeypatch.setattr(calibrating, "fits_in_memory", lambda size: False)
+    assert Text(None).to_calibrate_on(source, model, silent).shape == (WINDOWS, 1024)
+
+
+def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
+    source, model = opened
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
+    found = Text(path).to_calibrate_on(source, model, silent)
+    assert torch.equal(found, Text(path).windows(source, 1024, WINDOWS, model.config.vocab_size))

@@ -1,0 +1,210 @@
+"""Verification tells a wrong conversion from a right one, whatever the model's size and number format."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import crosshead
+from crosshead.conversion import fold_layers, job, mix_layers, reload, verify
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.fold_rules import FOLD_RULES, FoldRule
+from crosshead.conversion.store import Entry
+from toy_checkpoints import MANY_SHARDS, write_model, write_stock
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
+EXPLICIT = {"explicit": {}}
+CALIBRATED = {"mixture": {"active_heads": "100%", "shared_heads": 1, "shared": "calibrated"}}
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Without the process that loads the result elsewhere, which takes seconds."""
+    monkeypatch.setattr(verify, "reload_check", lambda *arguments: {})
+
+
+def trained(folder, mixers, dtype, **changes):
+    """A model whose mechanisms are no longer as they started."""
+    write_stock(folder / "stock", **changes)
+    crosshead.convert(folder / "stock", folder / "made", mixers, verify=False)
+    model = AutoModelForCausalLM.from_pretrained(folder / "made")
+    generator = torch.Generator().manual_seed(0)
+    for name, parameter in model.named_parameters():
+        if ".mixers." in name:
+            parameter.data += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return write_model(model, folder / "trained", MANY_SHARDS, dtype)
+
+
+def test_every_tensor_is_accounted_for(tmp_path):
+    source = write_stock(tmp_path / "source", "Qwen3Moe", MANY_SHARDS)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}})
+    measured = report["verification"]
+    held = sum(report["counts"][fate] for fate in ("copied", "rewritten", "created"))
+    assert measured["tensors"] == {"expected": held, "missing": 0, "unexpected": 0}
+    found = dict.fromkeys(("missing", "unexpected", "mismatched", "errors", "unloaded"), 0)
+    assert measured["reload"]["tensors"] == found
+    assert measured["reload"]["checked"] == "logits and text"
+    assert measured["must_equal"]
+    assert json.loads((tmp_path / "made" / "conversion.json").read_text())["verification"] == measured
+
+
+def test_a_model_too_large_for_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(reload, "fits_in_memory", lambda size: False)
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
+    monkeypatch.setattr(verify, "final_logits", None)  # which would read all of it once more
+    measured = crosshead.convert(source, tmp_path / "made", {"knocking": {}})["verification"]
+    assert measured["greatest_logit_difference"] == 0
+    found = dict.fromkeys(("missing", "unexpected", "mismatched", "errors"), 0)
+    assert measured["reload"] == {"remote_code": True, "checked": "names and shapes", "tensors": found}
+
+
+def test_work_grows_as_the_tensors_do(tmp_path, monkeypatch):
+    """Large mixtures of experts have tens of thousands, and hundreds of thousands of pieces."""
+    sizes, counted = [], Entry.size
+    monkeypatch.setattr(Entry, "size", property(lambda entry: sizes.append(entry) or counted.fget(entry)))
+    looks = []
+    for experts in (8, 32):
+        source = write_stock(tmp_path / f"{experts}", "Qwen3Moe", num_experts=experts)
+        sizes.clear()
+        report = crosshead.convert(source, tmp_path / f"{experts}-made", {"knocking": {}}, verify=False)
+        looks.append(len(sizes) / len(report["tensors"]))
+    assert looks[1] < 1.5 * looks[0]
+
+
+def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
+    source = write_stock(tmp_path / "source")
+    (source / "tokenizer.json").write_text("{}")
+    told = []
+    with pytest.raises(ConversionError, match="the tokenizer in source cannot be loaded"):
+        crosshead.convert(source, tmp_path / "made", {"knocking": {}}, progress=lambda *done: told.append(done))
+    assert told == []
+
+
+def wrong_start(monkeypatch):
+    right = mix_layers.starting_values
+    monkeypatch.setattr(
+        mix_layers, "starting_values", lambda *given: {name: 1.001 * value for name, value in right(*given).items()}
+    )
+
+
+def wrong_order(monkeypatch):
+    right = mix_layers.reorder
+
+    def reorder(tensors, order, layout):
+        other = right(tensors, [order[1], order[0], *order[2:]], layout)
+        return right(tensors, order, layout) | {"q_proj.weight": other["q_proj.weight"]}
+
+    monkeypatch.setattr(mix_layers, "reorder", reorder)
+
+
+@pytest.mark.parametrize(("mixers", "fault"), [(LINEAR, wrong_start), (CALIBRATED, wrong_order)])
+def test_a_conversion_that_is_not_neutral_fails(mixers, fault, unloaded, tmp_path, monkeypatch):
+    source = write_stock(tmp_path / "source", num_key_value_heads=1)
+    fault(monkeypatch)
+    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+        crosshead.convert(source, tmp_path / "made", mixers)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
+def transposed(tensors, layout):
+    turned = {name: tensor.T.contiguous() if ".mixers." in f".{name}" else tensor for name, tensor in tensors.items()}
+    return FOLD_RULES["knocking"].apply(turned, layout)
+
+
+def without_bias(tensors, layout):
+    right = FOLD_RULES["knocking"].apply(tensors, layout)
+    return right | {name: torch.zeros_like(tensor) for name, tensor in right.items() if name == "v_proj.bias"}
+
+
+def swapped_heads(tensors, layout):
+    right = FOLD_RULES["knocking"].apply(tensors, layout)
+    heads = right["v_proj.weight"].unflatten(0, (layout.key_value_heads, -1))
+    return right | {"v_proj.weight": heads.flip(0).flatten(0, 1)}
+
+
+def one_head_forgotten(tensors, layout):
+    right = FOLD_RULES["knocking"].apply(tensors, layout)
+    rows = slice(0, layout.head_dim)
+    right["q_proj.weight"][rows] = tensors["q_proj.weight"][rows]
+    return right
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rule", [transposed, without_bias, swapped_heads, one_head_forgotten])
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
+    model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
+    right = crosshead.fold(model, tmp_path / "right")["verification"]
+    assert right["must_equal"]
+    monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *given: None, rule)})
+    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+        crosshead.fold(model, tmp_path / "wrong")
+    assert not (tmp_path / "wrong").exists()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
+    source = write_stock(tmp_path / "source", backbone)
+    measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
+    assert measured["must_equal"]
+    share = measured["greatest_logit_difference"] / measured["largest_logit"]
+    assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # a token that goes to another expert
+
+
+def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):
+    source = write_stock(tmp_path / "source", dtype=torch.bfloat16)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype="bfloat16", verify=False)
+    assert report["tolerance"] == {"logits": 1e-5, "divergence": 1e-5}
+    report = crosshead.fold(tmp_path / "made", tmp_path / "back")
+    assert report["tolerance"] == {"logits": 1e-4, "divergence": 1e-5}
+    assert report["verification"]["greatest_logit_difference"] == 0
+
+
+def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
+    copy_code = job.copy_code
+
+    def copy(folder):
+        copy_code(folder)
+        code = folder / "knocking.py"
+        right = code.read_text(encoding="utf-8")
+        code.write_text(right.replace("return self.down(2 *", "return self.down(2.01 *"), encoding="utf-8")
+        assert code.read_text(encoding="utf-8") != right
+
+    monkeypatch.setattr(job, "copy_code", copy)
+    with pytest.raises(ConversionError, match="is another model where it is loaded elsewhere: logits differ by"):
+        crosshead.convert(write_stock(tmp_path / "source"), tmp_path / "made", {"knocking": {}})
+    assert not (tmp_path / "made").exists()
+
+
+def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_stock(tmp_path / "source")
+    crosshead.convert("~/source", "~/made", {"knocking": {}}, verify=False)
+    assert crosshead.verify("~/source", "~/made")["verification"]["must_equal"]
+    changed = json.loads((tmp_path / "made" / "config.json").read_text()) | {"rms_norm_eps": 0.1}
+    (tmp_path / "made" / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+        crosshead.verify("~/source", "~/made")
+
+
+def test_what_was_trained_since_need_not_be_equal(unloaded, tmp_path):
+    model = trained(tmp_path, LINEAR, torch.float32)
+    (model / "conversion.json").write_bytes((tmp_path / "made" / "conversion.json").read_bytes())
+    measured = crosshead.verify(tmp_path / "stock", model)["verification"]
+    assert not measured["must_equal"]
+    assert measured["kl_divergence"] > 1e-3
+    assert json.loads((model / "conversion.json").read_text())["verification"] == measured
+
+
+def test_progress_tells_of_the_bytes_that_are_checked(unloaded, tmp_path):
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
+    told = []
+    crosshead.verify(source, tmp_path / "made", progress=lambda *done: told.append(done))
+    checked = [done for stage, *done in told if stage == "checking"]
+    assert checked == sorted(checked)
+    assert checked[-1][0] == checked[-1][1] > 0
+    assert len(checked) == report["counts"]["copied"] + len(report["tensors"])

@@ -1,0 +1,84 @@
+"""However a step is divided, into micro batches and among processes, it is the same step.
+
+usage: PYTHONPATH=tests python -P tests/measure/processes.py FOLDER [--steps 50]
+
+Models of toy size, each trained three times on the same steps of eight sequences: by one process at once, by two with
+four each, and by one with four twice. One has `mixture` and its balance loss, learns from a teacher, and has its
+attention matched for the first steps; one has documents apart, so that sequences predict different numbers of tokens.
+One JSON document on stdout: the greatest difference of any step's loss.
+"""
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from crosshead.recipes.schema import Recipe
+from toy_training import KNOCKING, MIXTURE, toy_run
+from training_sessions import Run
+
+DIVISIONS = {"1 x 8": (1, 8), "2 x 4": (2, 4), "1 x 2 x 4": (1, 4)}
+"""Processes, and sequences at once."""
+BALANCE_WEIGHT = 0.5  # as large as the other losses: counted twice, or per process, it would show
+
+
+def recipes(folder: Path, steps: int) -> dict[str, Recipe]:
+    """What is trained."""
+    mixture = toy_run(MIXTURE, folder / "mixture", documents=100)
+    config = dict(mixture.model.config or {})
+    options = config["mixers"]["mixture"] | {"balance_weight": BALANCE_WEIGHT}
+    length = mixture.data.length
+    train = {"batch_tokens": 8 * length, "tokens": steps * 8 * length, "warmup": 5.0, "seed": 3}
+    return {
+        "mixture": toy_run(
+            MIXTURE,
+            folder / "mixture",
+            documents=100,
+            model={"path": None, "config": config | {"mixers": {"mixture": options}}},
+            train=train,
+            distillation={"match_steps": 5},
+        ),
+        "documents apart": toy_run(
+            KNOCKING, folder / "apart", documents=100, data={"separate_documents": True}, train=train
+        ),
+    }
+
+
+def compared(recipe: Recipe, folder: Path, name: str) -> dict[str, Any]:
+    """The losses of all divisions beside those of the first."""
+    folder.mkdir(parents=True, exist_ok=True)
+    losses: dict[str, dict[int, float]] = {}
+    held_out: dict[str, dict[int, float]] = {}
+    for division, (processes, at_once) in DIVISIONS.items():
+        run = Run(recipe, folder, f"{name}-{processes}-{at_once}".replace(" ", "-"))
+        run.finish(processes, f"train.micro_batch={at_once}")
+        losses[division] = run.losses()
+        held_out[division] = {line["step"]: line["eval_loss"] for line in run.metrics() if "eval_loss" in line}
+    return {
+        "steps": recipe.steps,
+        "greatest_difference_of_losses": differences(losses),
+        "greatest_difference_of_held_out_losses": differences(held_out),
+    }
+
+
+def differences(found: dict[str, dict[int, float]]) -> dict[str, float]:
+    """The greatest of each division to the first."""
+    first, *others = found.values()
+    greatest = [max(abs(loss - other[step]) for step, loss in first.items()) for other in others]
+    return dict(zip([*found][1:], greatest, strict=True))
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, default=50)
+    asked = parser.parse_args()
+    shutil.rmtree(asked.folder, ignore_errors=True)
+    found = recipes(asked.folder, asked.steps).items()
+    print(json.dumps({name: compared(recipe, asked.folder / "runs", name) for name, recipe in found}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A run that is killed again and again ends as the one that was left alone, to the bit.
+
+usage: PYTHONPATH=tests python -P tests/measure/resume.py FOLDER [--kills 10] [--seed 0]
+
+A model of toy size is trained over two epochs of its text, shuffled, with gradient accumulation, a warmup, a falling
+learning rate and LoRA with dropout. It is killed at random moments, by SIGKILL, and goes on each time; once as one
+process and once as two. Then two processes are stopped by SIGTERM, and one goes on alone. One JSON document on stdout:
+what was compared and how much of it differed.
+"""
+
+import argparse
+import json
+import shutil
+import signal
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from crosshead.recipes.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.schema import LoraOptions, Recipe
+from crosshead.recipes.training_data import open_data
+from toy_training import LORA, toy_run
+from training_sessions import Run, kill_at_random
+
+SEQUENCES = 8
+
+
+def two_epochs(folder: Path, documents: int) -> Recipe:
+    """Eight sequences a step, two at once, over all windows twice."""
+    recipe = toy_run(LORA, folder, documents=documents)
+    windows = open_data(recipe.data, load_tokenizer(recipe), vocabulary_of(recipe)).windows
+    batch = SEQUENCES * recipe.data.length
+    train = {"batch_tokens": batch, "tokens": 2 * windows // SEQUENCES * batch, "micro_batch": 2}
+    train |= {"lora": LoraOptions(4, 8.0, 0.1), "learning_rate": 1e-3, "warmup": 4.0, "seed": 5}
+    return replace(
+        recipe,
+        train=replace(recipe.train, **train),
+        checkpoints=replace(recipe.checkpoints, every=3),
+        watch=replace(recipe.watch, evaluate_every=10),
+    )
+
+
+def compared(whole: Run, other: Run) -> dict[str, Any]:
+    """How two runs differ that should not."""
+    first, second = whole.losses(), other.losses()
+    return {
+        "losses_compared": len(first),
+        "losses_different": sum(first[step] != second.get(step) for step in first),
+        "weights_equal": whole.weights() == other.weights(),
+        **same_batches(whole, other),
+    }
+
+
+def same_batches(whole: Run, other: Run) -> dict[str, int]:
+    """Whether each step saw the same sequences."""
+    first, second = whole.batches(), other.batches()
+    return {
+        "batches_compared": len(first),
+        "batches_different": sum(first[step] != second.get(step) for step in first),
+    }
+
+
+def killed(recipe: Recipe, folder: Path, kills: int, processes: int, seed: int) -> dict[str, Any]:
+    """A run that is killed, beside one that is not."""
+    whole, other = (Run(recipe, folder, f"{name}-{processes}") for name in ("whole", "killed"))
+    whole.finish(processes)
+    told = kill_at_random(other, kills, recipe.steps, processes, seed)
+    return {"processes": processes, "steps": recipe.steps, **told, **compared(whole, other)}
+
+
+def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
+    """Two processes that are stopped in the middle, and one that goes on; against one from beginning to end.
+
+    Without dropout, whose random numbers each process draws for itself.
+    """
+    recipe = replace(recipe, train=replace(recipe.train, lora=LoraOptions(4, 8.0)))
+    whole, other = (Run(recipe, folder, name) for name in ("alone", "changed"))
+    whole.finish()
+    statuses = other.stop_behind(recipe.steps // 2, signal.SIGTERM, processes=2)
+    other.finish()
+    first, second = whole.losses(), other.losses()
+    greatest = max(abs(first[step] - second[step]) for step in first)
+    return {"exit_statuses": statuses, "greatest_difference_of_losses": greatest, **same_batches(whole, other)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--documents", type=int, default=80)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    shutil.rmtree(asked.folder, ignore_errors=True)
+    recipe = two_epochs(asked.folder, asked.documents)
+    report = {
+        "killed": [killed(recipe, asked.folder, asked.kills, count, asked.seed) for count in (1, 2)],
+        "two_processes_then_one": changed(recipe, asked.folder),
+    }
+    print(json.dumps(report, indent=2))
+
+
+if __name__ == "__main__":
+    main()

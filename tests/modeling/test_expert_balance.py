@@ -1,0 +1,58 @@
+"""The experts' balance loss where a batch is accumulated over several calls."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from toys import CASES, mixed_model, tokens
+
+WEIGHT = 8.0  # as large as the cross-entropy: counted per call, it would show
+IGNORED = -100
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Four sequences, of which one predicts less than the others."""
+    ids = tokens(4, 9)
+    labels = ids.clone()
+    labels[3, 4:] = IGNORED
+    return {"input_ids": ids, "labels": labels}
+
+
+def predicted(labels: torch.Tensor) -> int:
+    """How many tokens are."""
+    return int(labels[:, 1:].ne(IGNORED).sum())
+
+
+def losses(model: Any, count: int) -> list[tuple[float, float, float]]:
+    """Of each of so many calls: the loss, the experts' balance loss, and the call's share of the batch."""
+    items = torch.tensor(predicted(batch()["labels"]))
+    found = []
+    for part in (
+        dict(zip(batch(), values, strict=True)) for values in zip(*(x.chunk(count) for x in batch().values()))
+    ):
+        output = model(**part, num_items_in_batch=items, use_cache=False)
+        found.append((output.loss.item(), output.aux_loss.item(), predicted(part["labels"]) / items.item()))
+    return found
+
+
+@pytest.mark.parametrize("case", ["knocking", "mixture"])
+@pytest.mark.parametrize("count", [1, 2, 4])
+@torch.no_grad()
+def test_each_call_counts_by_its_share(case: str, count: int) -> None:
+    model, without = (
+        mixed_model("Qwen3Moe", CASES[case], output_router_logits=True, router_aux_loss_coef=weight)
+        for weight in (WEIGHT, 0.0)
+    )
+    for (loss, aux, share), (plain, *_) in zip(losses(model, count), losses(without, count), strict=True):
+        assert loss == pytest.approx(plain + WEIGHT * share * aux, rel=1e-5)
+    assert sum(share for _, _, share in losses(model, count)) == pytest.approx(1.0)
+
+
+@torch.no_grad()
+def test_a_call_on_its_own_counts_whole_as_in_the_stock_model() -> None:
+    model, without = (
+        mixed_model("Qwen3Moe", {}, output_router_logits=True, router_aux_loss_coef=weight) for weight in (WEIGHT, 0.0)
+    )
+    output = model(**batch())
+    assert output.loss.item() == pytest.approx((without(**batch()).loss + WEIGHT * output.aux_loss).item(), rel=1e-5)

@@ -1,0 +1,129 @@
+"""What is told of activations, against what autograd keeps in a real forward pass."""
+
+from copy import deepcopy
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from transformers import AutoModelForCausalLM
+
+import toys
+from crosshead.recipes.activations import Arithmetic, activations
+from crosshead.recipes.data_options import DataOptions, DataSource
+from crosshead.recipes.schema import LoraOptions, TrainOptions
+from crosshead.recipes.trainable import set_trainable
+
+LENGTH = 40
+DATA = DataOptions((DataSource("text.txt"),), length=LENGTH)
+WIDE = Arithmetic(torch.float32, autocast=False)
+ARITHMETIC = {
+    "float32": WIDE,
+    "autocast": Arithmetic(torch.float32, autocast=True),
+    "bfloat16": Arithmetic(torch.bfloat16, autocast=False),
+    "both": Arithmetic(torch.bfloat16, autocast=True),
+}
+
+
+def config_of(backbone, mixers):
+    """Widths that are no multiples of those that are measured."""
+    experts = {"moe_intermediate_size": 40} if backbone == "Qwen3Moe" else {}
+    return toys.mixed_config(backbone, mixers, hidden_size=72, intermediate_size=104, **experts)
+
+
+def options(trainable="all", micro_batch=3, **changes):
+    lora = LoraOptions(rank=4, alpha=8.0) if trainable == "mixers+lora" else None
+    return TrainOptions(1e-3, 1000, 100, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
+
+
+def kept(config, train, arithmetic, checkpointed=False, **inputs):
+    """Bytes of all that a real model saves, beside its own weights and copies of them."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=arithmetic.weights).train()
+    if checkpointed:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    model = set_trainable(model, train)
+    sizes = []
+    for rows in (train.micro_batch, 2 * train.micro_batch):
+        own = {part.untyped_storage().data_ptr() for part in model.parameters()}
+        found = {}
+
+        def keep(tensor, own=own, found=found):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                found[storage.data_ptr()] = tensor
+            return tensor
+
+        tokens = torch.randint(1, 61, (rows, LENGTH))
+        casting = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic.autocast)
+        with casting, saved_tensors_hooks(keep, lambda tensor: tensor):
+            model(
+                input_ids=tokens, use_cache=False, **{name: value.expand(rows, -1) for name, value in inputs.items()}
+            )
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in found.values()))
+    return sizes[1] - sizes[0]  # copies of weights are as many for twice as many sequences
+
+
+@pytest.mark.parametrize("arithmetic", ["float32", "autocast"])
+@pytest.mark.parametrize("name", toys.CASES)
+def test_every_mechanism(name, arithmetic):
+    config = config_of("Llama", toys.CASES[name])
+    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
+    assert found.kept(False) == pytest.approx(kept(config, options(), ARITHMETIC[arithmetic]), rel=0.01)
+    assert len(found.layers) == 2
+
+
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+@pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
+def test_every_backbone(backbone, arithmetic):
+    config = config_of(backbone, toys.CASES["knocking+mixture"])
+    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
+    assert found.kept(False) == pytest.approx(kept(config, options(), ARITHMETIC[arithmetic]), rel=0.01)
+
+
+@pytest.mark.parametrize("trainable", ["mixers", "mixers+lora"])
+def test_what_does_not_move_keeps_less(trainable):
+    config, train = config_of("Llama", toys.CASES["knocking"]), options(trainable)
+    found = activations(config, train, DATA, WIDE).kept(False)
+    assert found == pytest.approx(kept(config, train, WIDE), rel=0.02)
+    assert found < activations(config, options(), DATA, WIDE).kept(False)
+
+
+@pytest.mark.parametrize("name", ["explicit", "talking"])
+@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+def test_layers_that_are_computed_again_keep_their_input(name, arithmetic):
+    config = config_of("Llama", toys.CASES[name])
+    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
+    real = kept(config, options(), ARITHMETIC[arithmetic], checkpointed=True)
+    assert found.kept(True) - max(found.layers) == pytest.approx(real, rel=0.05)
+    assert found.kept(True) < found.kept(False)
+
+
+def test_a_single_sequence_needs_no_copies():
+    config = config_of("Llama", toys.CASES["talking"])
+    one, three = (activations(config, options(micro_batch=rows), DATA, WIDE).kept(False) for rows in (1, 3))
+    assert one < 0.8 * three / 3
+
+
+def test_layers_may_differ():
+    config = config_of("Llama", {"talking": {"layers": [1]}})
+    first, second = activations(config, options(), DATA, WIDE).layers
+    assert first < 0.8 * second
+
+
+@pytest.mark.parametrize("name", ["knocking", "talking"])
+def test_documents_that_are_kept_apart(name):
+    config, apart = config_of("Llama", toys.CASES[name]), replace(DATA, separate_documents=True)
+    positions = torch.cat([torch.arange(25), torch.arange(15)])
+    found = activations(config, options(), apart, WIDE).kept(False)
+    assert found == pytest.approx(kept(config, options(), WIDE, position_ids=positions), rel=0.02)
+    assert found > activations(config, options(), DATA, WIDE).kept(False)
+
+
+def test_random_numbers_are_left_alone():
+    torch.manual_seed(0)
+    expected = torch.rand(3)
+    torch.manual_seed(0)
+    activations(config_of("Llama", {}), options(), DATA, WIDE)
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,209 @@
+"""Runs that cannot begin: one clear line each, exit status 1, and nothing is half-written."""
+
+import json
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+
+import crosshead
+from broken import run as run_command
+from broken import snapshot
+from crosshead.recipes import training_arguments
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.toy import toy_config
+from toy_checkpoints import write_stock
+from toy_training import KNOCKING, LORA, MIXTURE, toy_run, train
+
+NOWHERE = "/nowhere/models/mine"
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is done to a run, and words of the one line."""
+
+    words: str
+    change: Any
+    """From the recipe and its folder to another recipe."""
+    name: str = KNOCKING
+
+
+def of(section, **values):
+    """Other values in one section."""
+    return lambda recipe, folder: replace(recipe, **{section: replace(getattr(recipe, section), **values)})
+
+
+def damaged(act):
+    """The same recipe, when something has been done to its folder."""
+
+    def change(recipe, folder):
+        act(folder)
+        return recipe
+
+    return change
+
+
+def edit(file, **changes):
+    def act(folder):
+        path = folder / file
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return damaged(act)
+
+
+def other_tokenizer(recipe, folder):
+    """A model that knows fewer tokens than its tokenizer."""
+    config = recipe.model.config | {"vocab_size": 100}
+    return replace(recipe, model=replace(recipe.model, path=None, config=config))
+
+
+def other_output(recipe, folder):
+    (folder / "letter").write_text("")
+    return replace(recipe, output=str(folder / "letter"))
+
+
+def below_a_file(recipe, folder):
+    (folder / "letter").write_text("")
+    return replace(recipe, output=str(folder / "letter" / "run"))
+
+
+def a_model_that_is_not_ours_to_replace(recipe, folder):
+    (folder / "run" / "model").mkdir(parents=True)
+    (folder / "run" / "model" / "config.json").write_text("")
+    return recipe
+
+
+def stock(recipe, folder):
+    """A model without mechanisms, which has nothing but `all` to train."""
+    write_stock(folder / "stock", vocab_size=257)
+    model = replace(recipe.model, path=str(folder / "stock"), config=None)
+    return replace(recipe, model=model, train=replace(recipe.train, trainable="mixers"))
+
+
+def larger_teacher(recipe, folder):
+    write_stock(folder / "large", vocab_size=300)
+    return replace(recipe, distillation=replace(recipe.distillation, teacher=str(folder / "large")))
+
+
+def without_tensors(recipe, folder):
+    AutoModelForCausalLM.from_config(crosshead.CrossheadLlamaConfig(**small())).save_pretrained(folder / "model")
+    edit("model/config.json", num_hidden_layers=3)(recipe, folder)
+    return replace(recipe, model=replace(recipe.model, config=None))
+
+
+def small():
+    content = {"model_type": "crosshead_llama", "num_hidden_layers": 2, "num_attention_heads": 4, "mixers": {}}
+    return {key: value for key, value in toy_config(content, 257).items() if key != "model_type"}
+
+
+def expecting(**values):
+    """A recipe that says other things of the model than are there."""
+    return lambda recipe, folder: of("model", config=recipe.model.config | values)(recipe, folder)
+
+
+def write(file, content):
+    return damaged(lambda folder: (folder / file).write_text(content))
+
+
+WEIGHTS = "model/model.safetensors"
+CASES = {
+    "no model": Case(
+        f"model.path={NOWHERE} is no folder, and cannot be loaded from the Hub", of("model", path=NOWHERE)
+    ),
+    "a model yet to be made": Case(
+        "; make it with `crosshead fold a b && crosshead convert b c --mixer knocking`",
+        of("model", path=NOWHERE, convert="crosshead fold a b\ncrosshead convert b c \\\n  --mixer knocking\n"),
+    ),
+    "its tokenizer, too": Case(
+        f"the tokenizer of model.path={NOWHERE} is no folder", of("model", path=NOWHERE, tokenizer=None)
+    ),
+    "no tokenizer": Case(f"the tokenizer of model.tokenizer={NOWHERE} is no folder", of("model", tokenizer=NOWHERE)),
+    "no tokenizer in the model": Case("the tokenizer of model.path=", of("model", tokenizer=None)),
+    "damaged tokenizer": Case("the tokenizer of model.tokenizer=", write("tokenizer/tokenizer.json", "{")),
+    "other tokenizer": Case("gives the token 256, but the model's vocabulary ends at 99", other_tokenizer),
+    "damaged config": Case("model.path=", write("model/config.json", "{")),
+    "other config": Case(
+        "model.path has intermediate_size=64, but model.config says 65", expecting(intermediate_size=65)
+    ),
+    "other mixers": Case("model.path has mixers={'knocking': {", expecting(mixers={})),
+    "no weights": Case("model.path=", damaged(lambda folder: (folder / WEIGHTS).unlink())),
+    "cut weights": Case("model.path=", write(WEIGHTS, "12345678")),
+    "a layer is missing": Case("lacks 9 tensors, model.layers.2.", without_tensors),
+    "pickled weights": Case(
+        "model.path=", damaged(lambda folder: (folder / WEIGHTS).rename(folder / "model/pytorch_model.bin"))
+    ),
+    "code of its own": Case("model.path=", edit("model/config.json", model_type="x", auto_map={"AutoConfig": "a.B"})),
+    "no teacher": Case(f"distillation.teacher={NOWHERE} is no folder", of("distillation", teacher=NOWHERE), MIXTURE),
+    "larger teacher": Case("knows 300 tokens, the model 257", larger_teacher, MIXTURE),
+    "no logits": Case(
+        f"distillation.logits={NOWHERE} cannot be read", of("distillation", teacher=None, logits=NOWHERE), MIXTURE
+    ),
+    "nothing to train": Case("train.trainable='mixers', but the model has no mechanism", stock),
+    "output is a file": Case("letter cannot be written: File exists", other_output),
+    "output below a file": Case("letter/run cannot be written: Not a directory", below_a_file),
+    "a model is there": Case("holds a model, but no run.json", a_model_that_is_not_ours_to_replace),
+    "too little text": Case("too few for one window of length=64", write("text.jsonl", '{"text": "a"}\n')),
+    "no text": Case("text.jsonl is empty", write("text.jsonl", "")),
+    "unknown tracker": Case(
+        "watch.report_to: no tracker 'paper' is installed, only ", of("watch", report_to=("paper",))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line(name, tmp_path, monkeypatch, capfd):
+    case = CASES[name]
+    recipe = case.change(toy_run(case.name, tmp_path), tmp_path)
+    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    before = snapshot(tmp_path)
+    status, out, err = run_command(capfd, monkeypatch, f"train {case.name} --toy {tmp_path}")
+    assert (status, out) == (1, ""), err
+    assert err.startswith("crosshead: error: ") and err.count("\n") == 1, err
+    assert case.words in err
+    # The cache of tokens stays, and of the run no more than what says which one it is.
+    after = {path for path in snapshot(tmp_path) if not path.startswith("tokens")} - set(before)
+    assert after <= {"run", "run/.lock", "run/run.json", "run/metrics.jsonl"}
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "letter").write_text("")
+    recipe = toy_run(KNOCKING, tmp_path, data={"cache": str(tmp_path / "letter")})
+    with pytest.raises(RecipeError, match="letter cannot be written: File exists"):
+        train(recipe)
+
+
+@pytest.mark.parametrize(("processes", "at_once", "fits"), [(1, 4, True), (2, 2, True), (3, 1, False), (2, 4, False)])
+def test_processes_share_a_step(processes, at_once, fits, tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, train={"micro_batch": at_once})
+    if fits:
+        assert training_arguments.accumulation(recipe, processes) == 4 // (processes * at_once)
+        return
+    words = f"a step of 4 sequences cannot be shared by {processes} processes with train.micro_batch={at_once}"
+    with pytest.raises(RecipeError, match=words):
+        training_arguments.accumulation(recipe, processes)
+
+
+def test_one_process_on_several_gpus_is_told_how_to_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
+    with pytest.raises(RecipeError, match=r"sees 4 GPUs: .*accelerate launch --num_processes 4 -m crosshead train"):
+        train(toy_run(KNOCKING, tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_low_rank_changes_and_sharding(kind, tmp_path, monkeypatch):
+    initialise = Trainer.__init__
+
+    def sharded(self, **options):
+        initialise(self, **options)
+        setattr(self, kind, True)
+
+    monkeypatch.setattr(Trainer, "__init__", sharded)
+    with pytest.raises(RecipeError, match=r"train.trainable='mixers\+lora' is not for FSDP or DeepSpeed"):
+        train(toy_run(LORA, tmp_path))
+
+
+def test_an_output_that_not_all_processes_share(tmp_path, monkeypatch):
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda steps: [*steps, 7])
+    with pytest.raises(RecipeError, match="is not the same for all processes: use a disk that all machines share"):
+        train(toy_run(KNOCKING, tmp_path))

@@ -1,0 +1,233 @@
+"""Checkpoints: complete or not there, of this run or refused, and never a reason to trust a pickle."""
+
+import fcntl
+import json
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosshead.recipes import checkpoints as module
+from crosshead.recipes.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
+from crosshead.recipes.errors import RecipeError
+from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
+
+
+def written(output, step, content="x"):
+    partial = output / ".partial" / f"checkpoint-{step}"
+    (partial / "inside").mkdir(parents=True)
+    (partial / "model").write_text(content)
+    (partial / "inside" / "state").write_text(content)
+    return partial
+
+
+def steps(output):
+    return [step_of(path) for path in checkpoints(output)]
+
+
+def test_the_newest_are_kept(tmp_path):
+    for step in (2, 10, 4, 11):
+        publish(written(tmp_path, step), tmp_path, keep=2)
+    assert steps(tmp_path) == [11, 10]
+    assert [path.name for path in tmp_path.iterdir() if path.name != ".partial"] == [
+        path.name for path in tmp_path.glob("checkpoint-1*")
+    ]
+    assert not list((tmp_path / ".partial").iterdir())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "model").write_text("longer"),
+        lambda path: (path / "inside" / "state").unlink(),
+        lambda path: (path / "complete.json").unlink(),
+        lambda path: (path / "complete.json").write_text("{"),
+        lambda path: (path / "complete.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_one_is_passed_over(damage, tmp_path, caplog):
+    for step in (2, 4):
+        publish(written(tmp_path, step), tmp_path, keep=2)
+    damage(tmp_path / "checkpoint-4")
+    assert steps(tmp_path) == [2]
+    assert "checkpoint-4 is damaged" in caplog.text
+    publish(written(tmp_path, 4, "again"), tmp_path, keep=2)  # and made again
+    assert steps(tmp_path) == [4, 2]
+
+
+def test_what_is_no_checkpoint(tmp_path):
+    for name in ("checkpoint-", "checkpoint-two", "checkpoint-4.old", "model"):
+        (tmp_path / name).mkdir()
+    written(tmp_path, 7)
+    assert steps(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", range(12))
+def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
+    """The process ends at some call that changes the disk."""
+    publish(written(tmp_path, 2), tmp_path, keep=1)
+    partial, calls = written(tmp_path, 4), []
+
+    def counted(function):
+        def call(*arguments, **options):
+            calls.append(function)
+            if len(calls) == moment:
+                raise KeyboardInterrupt
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name in ((Path, "rename"), (Path, "write_text"), (shutil, "rmtree"), (os, "fsync")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name)))
+    try:
+        publish(partial, tmp_path, keep=1)
+    except KeyboardInterrupt:
+        assert steps(tmp_path) in ([2], [4], [4, 2])
+    else:
+        assert moment == 0 or moment > len(calls)
+        assert steps(tmp_path) == [4]
+
+
+def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
+    forced, partial = [], written(tmp_path, 2)
+    monkeypatch.setattr(module, "_force", lambda path: forced.append((path, partial.exists())))
+    put(partial, tmp_path / "checkpoint-2")
+    inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
+    assert {path for path, before in forced if before} == inside
+    assert forced[-1] == (tmp_path, False)
+
+
+def test_the_same_run(tmp_path):
+    run = {"data": "a", "train.seed": 1, "distillation": None}
+    check_run(tmp_path, run)
+    check_run(tmp_path, run)
+    for other, key in (
+        (run | {"train.seed": 2}, "train.seed=1, and now it is 2"),
+        ({**run, "train.lora": 3}, "train.lora=None, and now it is 3"),
+        ({"data": "a", "distillation": None}, "train.seed=1, and now it is None"),
+    ):
+        with pytest.raises(RecipeError, match=key) as caught:
+            check_run(tmp_path, other)
+        assert "\n" not in str(caught.value)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"run.json is damaged"):
+        check_run(tmp_path, run)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-3", "model"])
+def test_a_folder_that_says_of_no_run(tmp_path, name):
+    publish(written(tmp_path, 3), tmp_path, keep=1)
+    (tmp_path / "checkpoint-3").rename(tmp_path / name)
+    with pytest.raises(RecipeError, match=r"holds a model, but no run.json"):
+        check_run(tmp_path, {})
+    assert (tmp_path / name / "model").read_text() == "x"
+
+
+def test_one_at_a_time(tmp_path, monkeypatch, caplog):
+    again = pytest.raises(RecipeError, match="another process trains in")
+    with only_run(tmp_path / "a" / "run"), again, only_run(tmp_path / "a" / "run"):
+        pass
+    with only_run(tmp_path / "a" / "run"):
+        pass
+    (tmp_path / "file").write_text("")
+    for path, words in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
+        with pytest.raises(RecipeError, match=f"output=.*{words}"), only_run(path):
+            pass
+
+    def unknown(*_):
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", unknown)
+    with only_run(tmp_path):
+        assert "cannot be locked" in caplog.text
+
+
+def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
+    whole, recipe = (toy_run(KNOCKING, tmp_path / name, steps=5) for name in ("whole", "damaged"))
+    train(whole)
+    killed(recipe, 5)
+    newest = Path(recipe.output, "checkpoint-4")
+    (newest / "optimizer.pt").write_bytes((newest / "optimizer.pt").read_bytes()[:-1])
+    Path(recipe.output, ".partial", "checkpoint-99").mkdir(parents=True)
+    train(recipe)
+    assert losses(recipe) == losses(whole)
+    found, expected = weights(recipe), weights(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert not Path(recipe.output, ".partial").exists()
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
+def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path)
+    killed(recipe, 3)
+    path = Path(recipe.output, "checkpoint-2", name)
+    path.write_bytes(b"x" * path.stat().st_size)
+    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be read: .*remove it") as caught:
+        train(recipe)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [KNOCKING, LORA, EXPERTS])
+def test_a_checkpoint_that_is_not_this_models(name, tmp_path):
+    recipe = toy_run(name, tmp_path)
+    killed(recipe, 3)
+    (checkpoint,) = Path(recipe.output).glob("checkpoint-2")
+    weights_file = next(checkpoint.glob("*.safetensors"))
+    other = toy_run("small/qwen3_0.6b_talking", tmp_path / "other")
+    weights_file.write_bytes(Path(other.model.path, "model.safetensors").read_bytes())
+    sizes = json.loads((checkpoint / "complete.json").read_text())
+    (checkpoint / "complete.json").write_text(json.dumps(sizes | {weights_file.name: weights_file.stat().st_size}))
+    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be read: .*remove it") as caught:
+        train(recipe)
+    assert "\n" not in str(caught.value)
+    shutil.rmtree(checkpoint)
+    assert train(recipe).model
+
+
+def test_no_pickle_is_written_or_trusted(tmp_path, monkeypatch):
+    recipe = toy_run(LORA, tmp_path)
+    killed(recipe, 3)
+    seen, load = [], torch.load
+
+    def watched(file, *arguments, weights_only=True, **options):
+        seen.append((Path(file).name, weights_only))
+        return load(file, *arguments, weights_only=weights_only, **options)
+
+    monkeypatch.setattr(torch, "load", watched)
+    train(recipe)
+    assert {name for name, _ in seen} == {"optimizer.pt", "scheduler.pt", "rng_state.pth"}
+    assert all(safe for _, safe in seen)
+    assert not list(Path(recipe.output).rglob("*.bin"))
+
+
+def different(recipe, section, **values):
+    part = getattr(recipe, section)
+    return replace(recipe, **{section: None if values.get("nothing") else replace(part, **values)})
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "key"),
+    [
+        ("train", {"learning_rate": 0.5}, r"train.learning_rate="),
+        ("train", {"seed": 4}, r"train.seed=0, and now it is 4"),
+        ("train", {"tokens": 4096}, r"(steps=4|train.tokens=1024)"),
+        ("train", {"trainable": "mixers"}, r"train.trainable='all', and now it is 'mixers'"),
+        ("data", {"separate_documents": True}, r"data='"),
+        ("data", {"length": 128}, r"data='"),
+        ("distillation", {"temperature": 2.0}, r"distillation.temperature=1.0, and now it is 2.0"),
+        ("distillation", {"nothing": True}, r"distillation.*, and now it is None"),
+    ],
+)
+def test_another_recipe_is_refused(section, values, key, tmp_path):
+    recipe = toy_run(MIXTURE, tmp_path)
+    killed(recipe, 3)
+    before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")}
+    other = different(recipe, section, **values)
+    with pytest.raises(RecipeError, match=key) as caught:
+        train(other)
+    assert "\n" not in str(caught.value) and recipe.output in str(caught.value)
+    assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")} == before
+    assert train(recipe).model

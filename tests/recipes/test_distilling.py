@@ -1,0 +1,157 @@
+"""Learning from a teacher, beside plain formulas in float64."""
+
+import pytest
+import torch
+
+from crosshead.recipes import distilling
+from crosshead.recipes.distilling import (
+    attention_errors,
+    attention_outputs,
+    instead_of_labels,
+    next_token_losses,
+    predictions,
+)
+from crosshead.recipes.packing import NOT_PREDICTED
+from toys import CASES, mixed_model, stock_model, tokens
+
+VOCABULARY = 13
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    monkeypatch.setattr(distilling, "ROWS", 5)  # that do not end where sequences do
+
+
+def numbers(*shape, seed):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def example():
+    labels = torch.randint(0, VOCABULARY, (3, 7), generator=torch.Generator().manual_seed(1))
+    labels[0, :3] = labels[1, 4] = labels[2, 1:] = NOT_PREDICTED
+    return numbers(3, 7, VOCABULARY, seed=2), labels, numbers(3, 7, VOCABULARY, seed=3)
+
+
+def places(labels):
+    """Each prediction that counts: the sequence, the place, and the token that comes next."""
+    return [
+        (row, place, int(labels[row, place + 1]))
+        for row in range(labels.shape[0])
+        for place in range(labels.shape[1] - 1)
+        if labels[row, place + 1] != NOT_PREDICTED
+    ]
+
+
+def divergence(logits, teacher, temperature=1.0):
+    """`sum p log(p / q)`, by a loop."""
+    p, q = ((x.double() / temperature).exp() / (x.double() / temperature).exp().sum() for x in (teacher, logits))
+    return sum(p[token] * (p[token] / q[token]).log() for token in range(len(p)))
+
+
+def surprise(logits, token):
+    return -(logits.double().exp()[token] / logits.double().exp().sum()).log()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5, 0.5])
+def test_divergence_instead_of_the_next_token(temperature):
+    logits, labels, teacher = example()
+    found = instead_of_labels(logits.requires_grad_(), labels, (teacher,), temperature)
+    own = logits.detach().double().requires_grad_()
+    expected = sum(
+        divergence(own[row, place], teacher[row, place], temperature) * temperature**2
+        - surprise(own[row, place], token)
+        for row, place, token in places(labels)
+    )
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    found.backward()
+    expected.backward()
+    torch.testing.assert_close(logits.grad.double(), own.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_a_teacher_that_agrees_is_no_distance():
+    logits, labels, _ = example()
+    found = instead_of_labels(logits, labels, (logits,), 2.0)
+    assert found.item() == pytest.approx(-next_token_losses(logits, labels).sum().item(), rel=1e-5)
+
+
+def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
+    logits, labels, teacher = example()
+    unlikely = torch.full((3, 7, 4), -1e9)
+    expected = instead_of_labels(logits, labels, (torch.cat([teacher[..., :9], unlikely], -1),), 1.5)
+    torch.testing.assert_close(instead_of_labels(logits, labels, (teacher[..., :9],), 1.5), expected)
+
+
+def test_all_of_a_teacher_on_disk_is_the_teacher():
+    logits, labels, teacher = example()
+    stored = teacher.log_softmax(-1).topk(VOCABULARY, dim=-1)
+    found = instead_of_labels(logits, labels, (stored.indices, stored.values), 1.0)
+    torch.testing.assert_close(found, instead_of_labels(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
+
+
+def test_the_rest_of_a_teacher_on_disk_is_one_outcome():
+    logits, labels, teacher = example()
+    stored = teacher.log_softmax(-1).topk(4, dim=-1)
+    found = instead_of_labels(logits, labels, (stored.indices, stored.values), 1.0)
+    expected = 0.0
+    for row, place, token in places(labels):
+        kept = stored.indices[row, place].tolist()
+        both = [x[row, place].double().softmax(-1) for x in (teacher, logits)]
+        p, q = ([*(x[index] for index in kept), 1 - sum(x[index] for index in kept)] for x in both)
+        expected += sum(a * (a / b).log() for a, b in zip(p, q, strict=True)) - surprise(logits[row, place], token)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_next_token_losses_by_sequence():
+    logits, labels, _ = example()
+    expected = torch.zeros(3, dtype=torch.float64)
+    for row, place, token in places(labels):
+        expected[row] += surprise(logits[row, place], token)
+    torch.testing.assert_close(next_token_losses(logits, labels).double(), expected, rtol=1e-5, atol=1e-6)
+    assert predictions(labels).tolist() == [sum(row == each for each, _, _ in places(labels)) for row in range(3)]
+
+
+def test_attention_errors():
+    found, wanted = ([numbers(2, 3, 4, seed=seed + layer) for layer in range(2)] for seed in (5, 8))
+    expected = [
+        sum(((a[row] - b[row]) ** 2).sum() / (b[row] ** 2).sum() for a, b in zip(found, wanted, strict=True)) / 2
+        for row in range(2)
+    ]
+    torch.testing.assert_close(attention_errors(found, wanted), torch.stack(expected))
+
+
+def outputs_of(model, ids):
+    with attention_outputs(model) as seen:
+        model(ids, use_cache=False)
+    return seen
+
+
+def test_the_attention_of_the_same_model_is_matched():
+    model, ids = stock_model("Llama"), tokens()
+    found, wanted = outputs_of(model, ids), outputs_of(model, ids)
+    assert len(found) == 2 and found[0].shape == (2, 9, 24)
+    assert attention_errors(found, wanted).tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("case", ["knocking", "mixture", "differential"])
+def test_matching_moves_attention_and_what_is_below_it(case):
+    student, ids = mixed_model("Llama", CASES[case]), tokens()
+    teacher = stock_model("Llama")
+    with torch.no_grad():
+        wanted = outputs_of(teacher, ids)
+    attention_errors(outputs_of(student, ids), wanted).sum().backward()
+    moved = {name for name, parameter in student.named_parameters() if parameter.grad is not None}
+    above = {name for name in dict(student.named_parameters()) if name.startswith(("lm_head", "model.norm"))}
+    above |= {
+        name
+        for name, _ in student.named_parameters()
+        if name.startswith("model.layers.1.") and "self_attn" not in name
+    }
+    assert above - moved == above - {"model.layers.1.input_layernorm.weight"}
+    assert moved >= {name for name, _ in student.named_parameters() if "self_attn" in name or "layers.0" in name}
+
+
+def test_nothing_is_left_on_the_model():
+    model = stock_model("Llama")
+    with pytest.raises(KeyError), attention_outputs(model):
+        raise KeyError
+    assert not any(module._forward_hooks for module in model.modules())

@@ -1,0 +1,173 @@
+"""`crosshead train --dry-run`: the figures of a run, from configurations alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from broken import run
+from crosshead.evals.cost import model_cost
+from crosshead.recipes.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.model_config import model_config
+from crosshead.recipes.models import load_model, load_tokenizer
+from crosshead.recipes.sharding import FSDP, ONE_GPU, Sharding, read_sharding
+from crosshead.recipes.toy import toy
+from crosshead.recipes.trainable import is_new, set_trainable
+
+ACCELERATE = Path(__file__).parents[2] / "recipes" / "accelerate"
+SMALL = "small/smollm2_explicit"
+FEW = "model.config.num_hidden_layers=3"
+
+
+@pytest.fixture
+def line(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+@pytest.mark.parametrize("name", ["papers/kha_moe_a0.8b_6.6b", "papers/mea_1b", "small/smollm2_mixture"])
+@pytest.mark.parametrize("changes", [[], ["train.dtype=bfloat16"]])
+def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path):
+    recipe = toy(load_recipe(name, changes), tmp_path)
+    report = dry_run(recipe, ONE_GPU)
+    model = set_trainable(load_model(recipe, load_tokenizer(recipe)), recipe.train)
+    sizes = {key: part.numel() for key, part in model.named_parameters()}
+    assert report["parameters"] == report["trainable_parameters"] == sum(sizes.values())
+    assert report["new_parameters"] == sum(size for key, size in sizes.items() if is_new(key))
+    assert (report["sequences_per_step"], report["tokens_per_step"], report["steps"]) == (4, 256, 6)
+    assert report["micro_batches_per_step"] == 2
+    flops = model_cost(model.config, recipe.data.length).training_flops
+    assert report["training_flops_per_token"] == flops and report["training_flops"] == flops * 6 * 256
+    assert report["counted_from"] == ("model.config" if recipe.model.path is None else "config.json")
+
+
+def test_a_large_recipe_needs_nothing_but_its_configuration():
+    report = dry_run(load_recipe(SMALL), ONE_GPU)
+    assert report["parameters"] == 132_303_528 and report["new_parameters"] == 30 * 2 * 3 * 2
+    assert report["steps"] == 306 and report["micro_batches_per_step"] == 8
+    assert report["kv_bytes_per_token"] == 30 * (2 + 2) * 64 * 2
+    memory = report["memory_per_gpu"]
+    assert memory["weights"] == memory["gradients"] == memory["moments"] / 2 == 4 * 132_303_528
+    assert memory["total"] == sum(memory.values()) / 2
+    text = "\n".join(dry_run_lines(report))
+    assert "models/smollm2_explicit is not there: counted from model.config" in text
+    assert "  crosshead convert HuggingFaceTB/SmolLM2-135M" in text
+    assert "The teacher is not on this disk" in text and "Activations are measured" in text
+
+
+def test_what_moves_under_lora():
+    changes = [FEW, "train.trainable=mixers+lora", "train.lora={rank: 16, alpha: 32}"]
+    report = dry_run(load_recipe(SMALL, changes), ONE_GPU)
+    rows, wide, narrow = 576, 1536, 128
+    per_layer = 16 * (2 * rows + 2 * (rows + narrow) + 2 * rows + 3 * (rows + wide))
+    assert report["trainable_parameters"] == 3 * per_layer + report["new_parameters"]
+    with pytest.raises(RecipeError, match=r"mixers\+lora.*FSDP2"):
+        dry_run(load_recipe(SMALL, changes), Sharding("fsdp2", FSDP, 8))
+
+
+def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
+    recipe = load_recipe(SMALL)
+    config = model_config(recipe.model.config | {"num_hidden_layers": 3})
+    config.dtype = torch.bfloat16
+    config.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
+    report = dry_run(load_recipe(SMALL, [f"model.path={tmp_path / 'model'}"]), ONE_GPU)
+    assert report["counted_from"] == "config.json" and report["convert"] is None
+    assert report["new_parameters"] == 3 * 2 * 3 * 2
+    assert not any("is not there" in text for text in dry_run_lines(report))
+    (tmp_path / "model" / "config.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"model\.path=.*has no configuration that can be read"):
+        dry_run(load_recipe(SMALL, [f"model.path={tmp_path / 'model'}"]), ONE_GPU)
+
+
+def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):
+    recipe = load_recipe(SMALL, [FEW])
+    config = model_config(recipe.model.config | {"num_hidden_layers": 2, "mixers": {}})
+    config.dtype = torch.float32
+    config.save_pretrained(tmp_path / "teacher")
+    report = dry_run(load_recipe(SMALL, [FEW, f"distillation.teacher={tmp_path / 'teacher'}"]), ONE_GPU)
+    assert report["memory_per_gpu"]["teacher"] == 4 * numbers_of(config)
+    config.num_hidden_layers = 3
+    assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["teacher"] == 2 * numbers_of(config)
+
+
+def numbers_of(config):
+    with torch.device("meta"):
+        return sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
+
+
+def test_shipped_accelerate_files_are_understood():
+    kinds = {path.stem: read_sharding(path.stem) for path in ACCELERATE.glob("*.yaml")}
+    assert {name: (found.kind, found.processes) for name, found in kinds.items()} == {
+        "one_gpu": ("one GPU", 1),
+        "fsdp2_8_gpus": ("FSDP2", 8),
+        "fsdp2_many_machines": ("FSDP2", 32),
+        "deepspeed_zero3_8_gpus": ("DeepSpeed ZeRO-3", 8),
+    }
+    assert kinds["one_gpu"] == ONE_GPU
+    assert read_sharding(str(ACCELERATE / "fsdp2_8_gpus.yaml")) == kinds["fsdp2_8_gpus"]
+
+
+BAD_FILES = {
+    "no file": (None, "shipped are deepspeed_zero3_8_gpus, fsdp2_8_gpus, fsdp2_many_machines, one_gpu"),
+    "no YAML": ("a: [", "cannot be read"),
+    "no mapping": ("- a", "is no configuration of accelerate"),
+    "another kind": ("distributed_type: TPU", "distributed_type='TPU' is not counted"),
+    "no number": ("distributed_type: MULTI_GPU", "num_processes=None"),
+    "the first FSDP": ("distributed_type: FSDP\nnum_processes: 8", "fsdp_config.fsdp_version=1 is not counted"),
+    "weights elsewhere": (
+        "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
+        "fsdp_config.fsdp_offload_params=True is not counted",
+    ),
+    "another stage": ("distributed_type: DEEPSPEED\nnum_processes: 8", "deepspeed_config.zero_stage=2 is not counted"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_files_that_cannot_be_counted_are_refused(case, tmp_path):
+    content, message = BAD_FILES[case]
+    path = tmp_path / "file.yaml"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(RecipeError) as caught:
+        read_sharding(str(path))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_copies_on_each_gpu(tmp_path):
+    path = tmp_path / "copies.yaml"
+    path.write_text(yaml.safe_dump({"distributed_type": "MULTI_GPU", "num_processes": 4}))
+    report = dry_run(load_recipe(SMALL, [FEW]), read_sharding(str(path)))
+    assert report["micro_batches_per_step"] == 2 and report["processes"] == 4
+    assert report["memory_per_gpu"]["weights"] == 4 * report["parameters"]
+
+
+def test_the_command(line, tmp_path):
+    status, out, err = line(f"train {SMALL} --set {FEW} --dry-run --json --accelerate fsdp2_8_gpus")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == dry_run(load_recipe(SMALL, [FEW]), read_sharding("fsdp2_8_gpus"))
+    status, out, err = line(f"train {SMALL} --set {FEW} --dry-run")
+    assert (status, err) == (0, "")
+    assert ["steps", "306"] in [text.split() for text in out.splitlines()]
+    assert "memory of a GPU: one_gpu (one GPU)\n" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        (f"train {SMALL} --json", 2, "--dry-run"),
+        (f"train {SMALL} --accelerate one_gpu", 2, "--dry-run"),
+        (f"train {SMALL} --dry-run --accelerate none", 1, "--accelerate none cannot be read"),
+        (f"train {SMALL} --dry-run --set train.micro_batch=16 --accelerate fsdp2_8_gpus", 1, "8 processes"),
+    ],
+)
+def test_wrong_usage(line, command, status, words):
+    found, out, err = line(command)
+    assert (found, out) == (status, "")
+    assert words in err and "Traceback" not in err

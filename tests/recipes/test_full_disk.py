@@ -1,0 +1,133 @@
+"""A disk that is full: one line, earlier checkpoints as they were, and the run goes on when there is room."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosshead.recipes import train as module
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.saved_teacher import save_teacher
+from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights
+
+SIZE = 4 << 20
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of 4 MB, where this user may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no small disk can be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def fill(disk, left):
+    """Leave so many bytes."""
+    with (disk / "filler").open("wb") as file:
+        file.write(bytes(max(0, shutil.disk_usage(disk).free - left)))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def filling(disk, left, step):
+    """Progress that fills the disk behind a step."""
+
+    def show(stage, done, total, told=""):
+        if stage == "training" and done == step and not (disk / "filler").exists():
+            fill(disk, left)
+
+    return show
+
+
+def run_on(disk, name, tmp_path):
+    recipe = toy_run(name, tmp_path / "toy", steps=5)
+    return recipe, replace(recipe, output=str(disk / "run"))
+
+
+def content(folder):
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def refused(recipe, words, progress=module.silent):
+    with pytest.raises(RecipeError, match=words) as caught:
+        train(recipe, progress)
+    message = str(caught.value)
+    assert "\n" not in message and recipe.output in message and "the same command goes on" in message
+
+
+def assert_goes_on(recipe, whole, disk):
+    (disk / "filler").unlink()
+    train(recipe)
+    train(whole)
+    assert losses(recipe) == losses(whole)
+    found, expected = weights(recipe), weights(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(("left", "name"), [(20_000, KNOCKING), (150_000, KNOCKING), (300_000, LORA)])
+def test_no_room_for_a_checkpoint(left, name, small_disk, tmp_path):
+    whole, recipe = run_on(small_disk, name, tmp_path)
+    words = r"the checkpoint at step 4 could not be written to .*, whose disk has 0.000 GB free"
+    refused(recipe, words, filling(small_disk, left, 3))
+    kept = Path(recipe.output, "checkpoint-2")
+    assert kept.is_dir() and not list(Path(recipe.output, ".partial").iterdir())
+    before = content(kept)
+    refused(recipe, "(checkpoint at step 4|metrics.jsonl)")
+    assert content(kept) == before
+    assert_goes_on(recipe, whole, small_disk)
+
+
+def test_no_room_for_metrics(small_disk, tmp_path):
+    whole = toy_run(MIXTURE, tmp_path / "toy", steps=12, checkpoints={"every": 20})
+    recipe = replace(whole, output=str(small_disk / "run"))
+    refused(recipe, r"metrics.jsonl cannot be written: No space left on device", filling(small_disk, 0, 1))
+    assert_goes_on(recipe, whole, small_disk)
+
+
+def test_no_room_for_the_result(small_disk, tmp_path, monkeypatch):
+    whole, recipe = run_on(small_disk, KNOCKING, tmp_path)
+    finish = module._finish
+
+    def full(*arguments):
+        fill(small_disk, 100_000)
+        finish(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_finish", full)
+        refused(recipe, "the model could not be written")
+    assert not Path(recipe.output, "model").exists()
+    assert_goes_on(recipe, whole, small_disk)
+
+
+def test_no_room_at_all(small_disk, tmp_path):
+    _, recipe = run_on(small_disk, KNOCKING, tmp_path)
+    fill(small_disk, 0)
+    with pytest.raises(RecipeError, match=r"output=.*cannot be written: No space left on device") as caught:
+        train(recipe)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("left", [0, 100_000])
+def test_no_room_for_a_teachers_logits(left, small_disk, tmp_path):
+    recipe = toy_run(MIXTURE, tmp_path / "toy")
+    fill(small_disk, left)
+    with pytest.raises(RecipeError, match=r"the teacher's logits cannot be written to .*: No space left") as caught:
+        save_teacher(recipe, small_disk / "logits")
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in small_disk.iterdir()] == ["filler"]
+
+
+def test_a_disk_that_may_not_be_written(small_disk, tmp_path):
+    _, recipe = run_on(small_disk, KNOCKING, tmp_path)
+    if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True, check=False).returncode:
+        pytest.skip("no disk can be made read-only here")
+    with pytest.raises(RecipeError, match=r"output=.*cannot be written: Read-only file system"):
+        train(recipe)

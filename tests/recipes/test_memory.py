@@ -1,0 +1,137 @@
+"""Memory of a run: exact figures against the tensors of a run and of shards, estimates against what is stated."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import distributed
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+import toys
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.memory import Teacher, memory
+from crosshead.recipes.model_config import model_config
+from crosshead.recipes.sharding import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding
+from crosshead.recipes.stopping import StopWhenAsked
+from crosshead.recipes.toy import toy
+from crosshead.recipes.train import train
+
+LORA = ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
+TRAINABLE = {"all": [], "mixers": ["train.trainable=mixers"], "mixers+lora": LORA}
+
+
+def small(folder, changes=(), **train_changes):
+    """A toy of SmolLM2 with explicit heads, one step long."""
+    recipe = toy(load_recipe("small/smollm2_explicit", changes), folder)
+    options = replace(recipe.train, tokens=recipe.train.batch_tokens, warmup=0.0, **train_changes)
+    return replace(recipe, train=options, distillation=None)
+
+
+def size(tensors):
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("trainable", TRAINABLE)
+def test_weights_gradients_and_moments_are_those_of_a_run(trainable, tmp_path, monkeypatch):
+    found = {}
+
+    def look(self, args, state, control, model=None, optimizer=None, **_):
+        states = optimizer.state.values()
+        found["weights"] = size(model.parameters())
+        found["gradients"] = size(part.grad for part in model.parameters() if part.grad is not None)
+        found["moments"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
+
+    monkeypatch.setattr(StopWhenAsked, "on_optimizer_step", look)
+    recipe = small(tmp_path, TRAINABLE[trainable])
+    train(recipe)
+    told = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)
+    assert {"weights": told.weights, "gradients": told.gradients, "moments": told.moments} == found
+
+
+@pytest.fixture
+def eight():
+    """A process that takes itself for one of eight."""
+    fake = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    distributed.init_process_group("fake", rank=0, world_size=8, store=fake.FakeStore())
+    yield init_device_mesh("cpu", (8,))
+    distributed.destroy_process_group()
+
+
+def test_shards_are_those_of_fsdp(eight, tmp_path):
+    recipe = small(tmp_path, micro_batch=1)
+    recipe = replace(recipe, train=replace(recipe.train, batch_tokens=8 * 64, tokens=8 * 64))
+    config = toys.mixed_config("Qwen3Moe", toys.CASES["explicit"])
+    model = AutoModelForCausalLM.from_config(config)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=eight)
+    fully_shard(model, mesh=eight)
+    told = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
+    assert told.weights == told.gradients == size(part.to_local() for part in model.parameters())
+    assert told.moments == 2 * told.weights and told.whole_gradients == 0
+
+
+def test_whole_gradients_while_micro_batches_accumulate(tmp_path):
+    recipe = small(tmp_path, micro_batch=1, dtype="bfloat16")
+    config = model_config(recipe.model.config)
+    numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
+    assert memory(recipe, config, Sharding("fsdp2", FSDP, 2), None).whole_gradients == 2 * numbers
+    assert memory(recipe, config, Sharding("fsdp2", FSDP, 4), None).whole_gradients == 0
+    assert memory(recipe, config, Sharding("copies", COPIES, 2), None).whole_gradients == 4 * numbers
+    assert memory(recipe, config, ONE_GPU, None).whole_gradients == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_deepspeed_has_sixteen_bytes_a_number(tmp_path, dtype):
+    recipe = small(tmp_path, micro_batch=1, dtype=dtype)
+    config = model_config(recipe.model.config)
+    numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
+    told = memory(recipe, config, Sharding("zero3", ZERO3, 4), None)
+    assert told.weights + told.gradients + told.moments == 16 * -(-numbers // 4)
+
+
+@pytest.mark.parametrize("changes", [[], ["model.config.tie_word_embeddings=false"]])
+def test_copies_in_bfloat16(tmp_path, changes):
+    """Beside what is kept for each sequence, all that autograd keeps of a step under autocast."""
+    recipe = small(tmp_path, changes, dtype="bfloat16")
+    config = model_config(recipe.model.config)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    own = {part.untyped_storage().data_ptr() for part in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    tokens = torch.zeros(recipe.train.micro_batch, recipe.data.length, dtype=torch.long)
+    with torch.autocast("cpu", torch.bfloat16), saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(input_ids=tokens, use_cache=False)
+    told = memory(recipe, config, ONE_GPU, None)
+    real = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    assert told.activations + told.working_copies == pytest.approx(real, rel=0.01)
+    assert told.working_copies > 0.05 * real
+    assert memory(small(tmp_path), config, ONE_GPU, None).working_copies == 0
+
+
+def test_logits_and_a_teacher(tmp_path):
+    recipe = small(tmp_path)
+    config = model_config(recipe.model.config)
+    numbers = recipe.train.micro_batch * recipe.data.length * config.vocab_size
+    alone = memory(recipe, config, ONE_GPU, None)
+    assert (alone.logits, alone.teacher) == (8 * numbers, 0)
+    assert memory(small(tmp_path, dtype="bfloat16"), config, ONE_GPU, None).logits == 10 * numbers
+    taught = toy(load_recipe("small/smollm2_mixture"), tmp_path)
+    told = memory(taught, config, ONE_GPU, Teacher(1000, config.vocab_size, 2))
+    assert (told.logits, told.teacher) == ((8 + 4 + 2 * 2) * numbers, 2000)
+
+
+def test_computing_layers_again_saves_activations(tmp_path):
+    config = model_config(small(tmp_path).model.config)
+    again = memory(small(tmp_path, checkpoint_activations=True), config, ONE_GPU, None)
+    assert again.activations < memory(small(tmp_path), config, ONE_GPU, None).activations
+    assert sum(value for key, value in again.as_dict().items() if key != "total") == again.as_dict()["total"]
+    assert ONE_GPU.kind == ALONE

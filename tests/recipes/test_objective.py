@@ -1,0 +1,142 @@
+"""What a step minimises, beside its parts put together by hand."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from crosshead.modeling.balance import balance_loss
+from crosshead.recipes.distilling import attention_errors, attention_outputs
+from crosshead.recipes.objective import Objective, evaluated
+from crosshead.recipes.packing import NOT_PREDICTED
+from crosshead.recipes.routing import HeadRouting
+from crosshead.recipes.schema import Distillation
+from crosshead.recipes.teacher_logits import INDICES, LOGARITHMS
+from toys import CASES, mixed_model, stock_model, tokens
+
+BALANCE_WEIGHT = 8.0
+ROUTED = {"mixture": CASES["mixture"]["mixture"] | {"balance_weight": BALANCE_WEIGHT}}
+ITEMS = torch.tensor(40)
+
+
+def batch():
+    """Four sequences that predict different numbers of tokens."""
+    ids = tokens(4, 9)
+    labels = ids.clone()
+    labels[:, 0] = labels[1, 5:] = labels[3, :7] = NOT_PREDICTED
+    return {"input_ids": ids, "labels": labels}
+
+
+def parts(count):
+    return [
+        dict(zip(batch(), values, strict=True))
+        for values in zip(*(x.split(count) for x in batch().values()), strict=True)
+    ]
+
+
+def objective(mixers, **distillation):
+    model = mixed_model("Llama", mixers).train()
+    options = Distillation(teacher="toy", **distillation) if distillation else None
+    return Objective(HeadRouting.of(model.config), options, stock_model("Llama")), model
+
+
+def cross_entropy(logits, labels):
+    return functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+def balance(model, inputs):
+    """Each sequence's, by its tokens' share of the step."""
+    total = 0.0
+    for ids, labels in zip(inputs["input_ids"], inputs["labels"], strict=True):
+        scores = model(ids[None], output_head_router_scores=True).head_router_scores
+        count = (labels[1:] != NOT_PREDICTED).sum()
+        total = total + balance_loss(scores, [1] * len(scores), None) * count / ITEMS
+    return BALANCE_WEIGHT * total
+
+
+@pytest.mark.parametrize("mixers", [CASES["knocking"], ROUTED])
+def test_the_next_token_and_the_balance_of_each_sequence(mixers):
+    ask, model = objective(mixers)
+    loss, outputs = ask(model, batch(), ITEMS, 0)
+    expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS
+    if "mixture" in mixers:
+        expected = expected + balance(model, batch())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_teacher_takes_its_weight_from_the_next_token():
+    ask, model = objective(ROUTED, weight=0.3, temperature=2.0)
+    loss, outputs = ask(model, batch(), ITEMS, 0)
+    labels, teacher = batch()["labels"], stock_model("Llama")(batch()["input_ids"]).logits
+    keep = labels[:, 1:] != NOT_PREDICTED
+    found, wanted = ((x[:, :-1][keep] / 2.0).log_softmax(-1) for x in (outputs["logits"], teacher))
+    divergence = 4.0 * functional.kl_div(found, wanted, reduction="sum", log_target=True)
+    expected = (0.7 * cross_entropy(outputs["logits"], labels) + 0.3 * divergence) / ITEMS + balance(model, batch())
+    torch.testing.assert_close(loss, expected)
+
+
+def test_a_teacher_on_disk():
+    ask, model = objective(ROUTED, weight=0.3)
+    expected, _ = ask(model, batch(), ITEMS, 0)
+    stored = stock_model("Llama")(batch()["input_ids"]).logits.log_softmax(-1).topk(61, dim=-1)
+    alone = Objective(HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None)
+    found, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_attention_is_matched_first():
+    ask, model = objective(ROUTED, weight=0.3, match_steps=2)
+    losses = [ask(model, batch(), ITEMS, step)[0] for step in range(3)]
+    teacher, ids = stock_model("Llama"), batch()["input_ids"]
+    with attention_outputs(teacher) as wanted, attention_outputs(model) as found:
+        teacher(ids)
+        model(ids)
+    shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
+    torch.testing.assert_close(losses[0], (attention_errors(found, wanted) * shares).sum())
+    assert losses[0] == losses[1] != losses[2]
+    model.zero_grad()
+    losses[0].backward()
+    assert model.lm_head.weight.grad.abs().max() == 0  # there for data parallelism, which waits for all of them
+    assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("step", [0, 1])
+@pytest.mark.parametrize("count", [1, 2])
+def test_micro_batches_add_up(step, count):
+    ask, model = objective(ROUTED, weight=0.3, match_steps=1)
+    whole, _ = ask(model, batch(), ITEMS, step)
+    together = sum(ask(model, part, ITEMS, step)[0] for part in parts(count))
+    torch.testing.assert_close(together, whole)
+    gradients = [
+        torch.autograd.grad(loss, model.model.layers[0].self_attn.mixers["mixture"].routed.weight)[0]
+        for loss in (whole, together)
+    ]
+    torch.testing.assert_close(*gradients)
+    assert gradients[0].abs().max() > 0 or step == 0
+
+
+def test_evaluation_counts_the_next_token_alone():
+    _, model = objective(ROUTED)
+    with torch.no_grad():
+        logits = model(batch()["input_ids"]).logits
+    for row, (loss, count) in enumerate(evaluated(model, batch())):
+        own = batch()["labels"][row : row + 1]
+        assert loss == pytest.approx(cross_entropy(logits[row : row + 1], own).item(), rel=1e-5)
+        assert count == (own[:, 1:] != NOT_PREDICTED).sum()
+
+
+def test_no_predictions_at_all_in_a_micro_batch():
+    ask, model = objective(ROUTED, weight=0.3)
+    nothing = batch() | {"labels": torch.full((4, 9), NOT_PREDICTED)}
+    assert ask(model, nothing, ITEMS, 0)[0] == 0
+
+
+def test_the_load_of_heads():
+    routing = HeadRouting.of(mixed_model("Llama", {"mixture": {"shared_heads": 1, "active_heads": 3}}).config)
+    first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
+    found = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
+    assert found == {
+        "head_load/0/least": 0.5,  # of four tokens two select the last head, and three each of the others
+        "head_load/0/most": 0.75,
+        "head_load/1/least": 0.0,
+        "head_load/1/most": 1.0,
+    }

@@ -1,0 +1,85 @@
+"""Power laws through losses: the numbers that made a curve come back, noise and spikes or not."""
+
+import numpy as np
+import pytest
+
+from crosshead.recipes.scaling_law import ScalingLaw, fit_scaling_law
+
+LAWS = [(1e8, 0.3, 2.0), (5e12, 0.1, 1.5), (1e9, 0.6, 3.0), (3e9, 0.5, 0.0)]
+"""Dc, a and L0."""
+
+
+def curve(law, points=250, noise=0.0, seed=0):
+    tokens = np.linspace(2e7, 5e10, points)
+    dc, exponent, floor = law
+    losses = (dc / tokens) ** exponent + floor
+    return tokens, losses + noise * np.random.default_rng(seed).standard_normal(points)
+
+
+def true_loss(law, tokens):
+    return (law[0] / tokens) ** law[1] + law[2]
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_without_noise_the_numbers_come_back(law):
+    found = fit_scaling_law(*curve(law))
+    assert found.exponent == pytest.approx(law[1], rel=1e-3)
+    assert found.tokens == pytest.approx(law[0], rel=1e-2)
+    assert found.floor == pytest.approx(law[2], abs=1e-3)
+    assert found.error < 1e-6
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("law", LAWS)
+def test_with_noise_they_come_near(law, seed):
+    found = fit_scaling_law(*curve(law, noise=0.01, seed=seed))
+    assert found.exponent == pytest.approx(law[1], rel=0.1)
+    assert found.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=4 * found.error)
+    assert found.loss(5e11) == pytest.approx(true_loss(law, 5e11), abs=0.02)
+    assert 0.0005 < found.error < 0.002
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_spikes_do_not_bend_the_curve(law):
+    tokens, losses = curve(law, noise=0.005)
+    losses[np.random.default_rng(1).choice(len(losses), 12, replace=False)] += 3.0
+    found = fit_scaling_law(tokens, losses)
+    assert found.loss(5e10) == pytest.approx(true_loss(law, 5e10), abs=0.005)
+    assert found.exponent == pytest.approx(law[1], rel=0.1)
+
+
+def test_scale_does_not_matter():
+    tokens, losses = curve(LAWS[0], noise=0.01)
+    first, second = fit_scaling_law(tokens, losses), fit_scaling_law(tokens * 1e-6, losses)
+    assert second.exponent == pytest.approx(first.exponent, rel=1e-6)
+    assert second.tokens == pytest.approx(first.tokens * 1e-6, rel=1e-6)
+
+
+@pytest.mark.parametrize("losses", [[1.0] * 9, list(range(1, 10)), [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0]])
+def test_curves_that_do_not_fall_are_flat(losses):
+    found = fit_scaling_law(range(1, 10), losses)
+    assert found.loss(1) == found.loss(100) and min(losses) <= found.floor <= max(losses)
+
+
+def test_neither_floor_nor_height_is_negative():
+    found = fit_scaling_law(range(1, 10), [9 - loss for loss in range(9)])
+    assert found.floor >= 0 and found.tokens > 0 and found.exponent > 0
+
+
+def test_a_law_is_the_papers_equation():
+    assert ScalingLaw(tokens=64.0, exponent=0.5, floor=1.5, error=0.0).loss(16.0) == 3.5
+
+
+@pytest.mark.parametrize(
+    ("tokens", "losses", "message"),
+    [
+        ([1, 2, 3, 4], [4, 3, 2, 1], "4 points are too few"),
+        ([1, 1, 1, 1, 1, 1], [1, 2, 3, 4, 5, 6], "1 points are too few"),
+        ([1, 2, 3, 4, 5], [4, 3, 2, 1], "too few"),
+        ([0, 1, 2, 3, 4], [5, 4, 3, 2, 1], "more than 0 tokens"),
+        ([1, 2, 3, 4, 5], [5, 4, float("nan"), 2, 1], "finite"),
+    ],
+)
+def test_points_that_make_no_curve(tokens, losses, message):
+    with pytest.raises(ValueError, match=message):
+        fit_scaling_law(tokens, losses)

@@ -1,0 +1,109 @@
+"""Signals: a checkpoint, a status of its own, and nothing lost."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from broken import run as run_command
+from crosshead.recipes.checkpoints import checkpoints, step_of
+from crosshead.recipes.schema import LoraOptions
+from crosshead.recipes.stopping import StopRequest
+from toy_training import KNOCKING, LORA, losses, metrics, toy_run, train, weights
+from training_sessions import Run
+
+DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
+
+
+def when(step, act):
+    """Progress that does something once, behind a step."""
+    done_already = []
+
+    def show(stage, done, total, told=""):
+        if stage == "training" and done == step and not done_already:
+            done_already.append(True)
+            act()
+
+    return show
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path):
+    whole, recipe = (toy_run(LORA, tmp_path / name, 5, train=DROPOUT) for name in ("whole", "stopped"))
+    train(whole)
+    before = signal.getsignal(number)
+    outcome = train(recipe, when(2, lambda: os.kill(os.getpid(), number)))
+    assert (outcome.step, outcome.steps, outcome.stopped_by, outcome.model) == (3, 5, number, None)
+    assert [step_of(path) for path in checkpoints(Path(recipe.output))] == [3, 2]
+    assert signal.getsignal(number) == before
+    assert train(recipe).step == 5
+    assert losses(recipe) == losses(whole)
+    assert [line["step"] for line in metrics(recipe)] == [line["step"] for line in metrics(whole)]
+    found, expected = weights(recipe), weights(whole)
+    assert all(found[name].equal(expected[name]) for name in expected)
+
+
+def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, 3)
+    outcome = train(recipe, when(3, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    assert outcome.model and outcome.stopped_by is None
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
+    from crosshead.recipes import train as module
+
+    recipe = toy_run(KNOCKING, tmp_path)
+    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    real = module.train
+    monkeypatch.setattr(
+        module, "train", lambda asked, show: real(asked, when(2, lambda: os.kill(os.getpid(), number)))
+    )
+    status, out, err = run_command(capfd, monkeypatch, f"train {KNOCKING} --toy {tmp_path}")
+    assert (status, out) == (128 + number, "")
+    assert "crosshead: stopped at step 3 of 4: the same command goes on" in err.splitlines()
+
+
+def test_the_second_signal_is_the_default_again():
+    def ours(*_):
+        pass
+
+    before = signal.signal(signal.SIGTERM, ours)
+    try:
+        request = StopRequest()
+        with request.listening():
+            assert signal.getsignal(signal.SIGTERM) != ours
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert request.signal == signal.SIGTERM
+            assert signal.getsignal(signal.SIGTERM) == ours
+        assert signal.getsignal(signal.SIGTERM) == ours
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_thread_listens_to_nobody():
+    done = []
+
+    def listen():
+        with StopRequest().listening():
+            done.append(True)
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    thread.join()
+    assert done
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_all_processes_stop_together_and_one_goes_on(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, steps=12, documents=40, train={"micro_batch": 2})
+    whole, stopped = (Run(recipe, tmp_path, name) for name in ("alone", "stopped"))
+    whole.finish()
+    assert stopped.stop_behind(4, signal.SIGTERM, processes=2) == [128 + signal.SIGTERM] * 2
+    assert 4 < len(stopped.losses()) < 12
+    stopped.finish()
+    assert stopped.batches() == whole.batches()
+    assert list(stopped.losses().values()) == pytest.approx(list(whole.losses().values()), abs=1e-5)

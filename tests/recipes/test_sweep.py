@@ -1,0 +1,235 @@
+"""`crosshead sweep`: which rates are stable, which one is taken, and what is written and done again."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from broken import run
+from crosshead.recipes import sweep as module
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
+from crosshead.recipes.scaling_law import ScalingLaw
+from crosshead.recipes.sweep import PICTURE, REPORT, Try, choose, sweep, sweep_runs
+from crosshead.recipes.train import Outcome
+
+NAME = "papers/mea_1b_sweep"
+STEPS, WARMUP = 200, 10
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """200 steps of 1,000 tokens with three rates, evaluated every 10."""
+    shipped = load_recipe(NAME, [f"output={tmp_path}", "sweep.learning_rates=[1e-3, 1e-4, 3e-3]"])
+    options = replace(shipped.train, tokens=STEPS * 1024, batch_tokens=1024, micro_batch=1, warmup=WARMUP)
+    watch = replace(shipped.watch, evaluate_every=10)
+    return replace(shipped, data=replace(shipped.data, length=64), train=options, watch=watch)
+
+
+def losses_of(rate, noise=0.02):
+    """A larger rate ends lower."""
+    steps = np.arange(1, STEPS + 1)
+    values = (20 / steps) ** (0.3 + 100 * rate) + 2 + noise * np.random.default_rng(0).standard_normal(STEPS)
+    return values.tolist()
+
+
+def write(run, losses, evaluate_every=10):
+    """What a run leaves."""
+    folder = Path(run.output)
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = [{"step": len(losses), "losses": losses}]
+    steps = range(evaluate_every, len(losses) + 1, evaluate_every)
+    lines += [{"step": step, "eval_loss": losses[step - 1] + 0.5} for step in steps]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+class Trainer:
+    """Stands in for training: writes the losses of a curve, and may diverge or be stopped."""
+
+    def __init__(self, diverges=(), stopped=()):
+        self.diverges, self.stopped, self.asked = diverges, set(stopped), []
+
+    def __call__(self, run, progress):
+        rate = run.train.learning_rate
+        self.asked.append(rate)
+        progress("training", STEPS, STEPS, "loss 2.0")
+        if rate in self.stopped:
+            self.stopped.discard(rate)
+            return Outcome(50, STEPS, 15, None, {})
+        if rate in self.diverges:
+            write(run, losses_of(rate)[:80])
+            raise RecipeError("the loss is nan at step 81: start again with a lower train.learning_rate")
+        write(run, losses_of(rate))
+        return Outcome(STEPS, STEPS, None, Path(run.output) / "model", {})
+
+
+@pytest.fixture
+def trainer(monkeypatch):
+    def made(**options):
+        stand_in = Trainer(**options)
+        monkeypatch.setattr(module, "train", stand_in)
+        return stand_in
+
+    return made
+
+
+def test_the_largest_stable_rate_is_chosen(recipe, trainer):
+    stand_in = trainer(diverges=[3e-3])
+    told = []
+    report = sweep(recipe, lambda *progress: told.append(progress))
+    assert stand_in.asked == [1e-4, 1e-3, 3e-3]
+    assert {stage for stage, *_ in told} == {"0.0001 training", "0.001 training", "0.003 training"}
+    assert report["chosen"] == 1e-3 and report["loss"] == HELD_OUT and report["stopped_by"] is None
+    small, large, diverged = report["runs"]
+    assert small["stable"] and large["stable"] and not diverged["stable"]
+    assert small["fitted_loss"] > large["fitted_loss"] and diverged["fitted_loss"] is None
+    assert large["law"]["exponent"] == pytest.approx(0.4, abs=0.05)
+    assert large["law"]["tokens"] == pytest.approx(20 * 1024, rel=0.2)
+    assert "the loss is nan at step 81" in diverged["told"]
+    assert len(diverged["curve"]["tokens"]) == 7  # evaluated after steps 20, 30, ... 80
+    assert json.loads((Path(recipe.output) / REPORT).read_text()) == json.loads(json.dumps(report))
+
+
+def test_runs_differ_in_their_rate_and_folder_alone(recipe):
+    first, second, third = sweep_runs(recipe)
+    assert [each.train.learning_rate for each in (first, second, third)] == [1e-4, 1e-3, 3e-3]
+    assert Path(second.output) == Path(recipe.output) / "rate_0.001"
+    same = replace(second, output=first.output, train=replace(second.train, learning_rate=1e-4))
+    assert same == first and first.sweep is None
+
+
+def test_a_sweep_goes_on_where_it_stopped(recipe, trainer):
+    trainer(diverges=[1e-3], stopped=[3e-3])
+    assert sweep(recipe)["stopped_by"] == 15
+    again = trainer(diverges=[1e-3])
+    report = sweep(recipe)
+    assert again.asked == [1e-4, 3e-3]  # a finished run ends at once; one that diverged is not tried again
+    assert report["chosen"] == 3e-3 and not report["runs"][1]["stable"]
+
+
+def test_another_recipe_tries_again_what_diverged(recipe, trainer):
+    trainer(diverges=[1e-3])
+    sweep(recipe)
+    again = trainer()
+    report = sweep(replace(recipe, train=replace(recipe.train, gradient_clipping=0.1)))
+    assert 1e-3 in again.asked and report["runs"][1]["stable"]
+
+
+def test_other_errors_are_errors(recipe, monkeypatch):
+    def full(run, progress):
+        raise RecipeError("the checkpoint could not be written")
+
+    monkeypatch.setattr(module, "train", full)
+    with pytest.raises(RecipeError, match="could not be written"):
+        sweep(recipe)
+
+
+def test_no_rate_may_be_stable(recipe, trainer):
+    trainer(diverges=[1e-4, 1e-3, 3e-3])
+    report = sweep(recipe)
+    assert report["chosen"] is None
+    assert len(ElementTree.parse(Path(recipe.output) / PICTURE).findall(f"{SVG}text")) > 3
+
+
+def test_without_rates(recipe):
+    with pytest.raises(RecipeError, match="no section `sweep`"):
+        sweep(replace(recipe, sweep=None))
+
+
+def attempt(rate, fitted, error=0.001, stable=True):
+    """A finished try whose fitted loss is given."""
+    law = ScalingLaw(tokens=0.0, exponent=1.0, floor=fitted, error=error)
+    return Try(rate, "", stable, "" if stable else "rose", 0, LossCurve((1,), (fitted,)), law)
+
+
+@pytest.mark.parametrize(
+    ("tries", "chosen"),
+    [
+        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8)], 3),
+        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8, stable=False)], 2),
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9)], 2),  # stable, and yet worse
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.802)], 3),  # worse by chance
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9, error=0.1)], 3),
+        ([attempt(1, 3.0, stable=False)], None),
+    ],
+)
+def test_choosing(tries, chosen):
+    found = choose(tries)
+    assert (found.learning_rate if found else None) == chosen
+
+
+def test_a_loss_that_does_not_come_back_is_not_stable(recipe):
+    run = sweep_runs(recipe)[0]
+    losses = losses_of(1e-3)
+    passed = [*losses[:100], 8.0, 7.0, 6.0, *losses[103:]]
+    risen = losses[:150] + [loss + 1.0 for loss in losses[150:]]
+    for values, rises, spiked in ((losses, False, False), (passed, False, True), (risen, True, True)):
+        write(run, values)
+        assert (rise(run) > 0.5) == rises and (rise(run) == 0) == (not rises)
+        assert (spikes(run) > 0) == spiked
+        assert module.judge(run, TRAINING, None).stable == (not rises)
+
+
+def test_noise_is_no_rise(recipe):
+    run = sweep_runs(recipe)[0]
+    for seed in range(20):
+        write(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
+        assert rise(run) == 0
+
+
+def test_curves_begin_behind_the_warmup(recipe):
+    run = sweep_runs(recipe)[0]
+    write(run, losses_of(1e-3))
+    assert loss_curve(run, TRAINING).tokens == tuple(1024 * step for step in range(WARMUP + 1, STEPS + 1))
+    held_out = loss_curve(run, HELD_OUT)
+    assert held_out.tokens[0] == 1024 * 20 and held_out.losses[0] == losses_of(1e-3)[19] + 0.5
+
+
+def test_which_loss_is_fitted(recipe):
+    assert kind_of_loss(recipe) == HELD_OUT
+    assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=50))) == TRAINING
+    assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=None))) == TRAINING
+    assert kind_of_loss(replace(recipe, data=replace(recipe.data, held_out=0.0))) == TRAINING
+
+
+def test_too_few_losses_for_a_curve(recipe, trainer):
+    trainer()
+    with pytest.raises(RecipeError, match="too few for a curve: train on more tokens"):
+        sweep(
+            replace(recipe, train=replace(recipe.train, warmup=197), watch=replace(recipe.watch, evaluate_every=None))
+        )
+
+
+def test_the_picture(recipe, trainer):
+    trainer(diverges=[3e-3])
+    sweep(recipe)
+    picture = ElementTree.parse(Path(recipe.output) / PICTURE)
+    texts = [text.text for text in picture.findall(f"{SVG}text")]
+    assert {"0.0001", "0.001", "0.003", "chosen", "stable", "held-out loss", "tokens"} <= set(texts)
+    assert len(picture.findall(f"{SVG}polyline")) == 2
+    assert "prefers-color-scheme: dark" in picture.find(f"{SVG}style").text
+    points = picture.findall(f"{SVG}polyline")[0].get("points").split()
+    heights = [float(point.split(",")[1]) for point in points]
+    assert heights == sorted(heights) and heights[0] < heights[-1]
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    command = f"sweep {NAME} --toy toy --set sweep.learning_rates=[3e-3,1e2]"
+    status, out, err = run(capfd, monkeypatch, command)
+    assert status == 0 and "Traceback" not in err
+    assert out.endswith(f"wrote {Path('toy/run', PICTURE)}\n")
+    rows = [row.split() for row in out.splitlines()]
+    assert rows[1][0] == "0.003" and rows[1][-1] == "chosen"
+    assert rows[2][0] == "100" and "nan" in rows[2]
+    assert (tmp_path / "toy/run/rate_0.003/model/config.json").exists()
+    status, out, err = run(capfd, monkeypatch, f"{command} --json")
+    assert status == 0 and json.loads(out) == json.loads((tmp_path / "toy/run" / REPORT).read_text())
+    status, out, err = run(capfd, monkeypatch, f"sweep {NAME} --toy toy2 --set sweep.learning_rates=[1e2,1e3]")
+    assert status == 1 and err.splitlines()[-1] == "crosshead: error: no learning rate is stable: try smaller ones"

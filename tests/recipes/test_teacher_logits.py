@@ -1,0 +1,157 @@
+"""A teacher's logits on disk: written once, and learnt from as from the teacher itself."""
+
+import errno
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from broken import run as run_command
+from crosshead.recipes import teacher_logits as module
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.saved_teacher import save_teacher
+from crosshead.recipes.teacher_logits import INDICES, LOGARITHMS, WithTeacher, belonging
+from crosshead.recipes.training_data import open_data
+from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    return toy_run(MIXTURE, tmp_path)
+
+
+def from_disk(recipe, folder, name="from-disk", **changes):
+    """The recipe, with the folder instead of the teacher."""
+    distillation = replace(recipe.distillation, **{"teacher": None, "logits": str(folder), "match_steps": 0} | changes)
+    return replace(recipe, distillation=distillation, output=str(Path(recipe.output).with_name(name)))
+
+
+def samples_of(recipe):
+    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_of(recipe))
+    return data, data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
+
+
+def with_teacher(recipe):
+    data, samples = samples_of(recipe)
+    return WithTeacher(samples, recipe.distillation, belonging(recipe, data), vocabulary_of(recipe))
+
+
+@torch.no_grad()
+def test_they_are_the_teachers_highest(recipe, tmp_path):
+    told = []
+    save_teacher(recipe, tmp_path / "logits", lambda *progress: told.append(progress))
+    stored = with_teacher(from_disk(recipe, tmp_path / "logits"))
+    teacher = AutoModelForCausalLM.from_pretrained(recipe.distillation.teacher)
+    _, samples = samples_of(recipe)
+    assert len(stored) == len(samples) == 16
+    for index, sample in enumerate(samples):
+        found = stored[index]
+        assert all(torch.equal(found[name], sample[name]) for name in sample)
+        expected = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).topk(64)
+        torch.testing.assert_close(found[LOGARITHMS].float(), expected.values, rtol=1e-3, atol=0)
+        chosen = teacher(sample["input_ids"][None]).logits[0].log_softmax(-1).gather(-1, found[INDICES])
+        torch.testing.assert_close(chosen, expected.values)  # the same tokens, but for the order of equal ones
+    assert [progress for progress in told if progress[0] == "teacher"] == [
+        ("teacher", done, 16) for done in range(2, 17, 2)
+    ]
+
+
+def test_learning_from_all_of_it_is_learning_from_the_teacher(recipe, tmp_path, monkeypatch):
+    train(recipe)
+    monkeypatch.setattr(module, "HIGHEST", 1000)
+    save_teacher(recipe, tmp_path / "logits")
+    stored = from_disk(recipe, tmp_path / "logits")
+    train(stored)
+    assert losses(stored) == pytest.approx(losses(recipe), abs=2e-3)  # they are kept in half precision
+    assert losses(stored) != losses(recipe)
+
+
+def test_learning_from_it_goes_on_as_any_run(recipe, tmp_path):
+    save_teacher(recipe, tmp_path / "logits")
+    whole, killed = (from_disk(recipe, tmp_path / "logits", name) for name in ("whole", "killed"))
+    train(whole)
+    resumed(killed, 1, 3)
+    assert losses(killed) == losses(whole)
+    found, expected = weights(killed), weights(whole)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_a_shorter_run_may_use_them(recipe, tmp_path):
+    save_teacher(recipe, tmp_path / "logits")
+    stored = from_disk(recipe, tmp_path / "logits")
+    shorter = replace(stored, train=replace(stored.train, tokens=2 * stored.train.batch_tokens))
+    assert train(shorter).steps == 2
+
+
+def longer(recipe):
+    return replace(recipe, train=replace(recipe.train, tokens=9 * recipe.train.batch_tokens))
+
+
+def edited(**changes):
+    def edit(folder):
+        path = folder / "logits.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("damage", "change", "words"),
+    [
+        (None, longer, r"logits are of 16 samples, and the run has 36: make them again"),
+        (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"with seed=0, and now it is 7"),
+        (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), r"were made with data='"),
+        (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation.logits=nowhere cannot be read"),
+        (None, lambda recipe: from_disk(recipe, recipe.distillation.logits, temperature=2.0), r"temperature=2 needs"),
+        (edited(vocabulary=1000), None, r"a teacher with 1000 tokens, and the model knows 257"),
+        (edited(shape=[99, 64, 64]), None, r"cannot be read"),
+        (edited(shape=None), None, r"cannot be read"),
+        (lambda folder: (folder / "logits.json").write_text("{"), None, r"cannot be read"),
+        (lambda folder: (folder / "logits.json").write_text("[]"), None, r"cannot be read"),
+        (lambda folder: (folder / "indices").write_bytes(b"1234"), None, r"cannot be read"),
+    ],
+)
+def test_what_does_not_belong_is_refused(damage, change, words, recipe, tmp_path):
+    save_teacher(recipe, tmp_path / "logits")
+    stored = from_disk(recipe, tmp_path / "logits")
+    if damage is not None:
+        damage(tmp_path / "logits")
+    with pytest.raises(RecipeError, match=words) as caught:
+        train(change(stored) if change is not None else stored)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_overwritten(recipe, tmp_path):
+    (tmp_path / "letters").mkdir()
+    with pytest.raises(RecipeError, match="letters is already there: choose another folder"):
+        save_teacher(recipe, tmp_path / "letters")
+
+
+def test_no_teacher(tmp_path):
+    with pytest.raises(RecipeError, match=r"there is no distillation.teacher"):
+        save_teacher(toy_run(KNOCKING, tmp_path), tmp_path / "logits")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()])
+def test_what_is_not_finished_is_not_there(error, recipe, tmp_path):
+    def ends(stage, done, total, told=""):
+        if stage == "teacher" and done == 6:
+            raise error
+
+    expected = RecipeError if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected, match=r"(No space left|^$)"):
+        save_teacher(recipe, tmp_path / "logits", ends)
+    assert not [path for path in tmp_path.iterdir() if "logits" in path.name]
+
+
+def test_by_command(recipe, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    command = f"train {MIXTURE} --toy {tmp_path} --save-teacher {tmp_path / 'logits'}"
+    assert run_command(capfd, monkeypatch, command)[:2] == (0, f"wrote {tmp_path / 'logits'}\n")
+    assert train(from_disk(recipe, tmp_path / "logits")).model
+    status, out, err = run_command(capfd, monkeypatch, command)
+    assert (status, out) == (1, "") and "is already there" in err.splitlines()[-1]

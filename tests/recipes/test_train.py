@@ -1,0 +1,254 @@
+"""Whole runs at toy size: they end in a model that loads, and going on from where one was left changes nothing."""
+
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from crosshead.recipes import train as module
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import shipped_recipes
+from crosshead.recipes.models import load_model, load_tokenizer
+from crosshead.recipes.schema import LoraOptions
+from crosshead.recipes.train import Outcome, train
+from crosshead.recipes.training_data import open_data
+from toy_training import (
+    EXPERTS,
+    KNOCKING,
+    LORA,
+    MIXTURE,
+    SCRATCH,
+    Killed,
+    killed,
+    losses,
+    metrics,
+    resumed,
+    toy_run,
+    weights,
+)
+
+QUICK = (LORA, MIXTURE, SCRATCH, EXPERTS, "small/qwen3_0.6b_differential", "small/smollm2_talking")
+DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def data_of(recipe):
+    tokenizer = load_tokenizer(recipe)
+    return open_data(recipe.data, tokenizer, load_model(recipe, tokenizer).config.vocab_size)
+
+
+def stock_loss(model, samples):
+    """The library's own loss over all of them."""
+    batch = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+    labels = batch.pop("labels")
+    with torch.no_grad():
+        logits = model(**batch, use_cache=False).logits
+    return model.loss_function(logits, labels, vocab_size=model.config.vocab_size).item()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in shipped_recipes()],
+)
+def test_every_shipped_recipe_ends_in_a_model_that_loads_and_scores_what_was_logged(name, tmp_path):
+    recipe = toy_run(name, tmp_path, steps=2)
+    outcome = train(recipe)
+    assert outcome == Outcome(2, 2, None, Path(recipe.output, "model"), outcome.metrics)
+    assert len(losses(recipe)) == 2
+    model = AutoModelForCausalLM.from_pretrained(outcome.model).eval()
+    assert type(model).__name__.startswith("Crosshead") and model.dtype == torch.float32
+    evaluation = list(data_of(recipe).evaluation)
+    assert len(evaluation) > 3
+    assert outcome.metrics["eval_loss"] == pytest.approx(stock_loss(model, evaluation), rel=1e-6)
+    assert model.config.use_cache
+    assert model.config.to_dict() == AutoModelForCausalLM.from_pretrained(outcome.model).config.to_dict()
+    assert AutoTokenizer.from_pretrained(outcome.model).get_vocab() == load_tokenizer(recipe).get_vocab()
+    record = json.loads((outcome.model / "training.json").read_text())
+    assert record["recipe"]["train"]["tokens"] == recipe.train.tokens and record["processes"] == 1
+    assert record["metrics"] == outcome.metrics
+    assert not list(Path(recipe.output).rglob("*.bin"))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        (LORA, DROPOUT),
+        (MIXTURE, {"checkpoint_activations": True}),
+        (EXPERTS, {"gradient_clipping": 0.0}),
+        (SCRATCH, {"dtype": "bfloat16"}),
+    ],
+)
+def test_going_on_changes_nothing(name, changes, tmp_path):
+    runs = [toy_run(name, tmp_path / folder, steps=5, train=changes) for folder in ("whole", "killed")]
+    assert train(runs[0]).metrics == without_time(resumed(runs[1], 1, 3, 4).metrics, train(runs[0]).metrics)
+    assert len(losses(runs[0])) == 5
+    assert losses(runs[1]) == losses(runs[0])
+    assert_equal_weights(*runs)
+    seen = [(line["step"], "loss" in line) for line in metrics(runs[1])]
+    assert len(set(seen)) == len(seen) == len(metrics(runs[0]))
+
+
+def without_time(found, expected):
+    """How long something took is all that may differ."""
+    return found | {name: value for name, value in expected.items() if "runtime" in name or "_per_second" in name}
+
+
+def assert_equal_weights(first, second):
+    found, expected = weights(second), weights(first)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+
+
+def test_dropout_is_there(tmp_path):
+    """Or the test above would say nothing about random numbers."""
+    runs = [toy_run(LORA, tmp_path / str(rate), train={"lora": LoraOptions(4, 8.0, rate)}) for rate in (0.0, 0.2)]
+    for recipe in runs:
+        train(recipe)
+    assert losses(runs[0]) != losses(runs[1])
+
+
+def test_killed_before_the_result_was_written(tmp_path, monkeypatch):
+    whole, recipe = (toy_run(LORA, tmp_path / name, train=DROPOUT) for name in ("whole", "killed"))
+    train(whole)
+
+    def ended(*_):
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_finish", ended)
+        with pytest.raises(Killed):
+            train(recipe)
+    assert not Path(recipe.output, "model").exists()
+    before = metrics(recipe)
+    train(recipe)
+    assert_equal_weights(whole, recipe)
+    assert metrics(recipe) == before
+
+
+def test_a_run_that_is_done_is_done(tmp_path, monkeypatch):
+    recipe = toy_run(KNOCKING, tmp_path)
+    outcome = train(recipe)
+    before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")}
+    monkeypatch.setattr(module, "RunTrainer", None)
+    assert train(recipe) == outcome
+    assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("*")} == before
+
+
+def test_evaluation_and_its_frequency_do_not_disturb_training(tmp_path):
+    often = toy_run(LORA, tmp_path / "often", train=DROPOUT, watch={"evaluate_every": 1})
+    once = toy_run(LORA, tmp_path / "once", train=DROPOUT, watch={"evaluate_every": None})
+    for recipe in (often, once):
+        train(recipe)
+    assert losses(often) == losses(once)
+    assert_equal_weights(often, once)
+    for recipe, count in ((often, 4), (once, 1)):
+        assert sum("eval_loss" in line for line in metrics(recipe)) == count
+
+
+def test_what_is_told_and_kept_may_change_on_the_way(tmp_path):
+    whole = toy_run(LORA, tmp_path / "whole", steps=6, train=DROPOUT)
+    recipe = toy_run(LORA, tmp_path / "run", steps=6, train=DROPOUT, watch={"evaluate_every": None})
+    train(whole)
+    killed(recipe, 3)
+    train(
+        replace(
+            recipe,
+            watch=replace(recipe.watch, every=3, evaluate_every=3),
+            checkpoints=replace(recipe.checkpoints, every=5, keep=3),
+        )
+    )
+    assert losses(recipe) == losses(whole)
+    lines = [(line["step"], len(line.get("losses", ()))) for line in metrics(recipe)]
+    assert lines == [(1, 1), (2, 1), (3, 1), (3, 0), (5, 2), (6, 1), (6, 0)]  # what comes behind a checkpoint goes
+    kept = sorted(path.name for path in Path(recipe.output).glob("checkpoint-*"))
+    assert kept == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
+
+
+@pytest.mark.parametrize("name", [MIXTURE, KNOCKING])
+def test_a_step_is_the_same_however_it_is_accumulated(name, tmp_path):
+    found = []
+    for at_once in (1, 2, 4):
+        distillation = {"match_steps": 2} if name == MIXTURE else {}
+        recipe = toy_run(
+            name,
+            tmp_path / str(at_once),
+            train={"micro_batch": at_once},
+            data={"separate_documents": True},
+            distillation=distillation,
+        )
+        found.append([*losses_of(recipe), train(recipe).metrics["eval_loss"]])
+    assert found[1] == pytest.approx(found[0], abs=2e-6)
+    assert found[2] == pytest.approx(found[0], abs=2e-6)
+
+
+def losses_of(recipe):
+    train(recipe)
+    return losses(recipe)
+
+
+def test_checkpointed_activations_are_the_same_step(tmp_path):
+    found = [
+        losses_of(
+            toy_run(
+                MIXTURE,
+                tmp_path / str(saving),
+                train={"checkpoint_activations": saving},
+                distillation={"match_steps": 2},
+            )
+        )
+        for saving in (False, True)
+    ]
+    assert found[1] == pytest.approx(found[0], abs=1e-6)
+
+
+def test_the_first_loss_is_that_of_the_model_that_is_continued(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, steps=2, data={"separate_documents": True})
+    model = AutoModelForCausalLM.from_pretrained(recipe.model.path).eval()
+    samples = data_of(recipe).samples(recipe.batch_size, recipe.train.seed)
+    batch = [samples[index] for index in range(recipe.batch_size)]
+    total, count = 0.0, 0
+    for sample in batch:
+        starts = [*(sample["position_ids"] == 0).nonzero().flatten().tolist(), len(sample["input_ids"])]
+        for begin, end in pairwise(starts):
+            if end - begin > 1:
+                tokens = sample["input_ids"][begin:end][None]
+                total += model(tokens, labels=tokens).loss.item() * (end - begin - 1)
+                count += end - begin - 1
+    assert count < recipe.batch_size * (recipe.data.length - 1)  # there are documents that begin within
+    train(recipe)
+    assert losses(recipe)[0] == pytest.approx(total / count, rel=1e-6)
+
+
+def test_a_model_from_scratch_ends_documents_as_its_tokenizer_does(tmp_path):
+    recipe = toy_run(SCRATCH, tmp_path, steps=2)
+    model = AutoModelForCausalLM.from_pretrained(train(recipe).model)
+    end = load_tokenizer(recipe).eos_token_id
+    assert end == model.config.eos_token_id == model.generation_config.eos_token_id
+
+
+def test_two_runs_at_once(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path)
+
+    def again(stage, done, total, told=""):
+        if stage == "training":
+            with pytest.raises(RecipeError, match="another process trains in") as caught:
+                train(recipe)
+            raise caught.value
+
+    with pytest.raises(RecipeError, match="another process"):
+        train(recipe, again)
+    assert train(recipe).model
+
+
+def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, steps=2)
+    Path(recipe.model.path, "conversion.json").write_text("{}")
+    assert (train(recipe).model / "conversion.json").read_text() == "{}"

@@ -1,0 +1,82 @@
+"""What moves and what stays, bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.schema import LoraOptions, TrainOptions
+from crosshead.recipes.trainable import PROJECTIONS, set_trainable, whole_model
+from toy_training import LORA, metrics, toy_run, train, weights
+from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
+
+OPTIONS = {"learning_rate": 1e-3, "tokens": 64, "batch_tokens": 64}
+
+
+def trained(trainable, tmp_path, **train_options):
+    """The weights before and after."""
+    recipe = toy_run(LORA, tmp_path, train={"trainable": trainable, **train_options})
+    before = load_file(Path(recipe.model.path, "model.safetensors"))
+    train(recipe)
+    return before, weights(recipe), recipe
+
+
+def moved(before, after):
+    assert before.keys() == after.keys()
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def test_all(tmp_path):
+    before, after, _ = trained("all", tmp_path, lora=None)
+    assert moved(before, after) == set(before)
+
+
+def test_mixers_alone(tmp_path):
+    before, after, recipe = trained("mixers", tmp_path, lora=None)
+    assert moved(before, after) == {name for name in before if ".mixers." in name} != set()
+    assert 0 < metrics(recipe)[-2]["moved/knocking"] < 0.1
+
+
+def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
+    before, after, recipe = trained("mixers+lora", tmp_path, lora=LoraOptions(2, 4.0))
+    assert moved(before, after) == {
+        name for name in before if ".mixers." in name or name.split(".")[-2] in PROJECTIONS
+    }
+    change = after["model.layers.0.self_attn.q_proj.weight"] - before["model.layers.0.self_attn.q_proj.weight"]
+    assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
+    # Without peft: it is the model itself, and its own code.
+    assert not list(Path(recipe.output, "model").glob("adapter*"))
+    assert type(AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))).__module__.startswith("crosshead")
+    assert 0 < metrics(recipe)[-2]["moved/knocking"] < 0.1
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("case", CASES)
+def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
+    torch.manual_seed(0)
+    model = mixed_model(backbone, CASES[case])
+    ids, names = tokens(), dict(model.named_parameters())
+    expected = model(ids).logits
+    wrapped = set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers+lora", lora=LoraOptions(2, 4.0)))
+    torch.testing.assert_close(wrapped(ids).logits, expected)
+    free = {name.replace(".modules_to_save.default", "") for name, p in wrapped.named_parameters() if p.requires_grad}
+    free = {name.removeprefix("base_model.model.") for name in free if "lora" not in name}
+    assert free == {name for name in names if ".mixers." in name}
+    with torch.no_grad():
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.01 * torch.ones_like(parameter))
+    changed = wrapped(ids).logits
+    assert not torch.allclose(changed, expected)
+    whole = whole_model(wrapped)
+    assert dict(whole.named_parameters()).keys() == names.keys()
+    torch.testing.assert_close(whole(ids).logits, changed, rtol=1e-4, atol=1e-4)
+
+
+def test_nothing_to_train():
+    for model in (stock_model("Llama"), lopsided(mixed_model("Llama", {}))):
+        with pytest.raises(RecipeError, match=r"train.trainable='mixers', but the model has no mechanism"):
+            set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers"))

@@ -1,0 +1,153 @@
+"""What is told of a run, and when it is ended because it is lost."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from crosshead.recipes import run_trainer
+from crosshead.recipes.checkpoints import checkpoints
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.schema import LoraOptions, TrainOptions
+from crosshead.recipes.trainable import set_trainable
+from crosshead.recipes.watching import LossWatch, MetricsFile, moved, plain_name, starting_points
+from toy_training import KNOCKING, LORA, MIXTURE, killed, losses, metrics, toy_run, train
+from toys import CASES, mixed_model
+
+CALM = [3.0, 2.9, 3.1, 3.0] * 10
+
+
+def seen(losses, **options):
+    watch = LossWatch(**options)
+    watch.see(losses, 1)
+    return watch
+
+
+def test_spikes_are_counted():
+    assert seen(CALM).spikes == 0
+    assert seen([*CALM, 3.6, 3.0, 3.4]).spikes == 1  # the first has made the second usual
+    assert seen([3.0] * 40 + [3.05, 3.0, 3.2]).spikes == 1
+    assert seen([9.0, 3.0, 9.0]).spikes == 0  # nothing to compare with
+
+
+def test_spikes_do_not_depend_on_how_often_is_looked():
+    watch = LossWatch()
+    for step, loss in enumerate([*CALM, 4.0, *CALM], 1):
+        watch.see([loss], step)
+    assert watch.spikes == seen([*CALM, 4.0, *CALM]).spikes == 1
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_loss_that_is_no_number(loss):
+    with pytest.raises(RecipeError, match=rf"the loss is {loss} at step 13: start again with a lower train.learning"):
+        LossWatch().see([3.0, 2.0, loss], 11)
+
+
+def test_a_loss_that_has_run_away():
+    seen([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
+    with pytest.raises(RecipeError, match=r"run away: 6.50 at step 60, and 3.00 before"):
+        seen([*CALM, *[6.5] * 20])
+    seen([*[0.02] * 40, *[0.5] * 40])  # many times as much, but nothing to speak of
+
+
+def test_another_loss_is_not_compared_with_the_one_before():
+    match = [0.01] * 40
+    seen([*match, *CALM], other_after=40)
+    with pytest.raises(RecipeError, match="run away"):
+        seen([*match, *CALM], other_after=10)
+
+
+def test_metrics_are_lines(tmp_path):
+    file = MetricsFile(tmp_path, 0)
+    for step in (2, 4, 6):
+        file.write({"step": step, "losses": [step - 0.5, step + 0.5], "loss": float(step)})
+    with (tmp_path / "metrics.jsonl").open("a") as cut:
+        cut.write('{"step": 8, "losses"')
+    assert [line["step"] for line in MetricsFile.lines(tmp_path)] == [2, 4, 6]
+    assert MetricsFile.losses(tmp_path, 5) == [1.5, 2.5, 3.5, 4.5, 5.5]
+    assert MetricsFile.last(tmp_path) == {"step": 6, "loss": 6.0}
+    MetricsFile(tmp_path, 4).write({"step": 6})
+    assert (tmp_path / "metrics.jsonl").read_text().count("\n") == 3
+    assert [line["step"] for line in MetricsFile.lines(tmp_path)] == [2, 4, 6]
+    assert MetricsFile.lines(tmp_path / "nowhere") == []
+
+
+def test_how_far_a_mechanism_has_moved():
+    model = mixed_model("Llama", {"knocking": {"form": "linear"}, "mixture": CASES["mixture"]["mixture"]})
+    starts = starting_points(model)
+    assert set(starts) == {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in starts:
+                parameter.copy_(starts[name])
+    assert moved(model, starts) == {"moved/knocking": 0.0}
+    with torch.no_grad():
+        model.model.layers[0].self_attn.mixers["knocking"].value.weight.zero_()
+    assert moved(model, starts) == {"moved/knocking": pytest.approx(0.5)}  # as far as zero, in one of two layers
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_starting_points_are_found_under_any_wrapper(case):
+    model = mixed_model("Qwen3", CASES[case])
+    before = torch.get_rng_state()
+    plain = starting_points(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    options = TrainOptions(
+        learning_rate=1.0, tokens=64, batch_tokens=64, trainable="mixers+lora", lora=LoraOptions(2, 4.0)
+    )
+    wrapped = set_trainable(model, options)
+    assert starting_points(wrapped).keys() == plain.keys()
+    assert moved(wrapped, starting_points(wrapped)).keys() == moved(model, plain).keys()
+    assert plain_name("module._orig_mod.model.norm.weight") == "model.norm.weight"
+
+
+def test_a_run_tells_everything(tmp_path):
+    recipe = toy_run(MIXTURE, tmp_path, 5, watch={"every": 2, "evaluate_every": 4}, checkpoints={"every": 3})
+    train(recipe)
+    lines = metrics(recipe)
+    assert [(line["step"], len(line.get("losses", ())), "eval_loss" in line) for line in lines] == [
+        (2, 2, False),
+        (3, 1, False),  # whatever is saved has been logged
+        (4, 1, False),
+        (4, 0, True),
+        (5, 1, False),
+        (5, 0, True),
+    ]
+    first = lines[0]
+    assert first["loss"] == pytest.approx(sum(first["losses"]) / 2)
+    assert first.keys() >= {"grad_norm", "learning_rate", "spikes", "head_load/0/least", "head_load/3/most"}
+    assert 0 <= first["head_load/0/least"] <= 3 / 5 <= first["head_load/0/most"] <= 1
+    assert "head_load/0/least" not in lines[1]  # that step's were not asked for
+
+
+def test_spikes_are_remembered_after_resuming(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, 4)
+    killed(recipe, 3)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(MetricsFile, "losses", classmethod(lambda *_: [*CALM, 9.0]))
+        train(recipe)
+    assert [line["spikes"] for line in metrics(recipe) if "spikes" in line] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("bad", ["loss", "gradient"])
+@pytest.mark.parametrize("name", [KNOCKING, LORA])
+def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, tmp_path, monkeypatch):
+    recipe = toy_run(name, tmp_path, 6, watch={"every": 4})
+    objective = run_trainer.Objective.__call__
+
+    def broken(self, model, inputs, items, step):
+        loss, outputs = objective(self, model, inputs, items, step)
+        if step == 2:
+            nothing = torch.full_like(loss, float("nan"))
+            loss = loss * nothing if bad == "loss" else loss + (loss - loss.detach()) * nothing.nan_to_num(0) / 0
+        return loss, outputs
+
+    monkeypatch.setattr(run_trainer.Objective, "__call__", broken)
+    with pytest.raises(RecipeError, match=r"the (loss|gradient's norm) is nan at step (3|4)") as caught:
+        train(recipe)
+    assert "\n" not in str(caught.value)
+    (kept,) = checkpoints(Path(recipe.output))
+    assert kept.name == "checkpoint-2"
+    monkeypatch.undo()
+    assert train(recipe).model
+    assert len(losses(recipe)) == 6 and all(loss < 10 for loss in losses(recipe))

@@ -1,0 +1,108 @@
+"""Training runs of a second or two: shipped recipes at toy size, on a few pages of text."""
+
+import gc
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from crosshead.recipes.data_options import DataSource
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.schema import Recipe
+from crosshead.recipes.toy import toy
+from crosshead.recipes.train import Outcome, train
+
+KNOCKING = "small/smollm2_knocking"
+"""All parameters move, no teacher."""
+EXPERTS = "papers/kha_moe_a0.8b_6.6b"
+"""A mixture of experts."""
+LORA = "small/qwen3_0.6b_knocking"
+MIXTURE = "small/smollm2_mixture"
+"""A teacher, and a balance loss."""
+SCRATCH = "papers/mea_1b"
+DOCUMENT = 150
+"""Characters, which are tokens."""
+
+gc.freeze()  # each run begins with a collection, which would look through all that the libraries' imports have left
+SECTIONS = ("model", "data", "train", "distillation", "watch", "checkpoints")
+
+
+class Killed(BaseException):
+    """What ends a run in the middle, as no handler would."""
+
+
+def toy_run(
+    name: str, folder: Path, steps: int = 4, documents: int = 30, **changes: Mapping[str, Any] | None
+) -> Recipe:
+    """A shipped recipe at toy size for so many steps; `changes` are by section, None takes one out."""
+    recipe = toy(load_recipe(name), folder)
+    _write_text(folder / "text.jsonl", range(documents))
+    _write_text(folder / "held_out.jsonl", range(-6, 0))
+    evaluation = DataSource(str(folder / "held_out.jsonl"), "jsonl")
+    standard: dict[str, dict[str, Any]] = {
+        "data": {"sources": recipe.data.sources[:1], "held_out": 0.0, "evaluation": (evaluation,)},
+        "train": {"tokens": steps * recipe.train.batch_tokens},
+        "checkpoints": {"every": 2},
+    }
+    for section in SECTIONS:
+        values = standard.get(section, {}) | dict(changes.get(section) or {})
+        if section in changes and changes[section] is None:
+            recipe = replace(recipe, **{section: None})
+        elif values:
+            recipe = replace(recipe, **{section: replace(getattr(recipe, section), **values)})
+    return recipe
+
+
+def _write_text(path: Path, places: range) -> None:
+    """Documents of equal length, from those places of the text that every CPython carries."""
+    text = "".join(topics[topic] for topic in sorted(topics))
+    documents = [
+        text[place * DOCUMENT :][:DOCUMENT] for place in (place % (len(text) // DOCUMENT) for place in places)
+    ]
+    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
+
+
+def killed_at(step: int) -> Any:
+    """Progress that ends the run behind a step, its checkpoint not yet written."""
+
+    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
+        if stage == "training" and done == step:
+            raise Killed
+
+    return show
+
+
+def killed(recipe: Recipe, step: int) -> None:
+    """The run, killed behind a step."""
+    try:
+        train(recipe, killed_at(step))
+    except Killed:
+        return
+    raise AssertionError(f"not killed behind step {step}")
+
+
+def resumed(recipe: Recipe, *steps: int) -> Outcome:
+    """The run, killed behind each of these steps."""
+    for step in steps:
+        killed(recipe, step)
+    return train(recipe)
+
+
+def metrics(recipe: Recipe) -> list[dict[str, Any]]:
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in Path(recipe.output, "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(recipe: Recipe) -> list[float]:
+    """Of every step."""
+    return [loss for line in metrics(recipe) for loss in line.get("losses", ())]
+
+
+def weights(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """Of the result."""
+    return load_file(Path(recipe.output, "model", "model.safetensors"))

@@ -1,0 +1,35 @@
+"""`crosshead`, writing down what each process trains on.
+
+Arguments: a folder for the records, then those of the command. For every micro batch a line goes to the file of the
+process: the step, from 0, and a digest of each sequence.
+"""
+
+import os
+import sys
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from crosshead.recipes.run_trainer import RunTrainer
+from crosshead_command.main import main
+
+
+def record(folder: Path) -> None:
+    """Write down what goes through the trainer."""
+    name = f"{os.environ.get('RANK', '0')}-{os.getpid()}"
+    step = RunTrainer.training_step
+
+    def recording(self: RunTrainer, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
+        rows = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in inputs["input_ids"]]
+        with (folder / name).open("a") as file:
+            file.write(f"{self.state.global_step} {' '.join(rows)}\n")
+        return step(self, model, inputs, *others)
+
+    RunTrainer.training_step = recording  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    folder, *arguments = sys.argv[1:]
+    record(Path(folder))
+    sys.argv = ["crosshead", *arguments]
+    main()
