@@ -153,9 +153,9 @@ class CrossheadQwen3MoeModel(MixedBackbone, CrossheadQwen3MoePreTrainedModel, Qw
 class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):
     """Qwen3-MoE with mixed attention and a language model head.
 
-    The experts' balance loss is the stock one, over all tokens of a call, and so is a batch-wise loss: dividing a batch
-    into calls changes it. Where a batch is accumulated over calls, each call's counts by its share of the tokens; the
-    stock model would add it up as often as there are calls.
+    The experts' balance loss is the stock one, over all tokens of a call: dividing a batch into calls changes it.
+    Where a batch is accumulated over calls, each call's counts by its share of the tokens; the stock model would add
+    it up as often as there are calls.
     """
 
     backbone_class = CrossheadQwen3MoeModel

@@ -77,9 +77,7 @@ def only_run(output: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RecipeError(
-                f"another process trains in {output}: wait for it, or choose another output"
-            ) from None
+            raise RecipeError(f"another process trains in {output}: wait for it, or choose another output") from None
         except OSError as error:  # not every disk of a cluster knows locks
             logger.warning("%s cannot be locked (%s): nothing else may train there", output, error.strerror)
         yield

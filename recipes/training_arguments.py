@@ -28,9 +28,8 @@ def training_arguments(recipe: Recipe) -> Any:
     trackers = get_available_reporting_integrations()
     for name in watch.report_to:
         if name not in trackers:
-            raise RecipeError(
-                f"watch.report_to: {name!r} is not installed or not known, but {trackers}: see its manual"
-            )
+            there = ", ".join(trackers) or "none"
+            raise RecipeError(f"watch.report_to: no tracker {name!r} is installed, only {there}")
     evaluation: dict[str, Any] = {"eval_strategy": "no"}
     if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
         evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}

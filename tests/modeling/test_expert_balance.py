@@ -27,10 +27,10 @@ def predicted(labels: torch.Tensor) -> int:
 def losses(model: Any, count: int) -> list[tuple[float, float, float]]:
     """Of each of so many calls: the loss, the experts' balance loss, and the call's share of the batch."""
     items = torch.tensor(predicted(batch()["labels"]))
+    pieces = {name: values.chunk(count) for name, values in batch().items()}
     found = []
-    for part in (
-        dict(zip(batch(), values, strict=True)) for values in zip(*(x.chunk(count) for x in batch().values()))
-    ):
+    for index in range(count):
+        part = {name: values[index] for name, values in pieces.items()}
         output = model(**part, num_items_in_batch=items, use_cache=False)
         found.append((output.loss.item(), output.aux_loss.item(), predicted(part["labels"]) / items.item()))
     return found
