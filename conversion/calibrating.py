@@ -44,6 +44,14 @@ class Text:
     """What a conversion runs the source on: a file of text, a saved calibration, or the default text."""
 
     given: Path | None
+    written: bool = False
+    """Beside the default text, the model writes some itself: it fits in memory."""
+
+    @classmethod
+    def of(cls, given: Path | None, source: Source) -> "Text":
+        """What is given, or what there is without it."""
+        size = 4 * sum(prod(entry.shape) for entry in source.store.entries.values())
+        return cls(given, given is None and fits_in_memory(size))
 
     @property
     def is_saved(self) -> bool:
@@ -53,7 +61,8 @@ class Text:
     def described(self) -> dict[str, str]:
         """For the record: name and digest."""
         if self.given is None:
-            return {"text": f"{DEFAULT_NAME}, and what the model writes where it fits in memory; {REPLACED:.0%} noise"}
+            written = " and what the model writes" if self.written else ""
+            return {"text": f"{DEFAULT_NAME}{written}, with {REPLACED:.0%} of the tokens at random"}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
@@ -79,7 +88,7 @@ class Text:
         if self.given is not None:
             return tokens
         known = min(len(load_tokenizer(source)), vocabulary)
-        if fits_in_memory(4 * sum(prod(entry.shape) for entry in source.store.entries.values())):
+        if self.written:
             written = sampled_text(model, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
             length = tokens.shape[1]
             tokens = torch.cat([tokens, written[: len(written) // length * length].view(-1, length)])

@@ -100,7 +100,7 @@ def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
         raise ConversionError("no mechanism is asked for: name one with --mixer, such as --mixer knocking")
     target = _target_config(origin.config, stock, request, asked)
     neutral = starts_neutral(target, asked.allow_inexact) and asked.budget is None
-    text = Text(_path(asked.calibration))
+    text = Text.of(_path(asked.calibration), origin)
     auto = None if asked.budget is None else AutoLayers(asked.budget)
     if auto is not None:
         auto.check(request)

@@ -53,6 +53,10 @@ def main() -> None:
     debug = DEBUG in arguments
     arguments = [argument for argument in arguments if argument != DEBUG]  # wherever it stands
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings speak to programmers
+    if "transformers" in sys.modules:  # under `python -m`, where the variable comes too late
+        sys.modules["transformers"].logging.set_verbosity_error()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it cannot show, it spells
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:

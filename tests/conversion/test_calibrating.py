@@ -43,22 +43,27 @@ def test_a_model_writes_what_it_predicts(opened):
 def test_prose_and_the_models_own_words_with_noise(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
-    clean = Text(None).windows(source, 1024, WINDOWS, model.config.vocab_size)
-    found = Text(None).to_calibrate_on(source, model, silent)
+    text = Text.of(None, source)
+    clean = text.windows(source, 1024, WINDOWS, model.config.vocab_size)
+    found = text.to_calibrate_on(source, model, silent)
+    assert "what the model writes" in text.described()["text"]
     assert found.shape == (WINDOWS + 2, 1024)
     assert 0.3 < float((found[:WINDOWS] != clean).float().mean()) < calibrating.REPLACED
-    assert torch.equal(found, Text(None).to_calibrate_on(source, model, silent))
+    assert torch.equal(found, text.to_calibrate_on(source, model, silent))
 
 
 def test_a_model_too_large_for_the_memory_writes_nothing(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "fits_in_memory", lambda size: False)
-    assert Text(None).to_calibrate_on(source, model, silent).shape == (WINDOWS, 1024)
+    text = Text.of(None, source)
+    assert "what the model writes" not in text.described()["text"]
+    assert text.to_calibrate_on(source, model, silent).shape == (WINDOWS, 1024)
 
 
 def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     source, model = opened
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
-    found = Text(path).to_calibrate_on(source, model, silent)
-    assert torch.equal(found, Text(path).windows(source, 1024, WINDOWS, model.config.vocab_size))
+    text = Text.of(path, source)
+    found = text.to_calibrate_on(source, model, silent)
+    assert torch.equal(found, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
