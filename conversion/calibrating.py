@@ -19,10 +19,8 @@ from .text import default_text, read_text, windows
 
 SUFFIX = ".safetensors"
 WINDOWS = 16
-WRITTEN = 32, WINDOW_LENGTH // 4
-"""Sequences that the model writes, and their length."""
-REPLACED = 0.4
-"""The part of the tokens of all these that random ones take the place of."""
+PROSE, RANDOM, WRITTEN = 10, 6, (16, WINDOW_LENGTH // 2)
+"""Without a text: windows of the default text and of random tokens, and sequences that the model writes."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
@@ -61,8 +59,8 @@ class Text:
     def described(self) -> dict[str, str]:
         """For the record: name and digest."""
         if self.given is None:
-            written = " and what the model writes" if self.written else ""
-            return {"text": f"{DEFAULT_NAME}{written}, with {REPLACED:.0%} of the tokens at random"}
+            written = ", and what the model writes" if self.written else ""
+            return {"text": f"{DEFAULT_NAME}; random tokens{written}"}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
@@ -80,21 +78,19 @@ class Text:
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Windows of the text; beside those of the default text, others.
 
-        The default text is all of one kind, and what is fitted to it alone is fitted less well to other text. What the
-        model writes is of the kind that it knows, and random tokens in between bring the rest of the vocabulary.
+        The default text is all of one kind, and what is fitted to it alone is fitted less well to other text. Random
+        tokens bring the rest of the vocabulary, and what the model writes is of the kind that it knows.
         """
         vocabulary = model.config.vocab_size
-        tokens = self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
         if self.given is not None:
-            return tokens
-        known = min(len(load_tokenizer(source)), vocabulary)
+            return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
+        prose = self.windows(source, WINDOW_LENGTH, PROSE, vocabulary)
+        length, known = prose.shape[1], min(len(load_tokenizer(source)), vocabulary)
+        found = [prose, torch.randint(known, (RANDOM, length), generator=torch.Generator().manual_seed(0))]
         if self.written:
             written = sampled_text(model, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
-            length = tokens.shape[1]
-            tokens = torch.cat([tokens, written[: len(written) // length * length].view(-1, length)])
-        generator = torch.Generator().manual_seed(0)
-        noise = torch.randint(known, tokens.shape, generator=generator)
-        return torch.where(torch.rand(tokens.shape, generator=generator) < REPLACED, noise, tokens)
+            found.append(written[: len(written) // length * length].view(-1, length))
+        return torch.cat(found)
 
 
 def observe(

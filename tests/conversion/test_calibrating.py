@@ -1,10 +1,10 @@
-"""What a conversion reads where no text is given: prose, what the model writes, and noise in both."""
+"""What a conversion reads where no text is given: prose, random tokens, and what the model writes."""
 
 import pytest
 import torch
 
 from crosshead.conversion import calibrating
-from crosshead.conversion.calibrating import WINDOWS, Text
+from crosshead.conversion.calibrating import PROSE, RANDOM, WINDOWS, Text, load_tokenizer
 from crosshead.conversion.families import read_config
 from crosshead.conversion.sampled_text import SEED, sampled_text
 from crosshead.conversion.sources import open_source
@@ -40,15 +40,15 @@ def test_a_model_writes_what_it_predicts(opened):
     assert steps[-1] == (9, 9)
 
 
-def test_prose_and_the_models_own_words_with_noise(opened, monkeypatch):
+def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
     text = Text.of(None, source)
-    clean = text.windows(source, 1024, WINDOWS, model.config.vocab_size)
     found = text.to_calibrate_on(source, model, silent)
-    assert "what the model writes" in text.described()["text"]
-    assert found.shape == (WINDOWS + 2, 1024)
-    assert 0.3 < float((found[:WINDOWS] != clean).float().mean()) < calibrating.REPLACED
+    assert text.described()["text"].endswith("; random tokens, and what the model writes")
+    assert found.shape == (PROSE + RANDOM + 2, 1024)
+    assert torch.equal(found[:PROSE], text.windows(source, 1024, PROSE, model.config.vocab_size))
+    assert torch.equal(found[-2:].flatten(), sampled_text(model, (64, 32), len(load_tokenizer(source)), silent).flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
 
 
@@ -56,8 +56,8 @@ def test_a_model_too_large_for_the_memory_writes_nothing(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "fits_in_memory", lambda size: False)
     text = Text.of(None, source)
-    assert "what the model writes" not in text.described()["text"]
-    assert text.to_calibrate_on(source, model, silent).shape == (WINDOWS, 1024)
+    assert text.described()["text"].endswith("; random tokens")
+    assert text.to_calibrate_on(source, model, silent).shape == (PROSE + RANDOM, 1024)
 
 
 def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
