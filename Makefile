@@ -23,7 +23,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming clean
+.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -72,6 +72,12 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
 	rm -rf build/streaming
 	PYTHONPATH=tests $(PYTHON) -P tests/measure/streaming.py build/streaming
+
+measure-resume: $(READY) ## training that is killed at random moments, beside training that is not
+	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/resume.py build/resume
+
+measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
+	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
 
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py

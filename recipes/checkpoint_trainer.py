@@ -14,8 +14,10 @@ from .errors import RecipeError, one_line
 from .trainable import is_wrapped, whole_model
 
 
-class CheckpointTrainer(Trainer):  # type: ignore[misc]  # transformers brings few types
+class CheckpointTrainer(Trainer):
     """What one that is killed at any moment goes on from."""
+
+    model: Any
 
     def __init__(self, output: Path, checkpoint: Path | None, keep: int, **options: Any) -> None:
         self.output, self.checkpoint, self._keep = output, checkpoint, keep
@@ -74,10 +76,10 @@ class CheckpointTrainer(Trainer):  # type: ignore[misc]  # transformers brings f
     def _reading(self) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a damaged file fails in many ways, not all of them in words for users
-            why = one_line(error) if isinstance(error, ValueError) else type(error).__name__
+        except Exception as error:  # a damaged file fails in many ways; torch goes on with advice nobody should take
             raise RecipeError(
-                f"{self.checkpoint} cannot be read: {why}; remove it, and the same command goes on from the one before"
+                f"{self.checkpoint} cannot be loaded: {one_line(error).split('. ')[0]}; if it is damaged, remove it, "
+                "and the same command goes on from the one before"
             ) from error
 
     def _get_output_dir(self, trial: Any) -> str:

@@ -80,8 +80,9 @@ def _unloadable(key: str, name: str, error: Exception, options: ModelOptions | N
 def _loaded(name: str, key: str, dtype: Any, options: ModelOptions | None = None) -> Any:
     from transformers import AutoModelForCausalLM
 
+    kind: Any = AutoModelForCausalLM
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
         )
     except Exception as error:

@@ -38,7 +38,7 @@ class HeadRouting:
 
     def load(self, scores: Sequence[torch.Tensor]) -> dict[str, float]:
         """Of the routed heads of each layer, the smallest and the largest share of tokens that select one."""
-        found = {}
+        found: dict[str, float] = {}
         for index, (probabilities, count) in enumerate(zip(scores, self._selected, strict=True)):
             chosen = probabilities.detach().topk(count, dim=-1).indices
             load = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0).flatten(0, -2).mean(0)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
@@ -41,6 +42,10 @@ class AsTheRecipeSays(TrainerCallback):
 
 class RunTrainer(CheckpointTrainer):
     """One run of a recipe, from its beginning or from a checkpoint."""
+
+    train_dataset: Any
+    optimizer: Any
+    objective: Objective
 
     def __init__(self, recipe: Recipe, teacher: Any, checkpoint: Path | None, **options: Any) -> None:
         model = options["model"]
@@ -109,7 +114,7 @@ class RunTrainer(CheckpointTrainer):
             for inputs in dataloader:
                 found.append(self.accelerator.gather_for_metrics(evaluated(self.model, self._prepare_inputs(inputs))))
         losses, counts = torch.cat(found).double().sum(0).tolist()
-        return EvalLoopOutput(None, None, {"eval_loss": losses / counts}, len(dataloader.dataset))
+        return EvalLoopOutput(np.empty(0), None, {"eval_loss": losses / counts}, len(dataloader.dataset))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Whatever is saved has been logged: resuming goes on behind it."""

@@ -22,11 +22,11 @@ class StopRequest:
     def listening(self) -> Iterator[None]:
         """Take signals, in the main thread alone, and give them back at the end."""
         try:
-            before = {number: signal.signal(number, self._received) for number in SIGNALS}
+            before: dict[int, Any] = {number: signal.signal(number, self._received) for number in SIGNALS}
         except ValueError:  # another thread's training is stopped by whoever started it
             yield
             return
-        self._before: dict[int, Any] = before
+        self._before = before
         try:
             yield
         finally:
@@ -50,8 +50,9 @@ class StopWhenAsked(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop if any process has been asked to."""
         self._request.signal = _greatest(self._request.signal or 0, args) or None
-        if self._request.signal is not None:
+        if self._request.signal is not None and state.global_step < state.max_steps:
             control.should_save = control.should_training_stop = True
+            control.should_evaluate = False  # whoever asks may not wait long
 
 
 def _greatest(number: int, args: Any) -> int:

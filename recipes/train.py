@@ -75,6 +75,7 @@ def identity(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
     """What decides the losses of a run: all of the recipe but what may change on the way."""
     content = asdict(recipe)
     free = {"output", "watch", "checkpoints", "hub", "sweep", "data"}
+    of_the_machine = {"micro_batch", "checkpoint_activations", "convert"}
     flat: dict[str, Any] = {"data": data.fingerprint, "steps": recipe.steps}
     for section, value in content.items():
         if section in free:
@@ -82,7 +83,7 @@ def identity(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
         if not isinstance(value, dict):
             flat[section] = value
             continue
-        flat |= {f"{section}.{key}": part for key, part in value.items() if key not in ("micro_batch", "convert")}
+        flat |= {f"{section}.{key}": part for key, part in value.items() if key not in of_the_machine}
     return json.loads(json.dumps(flat))
 
 

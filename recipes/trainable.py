@@ -39,7 +39,7 @@ def _with_lora(model: Any, options: LoraOptions) -> Any:
     names = {name for name, _ in model.named_modules()}
     config = LoraConfig(
         r=options.rank,
-        lora_alpha=options.alpha,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # it is a factor: peft multiplies by it
         lora_dropout=options.dropout,
         target_modules=[name for name in PROJECTIONS if any(found.endswith(f".{name}") for found in names)],
         modules_to_save=[name for name in MECHANISMS if any(found.endswith(f"{MIXERS}{name}") for found in names)],

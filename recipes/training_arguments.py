@@ -22,7 +22,7 @@ def accumulation(recipe: Recipe, processes: int) -> int:
 def training_arguments(recipe: Recipe) -> Any:
     """What the Trainer is told; order, learning rate and checkpoints are not its business."""
     from transformers import TrainingArguments
-    from transformers.integrations import get_available_reporting_integrations
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     train, watch = recipe.train, recipe.watch
     trackers = get_available_reporting_integrations()
@@ -64,5 +64,7 @@ def training_arguments(recipe: Recipe) -> Any:
             f"one process sees {arguments.n_gpu} GPUs: start one for each with `accelerate launch --num_processes "
             f"{arguments.n_gpu} -m crosshead train`, or name one in CUDA_VISIBLE_DEVICES"
         )
+    if arguments.device.type == "cpu":  # not "cpu:0", to which older versions of transformers cannot load a checkpoint
+        arguments._setup_devices = torch.device("cpu")
     arguments.gradient_accumulation_steps = accumulation(recipe, arguments.world_size)  # which it has found out
     return arguments

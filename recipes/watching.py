@@ -128,7 +128,7 @@ class MetricsFile:
 
 def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
     """By name, the parameters of mechanisms that start from values that are not random, at these values."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for name, leaf in model.named_modules():
         if isinstance(leaf, MixerLeaf) and COPY not in name:
             first, second = (_started(leaf, seed) for seed in (0, 1))

@@ -48,7 +48,8 @@ def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     assert text.described()["text"].endswith("; random tokens, and what the model writes")
     assert found.shape == (PROSE + RANDOM + 2, 1024)
     assert torch.equal(found[:PROSE], text.windows(source, 1024, PROSE, model.config.vocab_size))
-    assert torch.equal(found[-2:].flatten(), sampled_text(model, (64, 32), len(load_tokenizer(source)), silent).flatten())
+    written = sampled_text(model, (64, 32), len(load_tokenizer(source)), silent)
+    assert torch.equal(found[-2:].flatten(), written.flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
 
 

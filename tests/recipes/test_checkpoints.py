@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from crosshead.recipes import checkpoints as module
 from crosshead.recipes.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
@@ -165,22 +166,43 @@ def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
     killed(recipe, 3)
     path = Path(recipe.output, "checkpoint-2", name)
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be read: .*remove it") as caught:
+    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be loaded: .*if it is damaged, remove it") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [KNOCKING, LORA, EXPERTS])
-def test_a_checkpoint_that_is_not_this_models(name, tmp_path):
+def rewritten(checkpoint, change):
+    """Other tensors in a checkpoint that is complete all the same."""
+    file = next(checkpoint.glob("*.safetensors"))
+    save_file(change(load_file(file)), file, metadata={"format": "pt"})
+    sizes = json.loads((checkpoint / "complete.json").read_text())
+    (checkpoint / "complete.json").write_text(json.dumps(sizes | {file.name: file.stat().st_size}))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        (
+            KNOCKING,
+            lambda tensors: {
+                name: x for name, x in tensors.items() if not name.endswith("layers.3.mlp.up_proj.weight")
+            },
+        ),
+        (KNOCKING, lambda tensors: tensors | {"model.layers.4.mlp.up_proj.weight": torch.ones(2)}),
+        (
+            EXPERTS,
+            lambda tensors: {name.replace("experts.gate_up_proj", "experts.0"): x for name, x in tensors.items()},
+        ),
+        (LORA, lambda tensors: {"other": torch.ones(2)}),
+    ],
+)
+def test_a_checkpoint_that_is_not_this_models(name, change, tmp_path):
+    """The library would train on, with whatever was there for what is missing."""
     recipe = toy_run(name, tmp_path)
     killed(recipe, 3)
-    (checkpoint,) = Path(recipe.output).glob("checkpoint-2")
-    weights_file = next(checkpoint.glob("*.safetensors"))
-    other = toy_run("small/qwen3_0.6b_talking", tmp_path / "other")
-    weights_file.write_bytes(Path(other.model.path, "model.safetensors").read_bytes())
-    sizes = json.loads((checkpoint / "complete.json").read_text())
-    (checkpoint / "complete.json").write_text(json.dumps(sizes | {weights_file.name: weights_file.stat().st_size}))
-    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be read: .*remove it") as caught:
+    checkpoint = Path(recipe.output, "checkpoint-2")
+    rewritten(checkpoint, change)
+    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be loaded: .*if it is damaged, remove it") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
     shutil.rmtree(checkpoint)
@@ -214,7 +236,7 @@ def different(recipe, section, **values):
         ("train", {"learning_rate": 0.5}, r"train.learning_rate="),
         ("train", {"seed": 4}, r"train.seed=0, and now it is 4"),
         ("train", {"tokens": 4096}, r"(steps=4|train.tokens=1024)"),
-        ("train", {"trainable": "mixers"}, r"train.trainable='all', and now it is 'mixers'"),
+        ("train", {"weight_decay": 0.3}, r"train.weight_decay=0.1, and now it is 0.3"),
         ("data", {"separate_documents": True}, r"data='"),
         ("data", {"length": 128}, r"data='"),
         ("distillation", {"temperature": 2.0}, r"distillation.temperature=1.0, and now it is 2.0"),

@@ -16,6 +16,7 @@ from crosshead.recipes.models import load_model, load_tokenizer
 from crosshead.recipes.schema import LoraOptions
 from crosshead.recipes.train import Outcome, train
 from crosshead.recipes.training_data import open_data
+from toy_checkpoints import write_stock
 from toy_training import (
     EXPERTS,
     KNOCKING,
@@ -31,7 +32,6 @@ from toy_training import (
     weights,
 )
 
-QUICK = (LORA, MIXTURE, SCRATCH, EXPERTS, "small/qwen3_0.6b_differential", "small/smollm2_talking")
 DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
 
 
@@ -56,7 +56,7 @@ def stock_loss(model, samples):
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in shipped_recipes()],
+    shipped_recipes(),
 )
 def test_every_shipped_recipe_ends_in_a_model_that_loads_and_scores_what_was_logged(name, tmp_path):
     recipe = toy_run(name, tmp_path, steps=2)
@@ -172,6 +172,13 @@ def test_what_is_told_and_kept_may_change_on_the_way(tmp_path):
     assert kept == ["checkpoint-2", "checkpoint-5", "checkpoint-6"]
 
 
+def test_a_run_may_move_to_another_machine(tmp_path):
+    whole, recipe = (toy_run(MIXTURE, tmp_path / name) for name in ("whole", "moved"))
+    killed(recipe, 3)
+    losses_of(replace(recipe, train=replace(recipe.train, micro_batch=1, checkpoint_activations=True)))
+    assert losses(recipe) == pytest.approx(losses_of(whole), abs=1e-6)
+
+
 @pytest.mark.parametrize("name", [MIXTURE, KNOCKING])
 def test_a_step_is_the_same_however_it_is_accumulated(name, tmp_path):
     found = []
@@ -252,3 +259,14 @@ def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=2)
     Path(recipe.model.path, "conversion.json").write_text("{}")
     assert (train(recipe).model / "conversion.json").read_text() == "{}"
+
+
+def test_a_stock_model_is_trained_as_well(tmp_path):
+    """What a mechanism is compared with."""
+    write_stock(tmp_path / "stock", vocab_size=257)
+    recipe = toy_run(KNOCKING, tmp_path, steps=2, model={"path": str(tmp_path / "stock"), "config": None})
+    outcome = train(recipe)
+    model = AutoModelForCausalLM.from_pretrained(outcome.model).eval()
+    assert type(model).__name__ == "LlamaForCausalLM"
+    evaluation = list(data_of(recipe).evaluation)
+    assert outcome.metrics["eval_loss"] == pytest.approx(stock_loss(model, evaluation), rel=1e-6)
