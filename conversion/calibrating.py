@@ -19,7 +19,7 @@ from .text import default_text, read_text, windows
 
 SUFFIX = ".safetensors"
 WINDOWS = 16
-PROSE, RANDOM, WRITTEN = 10, 6, (16, WINDOW_LENGTH // 2)
+PROSE, RANDOM, WRITTEN = 12, 8, (32, WINDOW_LENGTH // 2)
 """Without a text: windows of the default text and of random tokens, and sequences that the model writes."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
