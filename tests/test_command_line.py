@@ -6,6 +6,7 @@ import sys
 import pytest
 
 import crosshead
+import crosshead_command.main
 from broken import run
 from crosshead_command.screen import verification_lines
 from hub_server import COMMIT, Repository, serving
@@ -192,3 +193,9 @@ def test_models_on_the_hub(place, monkeypatch):
     assert wrong[:2] == (1, "")
     assert wrong[2].startswith("crosshead: error: 'org/tyo'")
     assert wrong[2].count("\n") == 1
+
+
+def test_a_missing_extra_is_named(capfd):
+    missing = ModuleNotFoundError("No module named 'peft'", name="peft")
+    assert crosshead_command.main._status_of(missing, debug=False) == 1
+    assert capfd.readouterr().err == "crosshead: error: No module named 'peft': pip install 'crosshead[train]'\n"

@@ -20,6 +20,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 DEBUG = "--debug"
 INTERRUPTED = 130
+EXTRAS = {"accelerate": "train", "datasets": "train", "peft": "train"}
+"""Packages that a command may need -> the extra that brings them."""
 
 app = typer.Typer(
     name="crosshead",
@@ -79,7 +81,10 @@ def _status_of(error: Exception, debug: bool) -> int:
         return 2
     if debug:
         traceback.print_exception(error)
-    return complain(f"error: {' '.join(str(error).split()) or type(error).__name__}", 1)
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
+        message += f": pip install 'crosshead[{EXTRAS[error.name]}]'"
+    return complain(f"error: {message}", 1)
 
 
 def complain(message: str, status: int) -> int:
