@@ -93,10 +93,12 @@ clean: ## remove everything that make made
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt transformers
 	touch $@
 .venv/ready: constraints.txt
+.venv/ready: EXTRA = dev
 .venv-oldest/ready: constraints-oldest.txt
+.venv-oldest/ready: EXTRA = core-tests
 .venv/ready .venv-oldest/ready: pyproject.toml
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "crosshead needs Python 3.11 or newer")'
 	$(BASE_PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c $(filter constraints%,$^) torch
-	$(@D)/bin/python -m pip install --quiet -c $(filter constraints%,$^) -e '.[dev]'
+	$(@D)/bin/python -m pip install --quiet -c $(filter constraints%,$^) -e '.[$(EXTRA)]'
 	touch $@
