@@ -1,6 +1,8 @@
 """The text that a conversion runs the source on, and what it keeps of that."""
 
 from dataclasses import dataclass
+from hashlib import sha256
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -13,14 +15,16 @@ from .job import Progress
 from .published_folder import file_digest
 from .reload import fits_in_memory
 from .sampled_text import sampled_text
+from .shard_writer import digest_of
 from .sources import Source
 from .streamed_model import StreamedModel
 from .text import default_text, read_text, windows
 
 SUFFIX = ".safetensors"
 WINDOWS = 16
-PROSE, RANDOM, WRITTEN = 12, 8, (32, WINDOW_LENGTH // 2)
-"""Without a text: windows of the default text and of random tokens, and sequences that the model writes."""
+PROSE, REPLACED, WRITTEN = 12, (0.3, 0.6), (128, WINDOW_LENGTH // 8)
+"""Without a text: windows of the default text, the parts of their tokens that are replaced by random ones (all windows
+are read once for each part), and sequences that the model writes."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
@@ -34,7 +38,10 @@ def load_tokenizer(source: Source) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a tokenizer's files may be broken in many ways
-        raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {one_line(error)}") from None
+        reason = one_line(error)
+        if not (folder / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
+            reason = "it is a SentencePiece model: pip install sentencepiece protobuf"
+        raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {reason}") from None
 
 
 @dataclass(frozen=True)
@@ -60,7 +67,7 @@ class Text:
         """For the record: name and digest."""
         if self.given is None:
             written = ", and what the model writes" if self.written else ""
-            return {"text": f"{DEFAULT_NAME}; random tokens{written}"}
+            return {"text": f"{DEFAULT_NAME}, with random tokens in it{written}"}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
@@ -79,17 +86,21 @@ class Text:
         """Windows of the text; beside those of the default text, others.
 
         The default text is all of one kind, and what is fitted to it alone is fitted less well to other text. Random
-        tokens bring the rest of the vocabulary, and what the model writes is of the kind that it knows.
+        tokens in it bring the rest of the vocabulary, and what the model writes is of the kind that it knows.
         """
         vocabulary = model.config.vocab_size
         if self.given is not None:
             return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
         prose = self.windows(source, WINDOW_LENGTH, PROSE, vocabulary)
-        length, known = prose.shape[1], min(len(load_tokenizer(source)), vocabulary)
-        found = [prose, torch.randint(known, (RANDOM, length), generator=torch.Generator().manual_seed(0))]
+        known = min(len(load_tokenizer(source)), vocabulary)
+        generator = torch.Generator().manual_seed(0)
+        found = []
+        for part in REPLACED:
+            is_replaced = torch.rand(prose.shape, generator=generator) < part
+            found.append(torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose))
         if self.written:
             written = sampled_text(model, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
-            found.append(written[: len(written) // length * length].view(-1, length))
+            found.append(written[: len(written) // prose.shape[1] * prose.shape[1]].view(-1, prose.shape[1]))
         return torch.cat(found)
 
 
@@ -99,10 +110,17 @@ def observe(
     """The saved calibration, or the one that a run before this has kept, or a new one."""
     if text.given is not None and text.is_saved:
         calibration = Calibration(text.given)
-        calibration.check(observers)
+        calibration.check(observers, mark_of(source))
         return calibration
     if not kept.exists():
         model = StreamedModel(source.store, stock)
         tokens = text.to_calibrate_on(source, model, progress)
-        calibrate(model, tokens, observers, kept, lambda *done: progress("calibrating", *done))
+        calibrate(model, tokens, observers, kept, lambda *done: progress("calibrating", *done), mark=mark_of(source))
     return Calibration(kept)
+
+
+def mark_of(source: Source) -> str:
+    """A digest of what calibration observes most closely, the key and value weights."""
+    store = source.store
+    names = sorted(name for name in store.entries if ".k_proj." in name or ".v_proj." in name)
+    return sha256(" ".join(digest_of(store.chunks(name)) for name in names).encode()).hexdigest()

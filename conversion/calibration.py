@@ -20,6 +20,7 @@ from .layer_rewrites import Tensors
 from .streamed_model import StreamedModel
 
 WINDOW_LENGTH = 1024
+MARK = "key_value_weights"
 Advance = Callable[[int, int], None]
 """Called with the layers done and the layers there are."""
 
@@ -86,10 +87,11 @@ class Calibration:
                     found.setdefault(kind, {})[part] = file.get_tensor(name)
         return found
 
-    def check(self, observers: Observers) -> None:
+    def check(self, observers: Observers, mark: str | None = None) -> None:
         """`ConversionError` where the file is something else, or was made for something else."""
         try:
             with safe_open(self.path, framework="pt") as file:
+                made_for = (file.metadata() or {}).get(MARK)
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConversionError(f"--calibration {self.path} cannot be read as a calibration: {error}") from None
@@ -99,13 +101,21 @@ class Calibration:
                     f"--calibration {self.path} does not fit ({name} is {found.get(name, 'not there')}, and should be "
                     f"{shape}): it was made for another model or another conversion"
                 )
+        if mark not in (None, made_for):
+            raise ConversionError(
+                f"--calibration {self.path} does not fit (keys and values have other weights): it was made for "
+                "another model of the same shape"
+            )
 
 
 @torch.no_grad()
 def calibrate(
-    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance
+    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance, mark: str = ""
 ) -> Calibration:
-    """Run windows of tokens (B, T) through the source; the observers of each layer see its attention's input."""
+    """Run windows of tokens (B, T) through the source; the observers of each layer see its attention's input.
+
+    `mark` tells the source from other models, for those who use the file later.
+    """
     hidden = model.embed(tokens)
     flat: Tensors = {}
     for layer, module in model.layers():
@@ -123,6 +133,6 @@ def calibrate(
             flat |= {f"{layer}.{kind}.{name}": value for name, value in observer.as_tensors().items()}
         advance(layer + 1, len(observers.layouts))
     partial = path.with_name(f"{path.name}.partial")
-    save_file(flat, partial)
+    save_file(flat, partial, {MARK: mark})
     partial.replace(path)
     return Calibration(path)

@@ -15,11 +15,11 @@ from .calibration import Calibration, Observers
 from .created import mixed_shapes
 from .errors import ConversionError, one_line
 from .exactness import starts_neutral, tolerance
-from .families import FAMILIES, PREFIX, family_of, read_config, stock_shapes
+from .families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
 from .job import Job, Prepared, Progress, run_job, silent
 from .mix_layers import active_heads, mix_layers, needed_observations
 from .mixer_options import MixerRequest, read_mixers
-from .plan import check_source, make_plan
+from .plan import check_source, least_size, make_plan
 from .sources import Source, open_source
 from .verify import verifier
 from .vocabulary import check_vocabulary
@@ -94,6 +94,7 @@ def convert(
 def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     """Everything that can be decided, and refused, before the source is run or anything is written."""
     stock = read_config(origin.config, "stock", origin.origin["name"])
+    check_plain(origin.config, origin.origin["name"])
     dropped = check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
     request = read_mixers(mixers, _mixed_config(origin.config, {"mixers": {}}).layouts())
     if not request.mixers and asked.vocab_size is None:
@@ -133,7 +134,8 @@ def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     rounded_to = {"F32"} if wanted or "explicit" in request.mixers else set()
     if dtype is not None and any(entry.dtype != dtype for entry in origin.store.entries.values()):
         rounded_to.add(dtype)
-    return Job("convert", origin, options, tolerance(target, rounded_to) if neutral else None, prepare)
+    allowed = tolerance(target, rounded_to) if neutral else None
+    return Job("convert", origin, options, least_size(origin.store, dropped, dtype), allowed, prepare)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:

@@ -228,6 +228,18 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         raise ConversionError(f"config.json of {name} cannot be used: {one_line(error)}") from error
 
 
+def check_plain(content: dict[str, Any], name: str) -> None:
+    """`ConversionError` where a stock model comes with code of its own, so that it may be another one."""
+    brought = content.get("auto_map")
+    if isinstance(brought, dict):
+        brought = {key: value for key, value in brought.items() if not key.startswith("AutoTokenizer")}
+    if brought:
+        raise ConversionError(
+            f"{name} brings its own code (auto_map={shown(brought)}), which is not run here: if it is a plain "
+            f"{content['model_type']} model all the same, take auto_map out of its config.json, in a copy"
+        )
+
+
 def _check_fields(content: dict[str, Any], family: Family, where: str) -> None:
     """What the library takes without looking."""
     for field, most in COUNTS.items():

@@ -26,7 +26,10 @@ def fold(
     verify: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Take a crosshead model back to its stock family; returns the report, which the folder holds too."""
+    """Take a crosshead model back to its stock family; returns the report.
+
+    The report is kept beside the folder as `<name>.conversion.json`: in the folder itself is nothing of ours.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(model, revision, scratch=Path(scratch))
         return run_job(_job(origin), Path(out), overwrite, verifier(origin) if verify else None, progress)
@@ -42,7 +45,7 @@ def _job(origin: Source) -> Job:
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
     rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}
     allowed = tolerance(stock, {"F32"} | rounded_to)
-    return Job("fold", origin, {}, allowed, lambda kept, progress: Prepared(stock, plan, rewrites, {}))
+    return Job("fold", origin, {}, plan.size, allowed, lambda kept, progress: Prepared(stock, plan, rewrites, {}))
 
 
 def _stock_config(content: dict[str, Any], family: Family) -> Any:

@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import rotate_half
 from crosshead.modeling.mixer import HeadLayout
 from crosshead.modeling.numerics import inverse_rms
 
-QUERIES = 256
+QUERIES = 128
 """Of one window; evenly spaced ones where it has more."""
 NEAR = 8
 """So many last keys of a query are near."""
@@ -106,30 +106,16 @@ class HeadStatistics:
         return _Window(query, key, value, scores.softmax(-1), output, positions)
 
     def _add_keys(self, attention: Any, window: _Window, turn: tuple[torch.Tensor, torch.Tensor]) -> None:
-        root = window.weights * _output_change(window)  # the roots of each query's weights: (h, group, Q, T)
-        length = root.shape[-1]
-        generator = torch.Generator().manual_seed(self.windows)
-        signs = torch.randint(0, 2, root.shape[1:], generator=generator).to(root).mul_(2).sub_(1)
-        is_far = window.positions[:, None] - torch.arange(length) >= NEAR
-        squares = root.square()
-        mass, far_mass = squares.sum((1, 2)), squares.mul_(is_far).sum((1, 2))
-        first = root[..., :1] * window.query
-        every = root.mul_(signs).mT @ window.query  # (h, group, T, d)
-        far = root.mul_(is_far).mT @ window.query
+        parts = _moves(window, seed=self.windows)
         features = _with_one(window.key.transpose(0, 1).flatten(1), attention.k_proj.bias)
-        scaled = features.expand(len(mass), -1, -1)
+        scaled = features.expand(len(window.key), -1, -1)
         if self.layout.key_norm_eps is not None:
             scaled = scaled * inverse_rms(window.key, self.layout.key_norm_eps)
         cos, sin = turn
-        head, rest = slice(0, 1), slice(1, None)
-        parts = (
-            (head, first, mass),
-            (rest, far[:, :, rest], far_mass),
-            (rest, (every - far)[:, :, rest], mass - far_mass),
-        )
         for index, (tokens, moves, masses) in enumerate(parts):
-            of_keys = self._through_norm(attention, _turned(moves, cos[tokens], -sin[tokens]), window.key[:, tokens])
-            of_keys, masses = of_keys.flatten(1, 2), masses[:, tokens].clamp_min(0)
+            turned_back = _turned(moves, cos[tokens], -sin[tokens])
+            of_keys = self._through_norm(attention, turned_back, window.key[:, tokens]).flatten(1, 2)
+            masses = masses[:, tokens].clamp_min(0)
             x = scaled[:, tokens].double()  # in float32, a Gram matrix may come out indefinite
             self._add("key", index, of_keys.mT @ of_keys, (x * masses.unsqueeze(-1)).mT @ x, masses.sum(1))
 
@@ -162,6 +148,35 @@ def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
 
 def _with_one(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
+
+
+def _moves(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Each part of the keys: which they are, what moves them (h, group, any, d), and how much each matters (h, T)."""
+    root = _output_change(window).mul_(window.weights)  # the roots of each query's weights: (h, group, Q, T)
+    nearest, keys = _nearest(root, window.positions)
+    near_mass = torch.zeros_like(root[:, 0, 0]).index_add_(1, keys, nearest.square().sum(1).flatten(1))
+    mass = torch.linalg.vector_norm(root, dim=(1, 2)).square()
+    first = root[..., :1] * window.query
+    generator = torch.Generator().manual_seed(seed)
+    root *= torch.randint(0, 2, root.shape[1:], generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    nearest, _ = _nearest(root, window.positions)
+    every = root.mT @ window.query
+    near = torch.zeros_like(every).index_add_(
+        2, keys, (nearest.unsqueeze(-1) * window.query.unsqueeze(3)).flatten(2, 3)
+    )
+    head, rest = slice(0, 1), slice(1, None)
+    return [
+        (head, first, mass),
+        (rest, (every - near)[:, :, rest], mass - near_mass),
+        (rest, near[:, :, rest], near_mass),
+    ]
+
+
+def _nearest(root: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of (h, group, Q, T), each query's last keys (h, group, Q, NEAR), zero where there are fewer; which: (Q NEAR)."""
+    keys = positions[:, None] - torch.arange(NEAR)
+    chosen = root.gather(-1, keys.clamp_min(0).expand(*root.shape[:2], -1, -1))
+    return chosen.where(keys >= 0, 0), keys.clamp_min(0).flatten()
 
 
 def _output_change(window: _Window) -> torch.Tensor:

@@ -14,7 +14,7 @@ from .errors import ConversionError
 from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
-from .published_folder import RECORD, add_older_names, copy_code, copy_files, store_digest, versions, write_json
+from .published_folder import add_older_names, copy_code, copy_files, record_file, store_digest, versions, write_json
 from .safetensors_store import WEIGHTS
 from .shard_writer import Item, tensor_chunks, write_index, write_shard
 from .sources import CONFIG, Source
@@ -50,6 +50,8 @@ class Job:
     source: Source
     options: Mapping[str, Any]
     """As asked for, for the record; with the source they determine the result."""
+    least: int
+    """Bytes that the result will take at least."""
     tolerance: Tolerance | None
     """How far the result may be from the source; None where any distance may be right."""
     prepare: Callable[[Path, Progress], Prepared]
@@ -72,20 +74,21 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
     for place in job.source.store.places:
         check_apart(place, out)
     with staging(out, job.identity, overwrite) as stage:
+        stage.check_room(job.least)
         prepared = job.prepare(stage.keep("calibration.safetensors"), progress)
         stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
         digests = write_weights(job, prepared, stage, progress)
         copy_files(job.source.files, stage.folder)
         prepared.config.save_pretrained(stage.folder)
-        if hasattr(prepared.config, "mixers"):
-            copy_code(stage.folder)
-        else:
+        stock = not hasattr(prepared.config, "mixers")
+        if stock:
             add_older_names(stage.folder / CONFIG, prepared.config)
+        else:
+            copy_code(stage.folder)
         content = record(job, prepared, digests)
-        write_json(stage.folder / RECORD, content)
         if verify is not None:
             content["verification"] = verify(job, stage.folder, progress)
-            write_json(stage.folder / RECORD, content)
+        write_json(record_file(out if stock else stage.folder, stock), content)
         stage.publish()
     return content | {"folder": str(out)}
 

@@ -102,6 +102,16 @@ def make_plan(
     return Plan(shards, gone | dict(dropped))
 
 
+def least_size(store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
+    """Bytes that a target takes however few of the key and value heads are kept."""
+    gone = set(dropped)
+    return sum(
+        replace(entry, dtype=dtype or entry.dtype).size
+        for name, entry in store.entries.items()
+        if name not in gone and "k_proj" not in name and "v_proj" not in name
+    )
+
+
 def _neighbour(created: str) -> str:
     layer = int(created.split(".")[2])
     return f"{layer_prefix(layer)}self_attn.o_proj.weight"

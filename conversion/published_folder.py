@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -65,10 +66,16 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     partial.replace(path)
 
 
-def read_record(folder: Path) -> dict[str, Any]:
-    """What `conversion.json` says; nothing where there is none or it is no record of ours."""
+def record_file(folder: Path, stock: bool) -> Path:
+    """Where the record of a conversion is: in a crosshead model, but beside a stock one, which is nothing of ours."""
+    place = Path(os.path.abspath(folder))
+    return place.with_name(f"{place.name}.{RECORD}") if stock else place / RECORD
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """What the record of a conversion says; nothing where there is none or it is no record of ours."""
     try:
-        content = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if _is_record(content) else {}

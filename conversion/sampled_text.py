@@ -4,10 +4,34 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.cache_utils import Cache, DynamicLayer
 
 from .streamed_model import StreamedModel
 
 SEED = 0
+
+
+class _Reserved(DynamicLayer):
+    """The cache of one layer in room for the whole sequence: the library's own is copied at every token."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self._length, self._room = length, torch.empty(0)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Add keys and values (B, h, T, d); returns all there are."""
+        if not self.is_initialized:
+            batch, heads, _, size = key_states.shape
+            self._room = key_states.new_empty(2, batch, heads, self._length, size)
+            self.lazy_initialization(key_states, value_states)
+        start = self.get_seq_length()
+        end = start + key_states.shape[-2]
+        for room, states in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:end] = states
+        self.keys, self.values = self._room[:, :, :, :end]
+        return self.keys, self.values
 
 
 @torch.no_grad()
@@ -18,12 +42,16 @@ def sampled_text(
     count, length = shape
     generator = torch.Generator().manual_seed(SEED)
     tokens = torch.randint(known, (count, 1), generator=generator)
-    cache: Any = None
+    cache = Cache(layers=[_Reserved(length) for _ in range(model.config.num_hidden_layers)])
     with model.whole() as whole:
         for done in range(1, length):
-            outputs = whole(tokens[:, -1:], past_key_values=cache, use_cache=True)
-            cache = outputs.past_key_values
-            chances = outputs.logits[:, -1, :known].float().softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], dim=1)
+            logits = whole(tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1, :known]
+            tokens = torch.cat([tokens, drawn(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(done + 1, length)
     return tokens
+
+
+def drawn(logits: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
+    """One token for each row of logits (B, known), by a number in [0, 1) each (B, 1)."""
+    reached = logits.float().softmax(-1).cumsum(-1)
+    return torch.searchsorted(reached, luck * reached[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)

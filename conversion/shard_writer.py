@@ -8,9 +8,9 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
 
 import torch
 
@@ -54,65 +54,74 @@ def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
     with path.open("wb") as file:
         file.write(shard_header(entries))
         file.flush()
-        streams = _Streams(file.fileno(), file.tell(), [(entry, producers[entry.name]) for entry in entries])
-        with ThreadPoolExecutor(_THREADS) as pool:
-            try:
-                for future in [pool.submit(streams.run) for _ in range(_THREADS)]:
-                    future.result()
-            finally:
-                streams.stop()
-    return {entry.name: streams.digests[entry.name] for entry in entries}
+        streams = _streams(file.fileno(), file.tell(), [(entry, producers[entry.name]) for entry in entries])
+        with _workers() as pool:
+            digests = _run(streams, pool)
+    return {entry.name: digests[entry.name] for entry in entries}
 
 
-class _Streams:
-    """Tensors on their way into a file, one in each thread, begun in the order of the file.
+@contextmanager
+def _workers() -> Iterator[Executor]:
+    """Threads beside the one that makes the pieces. Each computes alone: more threads than cores would be slow."""
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(_THREADS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            yield pool
+    finally:
+        torch.set_num_threads(threads)
 
-    Pieces are made by one thread at a time, so that producers may share things; checking, hashing and writing them
-    needs no GIL and goes on side by side.
-    """
 
-    def __init__(self, descriptor: int, start: int, items: Sequence[Item]) -> None:
-        self.digests: dict[str, str] = {}
-        self._descriptor, self._next_start = descriptor, start
-        self._waiting = iter(items)
-        self._turn = Lock()
+class _Stream:
+    """One tensor on its way into a file."""
 
-    def stop(self) -> None:
-        """Begin no more tensors."""
-        self._waiting = iter(())
+    def __init__(self, descriptor: int, start: int, entry: Entry, pieces: Iterator[memoryview]) -> None:
+        self.entry, self.pieces = entry, pieces
+        self._descriptor, self._start, self._done, self._total = descriptor, start, 0, 0
 
-    def run(self) -> None:
-        """Write tensors until there are no more."""
-        try:
-            while (tensor := self._begin()) is not None:
-                self._finish(*tensor)
-        finally:
-            self.stop()
+    def write(self, piece: memoryview) -> None:
+        """Check, hash and write the next piece, which needs no GIL."""
+        if self._done + piece.nbytes > self.entry.size:
+            raise ConversionError(f"tensor {self.entry.name!r} came out as more than its {self.entry.size} bytes")
+        _check_finite(self.entry, piece)
+        self._total = zlib.crc32(piece, self._total)
+        _write_at(self._descriptor, piece, self._start + self._done)
+        self._done += piece.nbytes
 
-    def _begin(self) -> tuple[Entry, int, memoryview | None, Iterator[memoryview]] | None:
-        with self._turn:
-            item = next(self._waiting, None)
-            if item is None:
-                return None
-            entry, chunks = item
-            start, self._next_start = self._next_start, self._next_start + entry.size
-            pieces = iter(chunks())
-            return entry, start, next(pieces, None), pieces
+    def digest(self) -> str:
+        """Of the whole tensor."""
+        name, size = self.entry.name, self.entry.size
+        if self._done != size:
+            raise ConversionError(f"tensor {name!r} came out as {self._done} bytes instead of {size}")
+        return _digest(self._total)
 
-    def _finish(self, entry: Entry, start: int, piece: memoryview | None, pieces: Iterator[memoryview]) -> None:
-        done = total = 0
-        while piece is not None:
-            if done + piece.nbytes > entry.size:
-                raise ConversionError(f"tensor {entry.name!r} came out as more than its {entry.size} bytes")
-            _check_finite(entry, piece)
-            total = zlib.crc32(piece, total)
-            _write_at(self._descriptor, piece, start + done)
-            done += piece.nbytes
-            with self._turn:
-                piece = next(pieces, None)
-        if done != entry.size:
-            raise ConversionError(f"tensor {entry.name!r} came out as {done} bytes instead of {entry.size}")
-        self.digests[entry.name] = _digest(total)
+
+def _streams(descriptor: int, start: int, items: Iterable[Item]) -> Iterator[_Stream]:
+    for entry, chunks in items:
+        yield _Stream(descriptor, start, entry, iter(chunks()))
+        start += entry.size
+
+
+def _run(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]:
+    """A few tensors at a time, begun in the order of the file; each piece is made when the one before is written."""
+    digests: dict[str, str] = {}
+    running: dict[Future[None], _Stream] = {}
+
+    def proceed(stream: _Stream) -> None:
+        piece = next(stream.pieces, None)
+        if piece is None:
+            digests[stream.entry.name] = stream.digest()
+        else:
+            running[pool.submit(stream.write, piece)] = stream
+
+    while True:
+        while len(running) < _THREADS and (stream := next(streams, None)) is not None:
+            proceed(stream)
+        if not running:
+            return digests
+        for future in wait(running, return_when=FIRST_COMPLETED).done:
+            stream = running.pop(future)
+            future.result()
+            proceed(stream)
 
 
 def _check_finite(entry: Entry, piece: memoryview) -> None:

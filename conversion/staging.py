@@ -66,6 +66,10 @@ class Staging:
         """Where to put a file that is not published, for a run that goes on where this one stops."""
         return self.work / name
 
+    def check_room(self, least: int) -> None:
+        """`ConversionError` where the disk has not even `least` bytes, with those that an earlier run has written."""
+        self._check_room(least - sum(path.stat().st_size for path in self.folder.glob("*.safetensors")))
+
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
         """Say which weight files will be written: finds the finished ones, drops all else, and checks the disk."""
         earlier = self._read_journal() or {}
@@ -78,7 +82,9 @@ class Staging:
         self._write_journal()
         sizes = {file: shard_size(entries) for file, entries in shards.items()}
         self._total = sum(sizes.values())
-        needed = self._total - sum(sizes[file] for file in self.finished)
+        self._check_room(self._total - sum(sizes[file] for file in self.finished))
+
+    def _check_room(self, needed: int) -> None:
         free = shutil.disk_usage(self.work).free
         if needed > free:
             raise ConversionError(

@@ -20,7 +20,16 @@ from .exactness import Tolerance, cache_bytes
 from .families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
 from .job import Job, Progress, Verify, silent
 from .plan import check_source
-from .published_folder import RECORD, Advance, foreign_code, read_record, store_digest, stored_digests, write_json
+from .published_folder import (
+    RECORD,
+    Advance,
+    foreign_code,
+    read_record,
+    record_file,
+    store_digest,
+    stored_digests,
+    write_json,
+)
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
 from .safetensors_store import SafetensorsStore
@@ -45,7 +54,7 @@ def verify(
     trust_remote_code: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Compare a model with its source; the report also goes to the model's `conversion.json` where it has one.
+    """Compare a model with its source; the report also goes to the record of its conversion, where there is one.
 
     Loading it in a clean process runs the code in its folder: code that is not this crosshead's own runs only with
     `trust_remote_code`.
@@ -63,7 +72,8 @@ def verify(
             refuse_foreign_code(made)
         sample = read_sample(origin, None if text is None else Path(text))
         kept = folder_of(made)
-        record = {} if kept is None else read_record(kept)
+        place = None if kept is None else record_file(kept, kind_of(made.config) == "stock")
+        record = {} if place is None else read_record(place)
         advance = checking(progress, [origin, made])
         if record and record["source"]["digest"] != store_digest(origin.store, {}, advance):
             raise ConversionError(
@@ -72,9 +82,9 @@ def verify(
         allowed = record["tolerance"] if record and is_as_written(made, record, advance) else None
         tolerance = None if allowed is None else Tolerance(**allowed)
         measured = measure(origin, made, sample, tolerance, progress)
-        if kept is not None and record and made.origin["kind"] == "folder":
+        if place is not None and record and made.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
-                write_json(kept / RECORD, record | {"verification": measured})
+                write_json(place, record | {"verification": measured})
         check_equal(measured, tolerance)
         return {"verification": measured}
 

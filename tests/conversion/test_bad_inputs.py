@@ -89,6 +89,11 @@ FILES = {
     "config says it twice": Case(
         "'model_type'", write("config.json", '{"model_type": "llama", "model_type": "llama"}')
     ),
+    "only a SentencePiece model": Case(
+        "in source cannot be loaded: it is a SentencePiece model: pip install sentencepiece",
+        both(remove("tokenizer.json"), write("tokenizer.model", b"\x0a\x10abc")),
+    ),
+    "code of its own": Case("brings its own code", config(auto_map={"AutoModelForCausalLM": "own.Model"})),
     "already ours": Case("crosshead fold", base="made"),
 }
 FIELDS = [

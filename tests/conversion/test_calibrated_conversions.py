@@ -1,13 +1,15 @@
 """Conversions that look at text first: component heads, their choice, the order of heads."""
 
 import json
+import shutil
 
 import pytest
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import crosshead
 import toys
 from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import WEIGHTS
 from toy_checkpoints import write_stock
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
@@ -59,6 +61,11 @@ def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
     for wrong in ({"explicit": {"key_heads": 1}}, {"mixture": {"active_heads": 3, "shared": "calibrated"}}):
         with pytest.raises(ConversionError, match="another model or another conversion"):
             crosshead.convert(other, tmp_path / "third", wrong, calibration=saved)
+    twin = shutil.copytree(source, tmp_path / "twin")
+    state = {name: -tensor if "v_proj" in name else tensor for name, tensor in load_file(twin / WEIGHTS).items()}
+    save_file(state, twin / WEIGHTS, {"format": "pt"})
+    with pytest.raises(ConversionError, match="another model of the same shape"):
+        crosshead.convert(twin, tmp_path / "third", asked, calibration=saved)
 
 
 @pytest.mark.parametrize("present", ["source/model.safetensors", "saved.safetensors"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosshead.conversion import calibrating
-from crosshead.conversion.calibrating import PROSE, RANDOM, WINDOWS, Text, load_tokenizer
+from crosshead.conversion.calibrating import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
 from crosshead.conversion.families import read_config
 from crosshead.conversion.sampled_text import SEED, sampled_text
 from crosshead.conversion.sources import open_source
@@ -35,7 +35,8 @@ def test_a_model_writes_what_it_predicts(opened):
     for _ in range(8):  # without a cache
         with model.head() as head:
             chances = head(model.run(wanted))[:, -1, :KNOWN].softmax(-1)
-        wanted = torch.cat([wanted, torch.multinomial(chances, 1, generator=generator)], dim=1)
+        luck = torch.rand(3, 1, generator=generator)
+        wanted = torch.cat([wanted, (chances.cumsum(-1) <= luck).sum(-1, keepdim=True)], dim=1)
     assert torch.equal(found, wanted)
     assert steps[-1] == (9, 9)
 
@@ -45,9 +46,11 @@ def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
     text = Text.of(None, source)
     found = text.to_calibrate_on(source, model, silent)
-    assert text.described()["text"].endswith("; random tokens, and what the model writes")
-    assert found.shape == (PROSE + RANDOM + 2, 1024)
-    assert torch.equal(found[:PROSE], text.windows(source, 1024, PROSE, model.config.vocab_size))
+    assert text.described()["text"].endswith(", with random tokens in it, and what the model writes")
+    assert found.shape == (len(REPLACED) * PROSE + 2, 1024)
+    prose = text.windows(source, 1024, PROSE, model.config.vocab_size)
+    kept = [(part == prose).float().mean() for part in found[:-2].split(PROSE)]
+    assert kept == pytest.approx([1 - part for part in REPLACED], abs=0.05)
     written = sampled_text(model, (64, 32), len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
@@ -57,8 +60,8 @@ def test_a_model_too_large_for_the_memory_writes_nothing(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "fits_in_memory", lambda size: False)
     text = Text.of(None, source)
-    assert text.described()["text"].endswith("; random tokens")
-    assert text.to_calibrate_on(source, model, silent).shape == (PROSE + RANDOM, 1024)
+    assert text.described()["text"].endswith("Python's own help texts, with random tokens in it")
+    assert text.to_calibrate_on(source, model, silent).shape == (len(REPLACED) * PROSE, 1024)
 
 
 def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):

@@ -90,6 +90,9 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
     assert not {"mixers", "auto_map"} & content.keys()
     assert content["architectures"] == [toys.STOCK[backbone][1].__name__]
     assert not list((tmp_path / "back").glob("*.py"))
+    assert not any(b"crosshead" in file.read_bytes() for file in (tmp_path / "back").iterdir())
+    record = json.loads((tmp_path / "back.conversion.json").read_text())
+    assert record["command"] == "fold" and record["tensors"].keys() == tensors(tmp_path / "back").keys()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -240,6 +240,9 @@ def test_small_disk(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
     assert re.search(r"needs 0.000 GB, its disk has 0.000 GB free: make room", refusal(tmp_path / "out"))
+    with pytest.raises(ConversionError, match=r"needs 0\.000 GB"), staging(tmp_path / "out", "one", False) as stage:
+        stage.check_room(601)
+    assert names(tmp_path) == []
     free = 10**6
     stopped(tmp_path / "out", stop=3)
     free = 300
