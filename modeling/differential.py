@@ -91,6 +91,15 @@ class Differential(Mixer, MixerLeaf):
         """Each head's weights meet the values of both heads of a pair, not of one."""
         return self.layout.query_heads * self.layout.head_dim * call.queries * call.keys
 
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """Its lambda."""
+        return {"lambda": self().detach().reshape(1, 1)}
+
+    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """The difference within each pair, before the norm."""
+        first, second = split_pairs(weights).chunk(2, dim=1)
+        return first - self().to(first.dtype) * second
+
     def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention once per half of the values, then the difference within each pair."""
         query, key = split_pairs(states.query), split_pairs(states.key)

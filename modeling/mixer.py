@@ -59,6 +59,8 @@ class HeadStates:
     """Numbers that belong to a key and must be cached beside it, by mechanism and purpose: (B, S, n)."""
     gates: torch.Tensor | None = None
     """(B, T, heads): how much each head's output counts."""
+    router_scores: torch.Tensor | None = None
+    """(B, T, routed heads): the probabilities that the gates were made of."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,15 @@ class Mixer(nn.Module):
     def multiplications(self, call: CallSizes) -> int:
         """Multiplications of the matrix products that this mechanism adds to one call, as it runs eagerly."""
         return 0
+
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """What it has learnt, as matrices to look at: rows are what comes out, columns what goes in."""
+        matrices = {name: parameter for name, parameter in self.named_parameters() if parameter.ndim == 2}
+        return {name.removesuffix(".weight"): matrix.detach() for name, matrix in matrices.items()}
+
+    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """How much of each value is in each head output, from the weights (B, maps, T, S) that attention returns."""
+        return weights
 
     def on_projected(self, states: HeadStates) -> None:
         """Queries, keys and values are projected."""

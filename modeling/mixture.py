@@ -159,7 +159,7 @@ class Mixture(Mixer):
 
     def on_projected(self, states: HeadStates) -> None:
         """Route before the queries are normed and rotated."""
-        states.gates, _ = self(states.hidden, states.query)
+        states.gates, states.router_scores = self(states.hidden, states.query)
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Weigh each head's output."""

@@ -121,6 +121,13 @@ class Talking(Mixer):
             total += weight_count(made) * tokens + made.weight.shape[0] * pairs
         return total
 
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """The maps, and what both make of a head where the softmax between them is left out."""
+        matrices = super().learnt()
+        if set(self.settings["on"]) == set(STAGES):
+            matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
+        return matrices
+
     def on_projected(self, states: HeadStates) -> None:
         """Make the keys' maps, which the cache keeps."""
         for name in self.settings["dynamic"]:

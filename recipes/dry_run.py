@@ -12,6 +12,7 @@ from crosshead.evals.cost import model_cost, on_meta
 from .errors import RecipeError, one_line
 from .memory import Teacher, memory
 from .model_config import model_config
+from .models import check_expected
 from .schema import Recipe
 from .sharding import ALONE, FSDP, ZERO3, Sharding
 from .trainable import set_trainable
@@ -37,7 +38,7 @@ PARTS = {
     "gradients": "gradients",
     "moments": "Adam's moments",
     "working_copies": "copies of weights at work, estimated",
-    "whole_gradients": "gradients before they are shared out",
+    "gradient_buckets": "buckets to send gradients in",
     "teacher": "the teacher",
     "activations": "activations, estimated",
     "logits": "logits, estimated",
@@ -87,7 +88,10 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     path, expected = recipe.model.path, recipe.model.config
     if expected is not None and (path is None or not Path(path).exists()):
         return model_config(expected), RECIPE
-    return _stored(str(path), "model.path"), CONFIG
+    found = _stored(str(path), "model.path")
+    if expected is not None:
+        check_expected(found, model_config(expected))
+    return found, CONFIG
 
 
 def _teacher(recipe: Recipe, config: Any) -> tuple[Teacher | None, str | None]:

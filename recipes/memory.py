@@ -7,8 +7,7 @@ Estimates:
 - copies of weights at work. In bfloat16 and without shards, one of every matrix but the experts'. With FSDP2, what is
   gathered at a time: the head and its gradient, two layers, the gradient of one. With DeepSpeed, what its defaults let
   live at a time, and its bucket of gradients.
-- whole gradients, with FSDP2, while micro batches accumulate: they are shared out after the last one; and
-  with a copy on each GPU, the buckets that are sent.
+- with a copy on each GPU, the buckets in which gradients are sent.
 - activations, which `activations.py` measures on small copies.
 - logits of a micro batch: as they are made, in float32, and their logarithms; a teacher's, and copies to compare.
 
@@ -30,7 +29,6 @@ from .activations import Arithmetic, activations, decoder_layers
 from .schema import Recipe
 from .sharding import COPIES, FSDP, ZERO3, Sharding
 from .trainable import set_trainable
-from .training_arguments import accumulation
 
 WIDE, MOMENTS = torch.float32.itemsize, 2
 LIVE, BUCKET = 1_000_000_000, 500_000_000
@@ -45,7 +43,7 @@ class Memory:
     gradients: int
     moments: int
     working_copies: int
-    whole_gradients: int
+    gradient_buckets: int
     teacher: int
     activations: int
     logits: int
@@ -78,7 +76,7 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
         gradients=moved * (work if sharding.kind == ZERO3 else WIDE),
         moments=moved * WIDE * MOMENTS,
         working_copies=_working_copies(model, sharding, work),
-        whole_gradients=_whole_gradients(model, recipe, sharding),
+        gradient_buckets=_numbers(model, moving=True) * WIDE if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
         activations=found.kept(recipe.train.checkpoint_activations),
         logits=_logits(recipe, config.vocab_size, teacher),
@@ -112,14 +110,6 @@ def _working_copies(model: nn.Module, sharding: Sharding, work: int) -> int:
         head, layer = _units(model)
         return (2 * head + 3 * layer) * work
     return _matrices(model) * work if work < WIDE else 0
-
-
-def _whole_gradients(model: nn.Module, recipe: Recipe, sharding: Sharding) -> int:
-    if sharding.kind == COPIES:
-        return _numbers(model, moving=True) * WIDE  # the buckets that are sent
-    if sharding.kind == FSDP and accumulation(recipe, sharding.processes) > 1:
-        return _numbers(model, moving=True) * _itemsize(recipe)
-    return 0
 
 
 def _numbers(model: nn.Module, moving: bool = False) -> int:

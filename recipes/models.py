@@ -38,7 +38,7 @@ def load_model(recipe: Recipe, tokenizer: Any) -> Any:
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = _loaded(options.path, "model.path", torch.float32, options)
     if options.config is not None:
-        _check_expected(model.config, model_config(options.config))
+        check_expected(model.config, model_config(options.config))
     return model
 
 
@@ -93,7 +93,7 @@ def _loaded(name: str, key: str, dtype: Any, options: ModelOptions | None = None
     return model
 
 
-def _check_expected(found: Any, expected: Any) -> None:
+def check_expected(found: Any, expected: Any) -> None:
     """The recipe says what the model should be: hold it to that."""
     wanted, have = expected.to_diff_dict(), found.to_dict()
     for key, value in wanted.items():

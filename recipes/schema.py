@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from math import ceil
 from typing import Any, Literal
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
+
 from .data_options import DataOptions
 from .errors import RecipeError
 from .model_config import model_config
@@ -109,6 +112,8 @@ class Distillation:
         """One teacher, and a live one where its attention is to be matched."""
         if (self.teacher is None) == (self.logits is None):
             raise RecipeError("teacher, a model, or `logits`, a folder: give one of the two")
+        if self.logits is not None and self.temperature != 1:
+            raise RecipeError(f"temperature={self.temperature:g} needs `teacher`: `logits` are stored for 1")
         if self.logits is not None and self.match_steps:
             raise RecipeError(f"match_steps={self.match_steps} needs `teacher`: `logits` hold no attention")
 
@@ -139,7 +144,17 @@ class HubOptions:
     """Where the trained model is pushed at the end."""
 
     repo: str
+    """A name such as organisation/model; made if it is not there yet."""
     private: bool = True
+
+    def __post_init__(self) -> None:
+        """Found out before the training."""
+        try:
+            validate_repo_id(self.repo)
+        except HFValidationError:
+            raise RecipeError(
+                f"repo={self.repo!r} is no name for the Hub: use one such as organisation/model"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .errors import RecipeError
+from .errors import DivergedError, RecipeError
 from .loss_curves import LossCurve, kind_of_loss, loss_curve, rise, spikes
 from .scaling_law import LEAST_POINTS, ScalingLaw, fit_scaling_law
 from .schema import Recipe
@@ -27,8 +27,6 @@ from .telling import Progress, silent
 from .train import train
 
 REPORT, PICTURE, DIVERGED = "sweep.json", "sweep.svg", "diverged.json"
-DIVERGENCE = "lower train.learning_rate"
-"""What is said to do when the loss ends a run, and not the disk or the data."""
 ERRORS = 2
 """How many standard errors make a difference."""
 
@@ -103,9 +101,7 @@ def _finished(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
 
     try:
         outcome = train(run, show)
-    except RecipeError as error:
-        if DIVERGENCE not in str(error):
-            raise
+    except DivergedError as error:
         if _is_first_process():
             marker.write_text(json.dumps({"recipe": asked, "told": str(error)}, indent=2), encoding="utf-8")
         return str(error), None

@@ -84,8 +84,6 @@ class WithTeacher(Dataset[Sample]):
     ) -> None:
         self._samples, self._key = samples, f"distillation.logits={options.logits}"
         folder = Path(str(options.logits))
-        if options.temperature != 1:
-            raise RecipeError(f"distillation.temperature={options.temperature:g} needs `teacher`: logits are of 1")
         try:
             record = json.loads((folder / RECORD).read_bytes())
             shape, known = tuple(record["shape"]), record["vocabulary"]

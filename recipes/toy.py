@@ -37,7 +37,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         raise RecipeError("--toy builds a small model from model.config, which this recipe lacks")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = folder / "tokenizer"
-    config = toy_config(recipe.model.config, _write_tokenizer(tokenizer))
+    config = toy_config(recipe.model.config, write_tokenizer(tokenizer))
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
         path = _write_model(config, folder / "model", recipe.train.seed)
@@ -90,11 +90,16 @@ def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> di
 
 def _toy_data(data: DataOptions, folder: Path) -> DataOptions:
     """As many sources, all of them the same text: a document each help topic."""
-    text = folder / "text.jsonl"
-    text.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
-    sources = tuple(DataSource(str(text), "jsonl", weight=source.weight) for source in data.sources)
+    text = write_text(folder / "text.jsonl")
+    sources = tuple(DataSource(text, "jsonl", weight=source.weight) for source in data.sources)
     kept = HELD_OUT if data.held_out or data.evaluation else 0.0
     return replace(data, sources=sources, length=LENGTH, held_out=kept, evaluation=(), cache=str(folder / "tokens"))
+
+
+def write_text(path: Path) -> str:
+    """The text that every CPython carries, as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
+    return str(path)
 
 
 def _toy_train(train: TrainOptions) -> TrainOptions:
@@ -110,7 +115,7 @@ def _toy_train(train: TrainOptions) -> TrainOptions:
     )
 
 
-def _write_tokenizer(folder: Path) -> int:
+def write_tokenizer(folder: Path) -> int:
     """One token a byte, and one for the end of a document; returns how many there are."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

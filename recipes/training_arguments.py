@@ -21,6 +21,7 @@ def accumulation(recipe: Recipe, processes: int) -> int:
 
 def training_arguments(recipe: Recipe) -> Any:
     """What the Trainer is told; order, learning rate and checkpoints are not its business."""
+    from accelerate.utils import parse_flag_from_env
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
@@ -57,6 +58,10 @@ def training_arguments(recipe: Recipe) -> Any:
         dataloader_pin_memory=torch.accelerator.is_available(),
         ignore_data_skip=True,  # the sampler itself begins where the run was left
         ddp_find_unused_parameters=False,
+        # With FSDP2 each micro batch's gradients are shared out: else every GPU would keep them whole until the last.
+        accelerator_config={
+            "gradient_accumulation_kwargs": {"sync_each_batch": parse_flag_from_env("ACCELERATE_USE_FSDP")}
+        },
         **evaluation,
     )
     if arguments.n_gpu > 1:

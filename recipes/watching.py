@@ -15,7 +15,7 @@ from torch import nn
 
 from crosshead.modeling.mixer import MixerLeaf
 
-from .errors import RecipeError
+from .errors import DivergedError, RecipeError
 from .trainable import MIXERS
 
 METRICS = "metrics.jsonl"
@@ -62,16 +62,16 @@ class LossWatch:
         lost = loss > max(RUNAWAY * self._lowest, self._lowest + LEAST_RUNAWAY)
         self._above = self._above + 1 if lost else 0
         if self._above >= PATIENCE:
-            raise RecipeError(
+            raise DivergedError(
                 f"the loss has run away: {loss:.2f} at step {step}, and {self._lowest:.2f} before: start again with a "
                 "lower train.learning_rate"
             )
 
 
 def check_finite(name: str, value: float, step: int) -> None:
-    """`RecipeError` where there is nothing left to train."""
+    """`DivergedError` where there is nothing left to train."""
     if not isfinite(value):
-        raise RecipeError(f"the {name} is {value} at step {step}: start again with a lower train.learning_rate")
+        raise DivergedError(f"the {name} is {value} at step {step}: start again with a lower train.learning_rate")
 
 
 class MetricsFile:

@@ -1,5 +1,6 @@
-"""A Hub on loopback: the endpoints that downloads use, out of memory, with the Hub's ways of refusing."""
+"""A Hub on loopback: the endpoints that downloads and uploads use, in memory, with the Hub's ways of refusing."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -7,9 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "c0ffee" * 6 + "0123"
+LARGE = ".safetensors"
+"""The ending of files that are uploaded apart from the commit."""
 
 
 @dataclass
@@ -24,6 +28,11 @@ class Repository:
     """What every request is answered with, if not with what was asked for; 0: the connection is closed."""
     dropped: int = 0
     """How many downloads will break off halfway."""
+    private: bool = False
+    refused: str = ""
+    """An upload is answered with 403 where its path holds this."""
+    commits: list[str] = field(default_factory=list)
+    """What was uploaded says of itself."""
 
 
 @dataclass
@@ -33,6 +42,10 @@ class Hub:
     repositories: dict[str, Repository]
     address: str = ""
     requests: list[str] = field(default_factory=list)
+    tokens: set[str] = field(default_factory=set)
+    """With which uploads came; all are taken, and none is refused."""
+    stored: dict[str, bytes] = field(default_factory=dict)
+    """Large files by their digest, until a commit names them."""
 
 
 @contextmanager
@@ -61,6 +74,12 @@ class _Handler(BaseHTTPRequestHandler):
     def do_HEAD(self) -> None:
         self._answer()
 
+    def do_POST(self) -> None:
+        self._take()
+
+    def do_PUT(self) -> None:
+        self._take()
+
     def log_message(self, format: str, *args: object) -> None:
         self.hub.requests.append(f"{self.command} {self.path}")
 
@@ -86,6 +105,68 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._send_file(repository, repository.files["/".join(rest[2:])])
 
+    def _take(self) -> None:
+        """One request of an upload."""
+        length = self.headers["Content-Length"]
+        raw = self._chunks() if length is None else self.rfile.read(int(length))
+        path = unquote(urlsplit(self.path).path).strip("/")
+        if self.command == "PUT":
+            self.hub.stored[path.removeprefix("stored/")] = raw
+            self._send_json({})
+            return
+        self.hub.tokens.add(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        if path == "api/repos/create":
+            self._create(**json.loads(raw))
+            return
+        name = next((name for name in self.hub.repositories if f"{name}/" in path or f"{name}.git/" in path), "")
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            self._refuse(404, "RepoNotFound")
+        elif repository.refused and repository.refused in path:
+            self._refuse(403)
+        elif path.endswith("/preupload/main"):
+            self._send_json({"files": [_plan(repository, file["path"]) for file in json.loads(raw)["files"]]})
+        elif path.endswith("/info/lfs/objects/batch"):
+            objects = [self._place(each["oid"], each["size"]) for each in json.loads(raw)["objects"]]
+            self._send_json({"transfer": "basic", "objects": objects})
+        else:
+            self._commit(name, repository, [json.loads(line) for line in raw.splitlines() if line])
+
+    def _chunks(self) -> bytes:
+        """A body of unknown length."""
+        parts = []
+        while size := int(self.rfile.readline(), 16):
+            parts.append(self.rfile.read(size))
+            self.rfile.readline()
+        self.rfile.readline()
+        return b"".join(parts)
+
+    def _create(self, name: str, visibility: str = "public", organization: str | None = None, **_: object) -> None:
+        full = f"{organization or 'me'}/{name}"
+        there = self.hub.repositories.get(full)
+        if there is not None and there.refused == "create":
+            self._refuse(403)
+            return
+        self.hub.repositories.setdefault(full, Repository({}, private=visibility == "private"))
+        self._send_json({"url": f"{self.hub.address}/{full}"}, 409 if there else 200)
+
+    def _place(self, digest: str, size: int) -> dict[str, object]:
+        found: dict[str, object] = {"oid": digest, "size": size}
+        if digest in self.hub.stored:
+            return found
+        return found | {"actions": {"upload": {"href": f"{self.hub.address}/stored/{digest}"}}}
+
+    def _commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            if line["key"] == "header":
+                repository.commits.append(value["summary"])
+            elif line["key"] == "file":
+                repository.files[value["path"]] = base64.b64decode(value["content"])
+            else:
+                repository.files[value["path"]] = self.hub.stored[value["oid"]]
+        self._send_json({"commitUrl": f"{self.hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+
     def _refuse(self, status: int, code: str | None = None) -> None:
         self.send_response(status)
         if code:
@@ -93,9 +174,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", "0")
         self.end_headers()
 
-    def _send_json(self, content: object) -> None:
+    def _send_json(self, content: object, status: int = 200) -> None:
         raw = json.dumps(content).encode()
-        self.send_response(200)
+        self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(raw)))
         self.end_headers()
@@ -123,7 +204,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _description(name: str, repository: Repository) -> dict[str, object]:
-    return {"id": name, "sha": COMMIT, "siblings": [{"rfilename": file} for file in repository.files]}
+    about = {"id": name, "sha": COMMIT, "private": repository.private}
+    return about | {"siblings": [{"rfilename": file} for file in repository.files]}
 
 
 def _listing(repository: Repository) -> list[dict[str, object]]:
@@ -131,3 +213,13 @@ def _listing(repository: Repository) -> list[dict[str, object]]:
         {"type": "file", "path": file, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
         for file, raw in repository.files.items()
     ]
+
+
+def _plan(repository: Repository, path: str) -> dict[str, object]:
+    """How a file is to be uploaded, and what is there under its name."""
+    large, there = path.endswith(LARGE), repository.files.get(path)
+    plan: dict[str, object] = {"path": path, "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+    if there is not None:
+        blob = b"blob %d\0" % len(there) + there
+        plan["oid"] = hashlib.sha256(there).hexdigest() if large else hashlib.sha1(blob).hexdigest()
+    return plan

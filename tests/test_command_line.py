@@ -44,7 +44,8 @@ def process(*arguments, **environment):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["convert", "--help"], ["fold", "--help"], ["--version"], ["convrt"]]
+    "arguments",
+    [["--help"], ["convert", "--help"], ["fold", "--help"], ["bench", "train", "--help"], ["--version"], ["convrt"]],
 )
 def test_what_needs_no_model_imports_no_libraries(arguments):
     status, out, err = process("-c", IMPORTED, *arguments)
@@ -106,7 +107,7 @@ def test_there_and_back(place, line):
     assert (
         json.loads(out)["verification"] == json.loads((place / "made" / "conversion.json").read_text())["verification"]
     )
-    assert sorted(path.name for path in place.iterdir()) == ["back", "made", "source"]
+    assert sorted(path.name for path in place.iterdir()) == ["back", "back.conversion.json", "made", "source"]
 
 
 def test_report_as_json(place, line):

@@ -30,7 +30,7 @@ class Run:
         self.output, self._records, self._log = folder / name, folder / f"{name}-records", folder / f"{name}.log"
         self._recipe = folder / f"{name}.yaml"
         content = json.loads(json.dumps(asdict(recipe) | {"output": str(self.output)}))
-        self._recipe.write_text(yaml.safe_dump(_without_nothing(content)))
+        self._recipe.write_text(yaml.safe_dump(without_nothing(content)))
         self._records.mkdir()
 
     def start(self, processes: int = 1, *changes: str) -> list[subprocess.Popen[bytes]]:
@@ -125,9 +125,10 @@ def kill_at_random(run: Run, kills: int, steps: int, processes: int, seed: int) 
     return {"kills": killed, "steps_with_several_losses": sum(len(found) > 1 for found in seen.values())}
 
 
-def _without_nothing(content: Any) -> Any:
+def without_nothing(content: Any) -> Any:
+    """A recipe's content as its file may have it."""
     if isinstance(content, dict):
-        return {key: _without_nothing(value) for key, value in content.items() if value is not None}
+        return {key: without_nothing(value) for key, value in content.items() if value is not None}
     return content
 
 

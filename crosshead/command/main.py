@@ -8,19 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command import convert, cost, fold, sweep, train, verify
+from crosshead_command import bench, convert, cost, eval, fold, inspect, sweep, train, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
     "cost": cost.cost,
+    "eval": eval.evaluate,
     "fold": fold.fold,
+    "inspect": inspect.inspect,
     "verify": verify.verify,
     "train": train.train,
     "sweep": sweep.sweep,
 }
 DEBUG = "--debug"
 INTERRUPTED = 130
-EXTRAS = {"accelerate": "train", "datasets": "train", "peft": "train"}
+EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train"}
 """Packages that a command may need -> the extra that brings them."""
 
 app = typer.Typer(
@@ -33,6 +35,7 @@ app = typer.Typer(
 )
 for _name, _function in COMMANDS.items():
     app.command(_name, no_args_is_help=True)(_function)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,6 +1,7 @@
 """`crosshead sweep`."""
 
 import json
+import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ def sweep(
         _tell(report, Path(asked.output) / PICTURE, as_json)
     processes.destroy_process_group()
     if report["stopped_by"] is not None:
-        raise typer.Exit(STOPPED + report["stopped_by"])
+        sys.exit(STOPPED + report["stopped_by"])
     if report["chosen"] is None:
         raise ValueError("no learning rate is stable: try smaller ones")
 

@@ -1,5 +1,6 @@
 """`crosshead train`."""
 
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,7 +65,20 @@ def train(
         _tell(outcome)
     processes.destroy_process_group()
     if outcome.model is None:
-        raise typer.Exit(STOPPED + (outcome.stopped_by or 0))
+        sys.exit(STOPPED + (outcome.stopped_by or 0))  # past main(), which has a line of its own for Ctrl-C
+    if asked.hub is not None and processes.is_main_process:
+        _push(outcome.model, asked.hub)
+
+
+def _push(model: Path, hub: Any) -> None:
+    """Once no other process waits for this one: an upload may take long."""
+    from crosshead.model_cards.push import PushError, push
+
+    try:
+        address = push(model, hub.repo, hub.private)
+    except PushError as error:
+        raise ValueError(f"{model} is complete, but not pushed: {error}; the same command pushes it") from error
+    typer.echo(f"pushed to {address}")
 
 
 def _tell(outcome: Any) -> None:

@@ -71,18 +71,21 @@ def test_what_moves_under_lora():
 
 
 def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
-    recipe = load_recipe(SMALL)
-    config = model_config(recipe.model.config | {"num_hidden_layers": 3})
+    recipe = load_recipe(SMALL, [FEW])
+    config = model_config(recipe.model.config)
     config.dtype = torch.bfloat16
     config.save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").write_bytes(b"nothing")
-    report = dry_run(load_recipe(SMALL, [f"model.path={tmp_path / 'model'}"]), ONE_GPU)
+    there = f"model.path={tmp_path / 'model'}"
+    report = dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
     assert report["counted_from"] == "config.json" and report["convert"] is None
     assert report["new_parameters"] == 3 * 2 * 3 * 2
     assert not any("is not there" in text for text in dry_run_lines(report))
+    with pytest.raises(RecipeError, match=r"model\.path has num_hidden_layers=3, but model.config says 30"):
+        dry_run(load_recipe(SMALL, [there]), ONE_GPU)
     (tmp_path / "model" / "config.json").write_text("{")
     with pytest.raises(RecipeError, match=r"model\.path=.*has no configuration that can be read"):
-        dry_run(load_recipe(SMALL, [f"model.path={tmp_path / 'model'}"]), ONE_GPU)
+        dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
 
 
 def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):

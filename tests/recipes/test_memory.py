@@ -1,14 +1,16 @@
 """Memory of a run: exact figures against the tensors of a run and of shards, estimates against what is stated."""
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import distributed
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 import toys
 from crosshead.recipes.load_recipe import load_recipe
@@ -70,17 +72,54 @@ def test_shards_are_those_of_fsdp(eight, tmp_path):
     fully_shard(model, mesh=eight)
     told = memory(recipe, config, Sharding("fsdp2", FSDP, 8), None)
     assert told.weights == told.gradients == size(part.to_local() for part in model.parameters())
-    assert told.moments == 2 * told.weights and told.whole_gradients == 0
+    assert told.moments == 2 * told.weights and told.gradient_buckets == 0
 
 
-def test_whole_gradients_while_micro_batches_accumulate(tmp_path):
+def test_gradients_of_every_micro_batch_are_shared_out(eight, tmp_path, monkeypatch):
+    """What the flag below makes of FSDP2: shards of gradients alone, however many micro batches accumulate."""
+    model = AutoModelForCausalLM.from_config(toys.mixed_config("Llama", toys.CASES["explicit"]))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=eight)
+    tokens = torch.zeros(1, 8, dtype=torch.long)
+    for shared in (True, False):
+        model.set_requires_gradient_sync(shared)
+        for _ in range(2):
+            model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        kept = [part.grad is not None for part in model.parameters()]
+        assert all(kept) == shared
+        model.zero_grad()
+
+
+@pytest.mark.parametrize(("sharded", "deferred"), [("true", 0), ("false", 1)])
+def test_the_trainer_shares_them_out(sharded, deferred, tmp_path, monkeypatch):
+    calls = []
+
+    @contextmanager
+    def no_sync(self, model):
+        calls.append(model)
+        yield
+
+    def unsharded(self):
+        create(self)
+        self.is_fsdp_enabled = False  # there is nothing to shard with here
+
+    create = Trainer.create_accelerator_and_postprocess
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", sharded)
+    monkeypatch.setattr(Accelerator, "no_sync", no_sync)
+    monkeypatch.setattr(Trainer, "create_accelerator_and_postprocess", unsharded)
+    recipe = small(tmp_path)
+    assert recipe.batch_size == 2 * recipe.train.micro_batch
+    train(recipe)
+    assert len(calls) == deferred
+
+
+def test_buckets_of_gradients(tmp_path):
     recipe = small(tmp_path, micro_batch=1, dtype="bfloat16")
     config = model_config(recipe.model.config)
     numbers = sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())
-    assert memory(recipe, config, Sharding("fsdp2", FSDP, 2), None).whole_gradients == 2 * numbers
-    assert memory(recipe, config, Sharding("fsdp2", FSDP, 4), None).whole_gradients == 0
-    assert memory(recipe, config, Sharding("copies", COPIES, 2), None).whole_gradients == 4 * numbers
-    assert memory(recipe, config, ONE_GPU, None).whole_gradients == 0
+    assert memory(recipe, config, Sharding("fsdp2", FSDP, 2), None).gradient_buckets == 0
+    assert memory(recipe, config, Sharding("copies", COPIES, 2), None).gradient_buckets == 4 * numbers
+    assert memory(recipe, config, ONE_GPU, None).gradient_buckets == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -150,6 +150,9 @@ BAD_VALUES = {
     "distillation.weight=0.5": "distillation.teacher",
     "distillation={teacher: a, logits: b}": "distillation.teacher",
     "distillation={logits: b, match_steps: 3}": "distillation.match_steps=3 needs `teacher`",
+    "distillation={logits: b, temperature: 2}": "distillation.temperature=2 needs `teacher`: `logits` are stored",
+    "hub.repo=a/b/c": "hub.repo='a/b/c' is no name for the Hub: use one such as organisation/model",
+    "hub.token=hf_secret": "hub has no key 'token'",
     "sweep.learning_rates=[1e-4]": "sweep.learning_rates=[0.0001]",
 }
 

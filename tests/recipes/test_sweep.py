@@ -10,7 +10,7 @@ import pytest
 
 from broken import run
 from crosshead.recipes import sweep as module
-from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.errors import DivergedError, RecipeError
 from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
 from crosshead.recipes.scaling_law import ScalingLaw
@@ -63,7 +63,7 @@ class Trainer:
             return Outcome(50, STEPS, 15, None, {})
         if rate in self.diverges:
             write(run, losses_of(rate)[:80])
-            raise RecipeError("the loss is nan at step 81: start again with a lower train.learning_rate")
+            raise DivergedError("the loss is nan at step 81: start again with a lower train.learning_rate")
         write(run, losses_of(rate))
         return Outcome(STEPS, STEPS, None, Path(run.output) / "model", {})
 
@@ -122,7 +122,7 @@ def test_another_recipe_tries_again_what_diverged(recipe, trainer):
 
 def test_other_errors_are_errors(recipe, monkeypatch):
     def full(run, progress):
-        raise RecipeError("the checkpoint could not be written")
+        raise RecipeError("lower train.learning_rate, or the checkpoint could not be written")
 
     monkeypatch.setattr(module, "train", full)
     with pytest.raises(RecipeError, match="could not be written"):

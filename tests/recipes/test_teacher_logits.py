@@ -106,7 +106,6 @@ def edited(**changes):
         (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"with seed=0, and now it is 7"),
         (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), r"were made with data='"),
         (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation.logits=nowhere cannot be read"),
-        (None, lambda recipe: from_disk(recipe, recipe.distillation.logits, temperature=2.0), r"temperature=2 needs"),
         (edited(vocabulary=1000), None, r"a teacher with 1000 tokens, and the model knows 257"),
         (edited(shape=[99, 64, 64]), None, r"cannot be read"),
         (edited(shape=None), None, r"cannot be read"),

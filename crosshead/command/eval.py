@@ -1,0 +1,103 @@
+"""`crosshead eval`."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+QUICK = "quick"
+
+
+def evaluate(
+    models: Annotated[list[str], typer.Argument(help="Folders or Hub ids; several are scored one after the other.")],
+    suite: Annotated[
+        str | None,
+        typer.Option(
+            help="moh-llm, moh-llama3, mea, mea-reasoning, kha, quick, or offline, which needs no network; quick if "
+            "not given."
+        ),
+    ] = None,
+    tasks: Annotated[
+        str | None, typer.Option(help="Instead of a suite: tasks of lm-evaluation-harness, joined by commas.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own, as YAML.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(help="Items of each task, from its first; all if not given, with quick 200.")
+    ] = None,
+    batch_size: Annotated[str, typer.Option(help="A number, or auto: as many as fit.")] = "auto",
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Set each later model against the first, item by item.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("eval.json"),
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON, not tables.")] = False,
+    trust_remote_code: Annotated[
+        bool,
+        typer.Option("--trust-remote-code", help="Run code of a model's folder that is not crosshead's own."),
+    ] = False,
+    confirm_run_unsafe_code: Annotated[
+        bool, typer.Option("--confirm-run-unsafe-code", help="For tasks that run the code which a model writes.")
+    ] = False,
+) -> None:
+    """Score models with lm-evaluation-harness, on a paper's suite or on tasks of your choice.
+
+    For example:
+
+    crosshead eval models/mine --suite offline
+
+    crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
+    """
+    from crosshead.evals.evaluate import evaluate as run
+
+    if suite is not None and tasks is not None:
+        raise typer.BadParameter("give --suite or --tasks, not both")
+    _check_out(out, overwrite)
+    report = run(
+        models,
+        suite or QUICK,
+        tasks=_names(tasks),
+        include_path=include_path,
+        limit=limit,
+        batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
+        compared=compare,
+        trust_remote_code=trust_remote_code,
+        confirm_run_unsafe_code=confirm_run_unsafe_code,
+        tell=_tell,
+    )
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    _show(out, as_json)
+
+
+def _names(tasks: str | None) -> list[str]:
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise ValueError("--tasks names no task: give one or more, joined by commas")
+    return names
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Before any work, not after it."""
+    if out.exists() and not overwrite:
+        raise ValueError(f"{out} exists: give another --out, or --overwrite")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out} is in a folder that does not exist: make it first")
+
+
+def _tell(told: str) -> None:
+    if sys.stderr.isatty():
+        typer.echo(told, err=True)
+
+
+def _show(out: Path, as_json: bool) -> None:
+    """What was written, as it is or as tables."""
+    from crosshead.evals.eval_report import eval_lines
+
+    written = out.read_text(encoding="utf-8")
+    if as_json:
+        typer.echo(written.rstrip())
+        return
+    for line in eval_lines(json.loads(written)):
+        typer.echo(line)
+    typer.echo(f"wrote {out}")

@@ -1,0 +1,37 @@
+"""On what a figure was measured."""
+
+import os
+import platform
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("crosshead", "torch", "transformers", "accelerate")
+
+
+def machine() -> dict[str, Any]:
+    """Processor, accelerator, threads and versions, for a report."""
+    accelerator = None
+    if torch.accelerator.is_available():
+        accelerator = (
+            torch.cuda.get_device_name() if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
+        )
+    return {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "accelerator": accelerator,
+        "system": platform.platform(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in PACKAGES},
+    }
+
+
+def _processor() -> str:
+    """Its name, where the system tells."""
+    facts = Path("/proc/cpuinfo")
+    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

@@ -1,0 +1,58 @@
+"""Tensors as JSON: rounded to 8 or 16 bits, deflated, in base64. A browser undoes it with what it has.
+
+A number is the stored integer times `scale`. Attention maps are stored otherwise: of the lower triangle, row by row,
+the root of each weight, because most weights are small and the eye compares small ones.
+"""
+
+import math
+from base64 import b64encode
+from typing import Any
+from zlib import compress
+
+import torch
+
+MAP_LEVELS = 127
+NUMBER_LEVELS = 32767
+DIGITS = 5
+
+Packed = dict[str, Any]
+
+
+def pack_numbers(values: torch.Tensor) -> Packed:
+    """Any tensor, in 16 bits."""
+    scale = _largest(values) / NUMBER_LEVELS or 1.0
+    return _packed((values.double() / scale).round().to(torch.int16), values.shape, scale)
+
+
+def pack_indices(indices: torch.Tensor) -> Packed:
+    """Whole numbers below 32768, as they are."""
+    return _packed(indices.to(torch.int16), indices.shape, 1)
+
+
+def pack_maps(weights: torch.Tensor) -> Packed:
+    """Attention weights (maps, T, T), whose upper triangle is zero; `scale` is the weight of the highest level."""
+    scale = max(1.0, _largest(weights))
+    rows, columns = torch.tril_indices(*weights.shape[1:])
+    lower = weights[:, rows, columns].double() / scale
+    levels = (lower.sign() * lower.abs().sqrt() * MAP_LEVELS).round()
+    return _packed(levels.to(torch.int8), weights.shape, scale)
+
+
+def plain(values: torch.Tensor) -> list[Any]:
+    """A small tensor as numbers."""
+    return [plain(each) if each.ndim else rounded(each.item()) for each in values]
+
+
+def rounded(number: float) -> float | None:
+    """A number with as many digits as anybody reads; JSON knows no other than finite ones."""
+    return float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None
+
+
+def _largest(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
+def _packed(whole: torch.Tensor, shape: torch.Size, scale: float) -> Packed:
+    raw = whole.contiguous().numpy()
+    data = compress(raw.astype(raw.dtype.newbyteorder("<")).tobytes(), 9)
+    return {"shape": list(shape), "bits": raw.itemsize * 8, "scale": scale, "data": b64encode(data).decode("ascii")}

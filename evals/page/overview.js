@@ -1,0 +1,87 @@
+// All heads of all layers, by one measure at a time.
+
+const MEASURES = {
+  first: ["weight on the first token", "how much of the weights rests where the text begins"],
+  previous: ["weight on the token before", "a head that looks one back"],
+  own: ["weight on itself", "a head that looks at the token it stands on"],
+  distance: ["mean distance", "tokens back"],
+  entropy: ["entropy", "bits; 0 is one token, more is spread over many"],
+  output_norm: ["norm of outputs", "mean over tokens, as the output projection reads them"],
+  value_norm: ["norm of values", "mean over tokens; one a key/value head"],
+  load: ["head load", "part of the tokens for which the head is on"],
+  mean_gate: ["mean gate", "how much its output counts"],
+  mean_score: ["mean routing score", "the router’s probability; shared heads have none"],
+};
+const ROUTED = ["load", "mean_gate", "mean_score"];
+
+function measured(model, layer, measure) {
+  const record = textOf(model).layers[layer];
+  if (!ROUTED.includes(measure)) return record.measures[measure];
+  return record.routing ? record.routing[measure] || [] : [];
+}
+
+function routes(model) {
+  return textOf(model).layers.some((layer) => layer.routing);
+}
+
+// The greatest and least values, over both models, so that colours compare.
+function range(measure) {
+  const all = models.flatMap((_, model) => textOf(model).layers.flatMap((_, layer) => measured(model, layer, measure)));
+  const known = all.filter((value) => value !== null);
+  return { low: Math.min(0, ...known), high: Math.max(...known, 1e-9) };
+}
+
+function headMap(model, measure) {
+  const layers = models[model].layers;
+  const perLayer = Array.from({ length: layers }, (_, layer) => measured(model, layer, measure));
+  const rows = Math.max(...perLayer.map((values) => values.length));
+  const { low, high } = range(measure);
+  const size = Math.max(-low, high);
+  const { labels } = textOf(model).layers[0];
+  const label = (row) => (rows === labels.length ? labels[row] : row);
+  const grid = make("div", {
+    class: "heads", role: "listbox", "aria-label": `${MEASURES[measure][0]}: heads down, layers across`,
+    style: `grid-template-columns: auto repeat(${layers}, minmax(7px, 34px))`,
+  });
+  const option = (row, layer, value) => {
+    const name = `layer ${layer}, head ${row}: ${figures(value)}`;
+    return make("span", {
+      role: "option", tabindex: -1, "aria-selected": "false", "aria-label": name, title: name,
+      "data-layer": layer, "data-head": row, style: `background: ${css(value / size)}`,
+    });
+  };
+  for (let row = 0; row < rows; row += 1) {
+    grid.append(make("span", { class: "row", "aria-hidden": "true" }, label(row)));
+    perLayer.forEach((values, layer) => {
+      const value = values[row];
+      grid.append(value === undefined || value === null ? make("i", { class: "gap" }) : option(row, layer, value));
+    });
+  }
+  const ticks = perLayer.map((_, layer) => make("span", { class: "tick", "aria-hidden": "true" }, layer % 5 ? "" : layer));
+  grid.append(make("span"), ...ticks);
+  listbox(grid, (cell) => update({ layer: Number(cell.dataset.layer), head: Number(cell.dataset.head) }));
+  return make("div", { class: "scroll" }, grid);
+}
+
+function markHead(id) {
+  document.querySelectorAll(`#${id} .heads`).forEach((grid) => {
+    const chosen = `[data-layer="${state.layer}"][data-head="${state.head}"]`;
+    mark(grid, grid.querySelector(chosen));
+    if (!grid.querySelector("[tabindex='0']")) (grid.querySelector("[role=option]") || grid).tabIndex = 0;
+  });
+}
+
+section(["text", "measure", "theme"], () => {
+  const offered = Object.keys(MEASURES).filter((name) => !ROUTED.includes(name) || models.some((_, model) => routes(model)));
+  const { low, high } = range(state.measure);
+  const titles = offered.map((name) => MEASURES[name][0]);
+  const tools = document.querySelector("#overview .tools");
+  if (!tools.querySelector("select")) {
+    tools.append(choice("Colour", titles, offered.indexOf(state.measure), (index) => update({ measure: offered[index] })), make("div"));
+  }
+  tools.lastChild.replaceChildren(legend(low, high), make("span", { class: "note" }, MEASURES[state.measure][1]));
+  tools.lastChild.className = "scale";
+  columns("overview", (box, model) => box.append(headMap(model, state.measure)));
+});
+
+section(["text", "measure", "theme", "layer", "head"], () => markHead("overview"));

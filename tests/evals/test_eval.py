@@ -1,0 +1,214 @@
+"""`crosshead eval` on toy models: what it measures, what it compares, and that plain lm_eval says the same."""
+
+import json
+import os
+import subprocess
+import sys
+
+import datasets
+import pytest
+import torch
+import yaml
+
+import toys
+from broken import run
+from crosshead.evals import eval_report
+from crosshead.evals.eval_report import eval_lines
+from crosshead.evals.eval_tasks import TASKS
+from toy_eval import CHOICE, ITEMS, ROLLING, WORD, WRITTEN, trained_model, write_scorable, write_task
+
+PLAIN = """
+import sys
+sys.modules["crosshead"] = None  # nothing of ours can be imported
+from lm_eval.__main__ import cli_evaluate
+cli_evaluate()
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A stock model that has learnt a little, the same without its last layer, and one of ours."""
+    folder = tmp_path_factory.mktemp("models")
+    model = trained_model()
+    write_scorable(model, folder / "trained")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.o_proj.weight.zero_()
+        model.model.layers[1].mlp.down_proj.weight.zero_()
+    write_scorable(model, folder / "zeroed")
+    write_scorable(toys.mixed_model("Qwen3", {"knocking": {}, "mixture": {"active_heads": 3}}), folder / "ours")
+    return folder
+
+
+@pytest.fixture
+def place(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def evaluated(place, capfd, monkeypatch):
+    """The report and the table of one call."""
+
+    def ask(command):
+        status, out, err = run(capfd, monkeypatch, f"eval {command} --overwrite")
+        assert (status, err) == (0, "")
+        return json.loads((place / "eval.json").read_text()), out
+
+    return ask
+
+
+def scores(report, model=0):
+    return {(row["task"], row["metric"]): row for row in report["models"][model]["scores"]}
+
+
+def changes(report):
+    return {(row["task"], row["metric"]): row for row in report["compared"][0]["scores"]}
+
+
+def test_the_table_holds_the_numbers_of_the_file(evaluated):
+    report, out = evaluated("trained ours --suite offline --limit 24 --compare")
+    assert out.splitlines()[:-1] == list(eval_lines(report))
+    assert out.endswith("\nwrote eval.json\n")
+    assert [model["model"] for model in report["models"]] == ["trained", "ours"]
+    assert [model["model_type"] for model in report["models"]] == ["llama", "crosshead_qwen3"]
+    row = scores(report)["crosshead_grammar", "acc"]
+    assert (row["items"], row["shots"], row["items_cut"], report["limit"]) == (24, 0, 0, 24)
+    assert f"{row['score']:.4f} ± {row['standard_error']:.4f}" in out
+    assert row["standard_error"] == pytest.approx((row["score"] * (1 - row["score"]) / 23) ** 0.5)
+    change = changes(report)["crosshead_grammar", "acc"]
+    assert change["change"] == pytest.approx(scores(report, 1)["crosshead_grammar", "acc"]["score"] - row["score"])
+    assert f"{change['change']:+.4f}  [{change['interval'][0]:+.4f}, {change['interval'][1]:+.4f}]" in out
+
+
+def test_a_model_does_not_differ_from_itself(evaluated):
+    report, out = evaluated("ours ours --suite offline --limit 12 --compare")
+    for row in changes(report).values():
+        assert (row["change"], row["items_that_differ"], row["verdict"]) == (0, 0, "equal")
+    assert changes(report)["crosshead_prose", "word_perplexity"]["interval"] == [0, 0]
+    assert "equal" in out
+
+
+def test_a_layer_that_is_gone_is_missed(evaluated):
+    report, _ = evaluated("trained zeroed --suite offline --compare")
+    row = changes(report)["crosshead_prose", "word_perplexity"]
+    assert row["verdict"] == "worse"
+    assert row["interval"][0] > 0.02
+    assert row["items_that_differ"] == row["items"] > 30
+    better = evaluated("zeroed trained --suite offline --compare")[0]
+    assert changes(better)["crosshead_prose", "word_perplexity"]["verdict"] == "better"
+
+
+def test_a_random_model_is_at_chance_and_one_that_learnt_letters_is_not_lost(evaluated):
+    report, _ = evaluated("trained ours --suite offline")
+    random, trained = scores(report, 1), scores(report)
+    row = random["crosshead_grammar", "acc"]
+    assert abs(row["score"] - 0.5) < 3 * row["standard_error"]
+    assert (
+        trained["crosshead_prose", "word_perplexity"]["score"] < random["crosshead_prose", "word_perplexity"]["score"]
+    )
+
+
+@pytest.mark.slow
+def test_plain_lm_eval_says_the_same_without_crosshead(place, evaluated):
+    """On a published folder, with its own code: the batch size must be the same, since sums round differently."""
+    report, _ = evaluated("ours --suite offline --batch-size 1")
+    asked = ["--tasks", "crosshead_grammar,crosshead_prose", "--include_path", str(TASKS), "--batch_size", "1"]
+    model = ["--model", "hf", "--model_args", "pretrained=ours,trust_remote_code=True", "--device", "cpu"]
+    alone = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(place / "home")}
+    command = [sys.executable, "-P", "-c", PLAIN, *model, *asked, "--output_path", "plain"]
+    done = subprocess.run(command, env=os.environ | alone, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-2000:]
+    (file,) = (place / "plain").rglob("*.json")
+    plain = json.loads(file.read_text())["results"]
+    for (task, metric), row in scores(report).items():
+        assert plain[task][f"{metric},none"] == row["score"]
+    assert (
+        plain["crosshead_grammar"]["acc_stderr,none"] == scores(report)["crosshead_grammar", "acc"]["standard_error"]
+    )
+
+
+def test_batches_change_nothing_but_rounding(evaluated):
+    one, _ = evaluated("trained --suite offline --limit 12 --batch-size 1")
+    many, _ = evaluated("trained --suite offline --limit 12 --batch-size auto")
+    for key, row in scores(one).items():
+        assert scores(many)[key]["score"] == pytest.approx(row["score"], rel=1e-4)
+
+
+def test_tasks_of_a_users_own(place, evaluated):
+    write_task(place / "mine", "my_choice", CHOICE, num_fewshot=2, fewshot_split="test")
+    write_task(place / "mine", "my_prose", ROLLING)
+    write_task(place / "mine", "my_word", WORD)
+    write_task(place / "mine", "my_text", WRITTEN, generation_kwargs={"until": ["."], "max_gen_toks": 5})
+    command = "trained zeroed --tasks my_choice,my_prose,my_word,my_text --include-path mine --compare"
+    report, _ = evaluated(command)
+    found = scores(report)
+    perplexities = {("my_prose", name) for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")}
+    others = {("my_choice", "acc"), ("my_choice", "acc_norm"), ("my_word", "perplexity"), ("my_word", "acc")}
+    assert found.keys() == perplexities | others | {("my_text", "exact_match")}
+    assert changes(report).keys() == found.keys()
+    assert found["my_choice", "acc"]["shots"] == 2
+    assert all(row["standard_error"] is not None for row in found.values())
+    assert {row["items"] for row in found.values()} == {len(ITEMS)}
+    assert report["suite"]["name"] == "tasks"
+    assert report["compared"][0]["left_out"] == []
+    again, _ = evaluated(command)
+    assert again == report
+
+
+def test_what_is_no_mean_over_items_is_not_compared(place, evaluated):
+    metrics = [
+        {"metric": name, "aggregation": how, "higher_is_better": True} for name, how in (("acc", "mean"), ("f1", "f1"))
+    ]
+    write_task(place / "mine", "yes_or_no", CHOICE, ITEMS[:2], metric_list=metrics)
+    report, out = evaluated("trained zeroed --tasks yes_or_no --include-path mine --compare")
+    assert changes(report).keys() == {("yes_or_no", "acc")}
+    assert "not compared: yes_or_no, f1, which is no mean over items\n" in out
+
+
+def test_what_does_not_fit_is_counted(place, evaluated):
+    items = [{"text": "a b c " * 40 * count, "choices": ["x", "y"], "label": 0} for count in (1, 1, 4)]
+    write_task(place / "mine", "long", CHOICE, items)
+    report, out = evaluated("trained --tasks long --include-path mine")
+    assert [row["items_cut"] for row in scores(report).values()] == [1, 1]
+    assert "long: 1 of 3 items are longer than the context of trained (512 tokens): their beginning was cut off" in out
+
+
+def test_a_model_that_knows_nothing_is_shown_as_so_many_times_worse():
+    row = {"change": 41.0, "interval": [9.0, 50.0], "scale": "part of the first"}
+    assert eval_report._change(row) == "x42  [+900.00%, x51]"
+
+
+def test_json_goes_to_stdout_alone(place, capfd, monkeypatch):
+    status, out, err = run(capfd, monkeypatch, "eval trained --suite offline --limit 2 --json --out other.json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == json.loads((place / "other.json").read_text())
+
+
+@pytest.mark.slow
+def test_groups(place, evaluated):
+    """By size or not, as the group says, for scores and for differences alike."""
+    write_task(place / "mine", "six", CHOICE)
+    write_task(place / "mine", "two", CHOICE, ITEMS[1:3])
+    for name, by_size in (("by_size", True), ("by_task", False), ("apart", None)):
+        wanted = [{"metric": "acc", "aggregation": "mean", "weight_by_size": by_size}]
+        group = {
+            "group": name,
+            "task": ["six", "two"],
+            **({} if by_size is None else {"aggregate_metric_list": wanted}),
+        }
+        (place / "mine" / f"{name}.yaml").write_text(yaml.safe_dump(group))
+    reports = {}
+    for name in ("by_size", "by_task", "apart"):
+        reports[name], _ = evaluated(f"trained zeroed --tasks {name} --include-path mine --compare")
+    apart = [scores(reports["apart"], model) for model in (0, 1)]
+    assert apart[0].keys() == {(task, metric) for task in ("six", "two") for metric in ("acc", "acc_norm")}
+    six, two = ([model[task, "acc"]["score"] for model in apart] for task in ("six", "two"))
+    for name, weights in (("by_size", (6 / 8, 2 / 8)), ("by_task", (1 / 2, 1 / 2))):
+        expected = [weights[0] * one + weights[1] * other for one, other in zip(six, two, strict=True)]
+        found = [scores(reports[name], model)[name, "acc"] for model in (0, 1)]
+        assert [row["score"] for row in found] == pytest.approx(expected)
+        assert [row["items"] for row in found] == [8, 8]
+        assert changes(reports[name])[name, "acc"]["change"] == pytest.approx(expected[1] - expected[0])

@@ -1,0 +1,155 @@
+"""What `crosshead eval` refuses: one clear line each."""
+
+import datasets
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    LlamaForSequenceClassification,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import toys
+from broken import edit_json, run
+from toy_checkpoints import write_stock
+from toy_eval import CHOICE, ROLLING, WRITTEN, write_scorable, write_task
+
+SMALL = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8, "vocab_size": 61}
+T5 = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 61}
+OFFLINE = "--suite offline"
+MINE = "--include-path mine --tasks"
+ITEM = {"text": "the cat", "choices": ["a", "b"], "label": 0}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_scorable(toys.stock_model("Llama"), folder / "model")
+    write_scorable(toys.stock_model("Qwen3"), folder / "qwen")
+    write_scorable(BertForMaskedLM(BertConfig(**SMALL)), folder / "bert")
+    write_scorable(T5ForConditionalGeneration(T5Config(**T5)), folder / "t5")
+    write_scorable(LlamaForSequenceClassification(toys.stock_config("Llama")), folder / "classifier")
+    write_stock(folder / "endless")
+    for model, kept in (("model", "mute"), ("qwen", "empty")):  # without tokenizer
+        toys.stock_model({"model": "Llama", "qwen": "Qwen3"}[model]).save_pretrained(folder / kept)
+    write_scorable(toys.stock_model("Llama", vocab_size=20), folder / "small")
+    write_scorable(toys.stock_model("Llama"), folder / "foreign")
+    auto = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
+    edit_json(folder / "foreign", "config.json", model_type="own", auto_map=auto)
+    (folder / "foreign" / "own.py").write_text("raise SystemExit('this ran')\n")
+    write_scorable(toys.stock_model("Llama"), folder / "deeper")
+    edit_json(folder / "deeper", "config.json", num_hidden_layers=3)
+    broken = toys.stock_model("Llama")
+    torch.nn.init.constant_(broken.model.norm.weight, torch.nan)
+    write_scorable(broken, folder / "broken")
+    write_scorable(toys.stock_model("Llama"), folder / "strange")
+    edit_json(folder / "strange", "config.json", model_type="strange")
+    write_scorable(toys.stock_model("Llama"), folder / "weightless")
+    (folder / "weightless" / "model.safetensors").rename(folder / "weightless" / "pytorch_model.bin")
+    return folder
+
+
+@pytest.fixture
+def place(models, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "done.json").write_text("{}")
+    mine = tmp_path / "mine"
+    write_task(mine, "blank", ROLLING, [{"text": "the cat"}, {"text": " \n"}])
+    write_task(mine, "no_answer", CHOICE, [ITEM, ITEM | {"choices": ["a", ""]}])
+    write_task(mine, "endless_answer", CHOICE, [ITEM | {"choices": ["a", "b " * 200]}])
+    write_task(mine, "long_answer", WRITTEN, [ITEM], generation_kwargs={"until": ["."], "max_gen_toks": 128})
+    write_task(mine, "runs_code", WRITTEN, [ITEM], unsafe_code=True)
+    write_task(mine, "far_away", CHOICE, dataset_path="org/none", dataset_kwargs=None)
+    (mine / "both.yaml").write_text("group: both\ntask: [blank, no_answer]\n")
+    (mine / "hidden.yaml").write_text("group: hidden\ntask: [runs_code]\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (f"./none {OFFLINE}", "'./none' is no folder: give the folder of a model, or its name on the Hub"),
+        (f"file.txt {OFFLINE}", "'file.txt' is no folder"),
+        (f"nothing {OFFLINE}", "nothing has no config.json"),
+        (
+            f"org/none {OFFLINE}",
+            "'org/none' is no folder, and its configuration cannot be loaded from the Hub: We couldn't",
+        ),
+        (f"bert {OFFLINE}", "bert is a BertForMaskedLM, not a causal language model"),
+        (f"t5 {OFFLINE}", "t5 is a T5ForConditionalGeneration, not a causal language model"),
+        (f"classifier {OFFLINE}", "classifier is a LlamaForSequenceClassification, not a causal"),
+        (f"strange {OFFLINE}", "the configuration of strange cannot be loaded"),
+        (f"mute {OFFLINE}", "the tokenizer of mute cannot be loaded"),
+        (f"empty {OFFLINE}", "empty has no tokenizer that knows any words: copy the tokenizer's files into it"),
+        (f"endless {OFFLINE}", "the tokenizer of endless has neither bos_token nor eos_token"),
+        (f"small {OFFLINE}", "but the model's vocabulary ends at 19: they do not belong together"),
+        (
+            f"foreign {OFFLINE}",
+            "foreign brings code of its own, which loading would run: look at it, then say --trust",
+        ),
+        (
+            f"broken {OFFLINE}",
+            "item 0 of crosshead_grammar has the log likelihood nan: the model's weights are broken",
+        ),
+        (f"deeper {OFFLINE}", "deeper lacks 9 tensors, model.layers.2"),
+        (f"weightless {OFFLINE}", "the model of weightless cannot be loaded"),
+        (
+            "model --suite ofline",
+            "there is no suite 'ofline': use kha, mea, mea-reasoning, moh-llama3, moh-llm, offline",
+        ),
+        ("model --suite ofline", "did you mean 'offline'?"),
+        (f"model {OFFLINE} --compare", "a comparison needs two models or more"),
+        (f"model {OFFLINE} --limit 0", "limit=0 is not allowed: use a number of items from 1 up"),
+        (f"model {OFFLINE} --batch-size many", "batch_size='many' is not allowed: use auto, or a number from 1 up"),
+        (f"model {OFFLINE} --batch-size 0", "batch_size=0 is not allowed"),
+        (f"model {OFFLINE} --out done.json", "done.json exists: give another --out, or --overwrite"),
+        (f"model {OFFLINE} --out far/away.json", "--out far/away.json is in a folder that does not exist"),
+        ("model --tasks blank --include-path none", "--include-path none is no folder"),
+        (f"model {MINE} blank", "item 1 of blank has an empty text: take it out of the task's data"),
+        (f"model {MINE} no_answer", "item 1 of no_answer has an empty text"),
+        (
+            f"model {MINE} endless_answer",
+            "item 0 of endless_answer has an answer longer than the model's context of 128",
+        ),
+        (
+            f"model {MINE} long_answer",
+            "long_answer lets a model write 128 tokens, but the context of this one has 128",
+        ),
+        (f"model {MINE} runs_code", "runs_code would run, on this machine, code that the model writes: allow it with"),
+        pytest.param(f"model {MINE} hidden", "runs_code would run, on this machine, code", marks=pytest.mark.slow),
+        pytest.param(f"model {MINE} blank,both", "the task blank is asked for twice", marks=pytest.mark.slow),
+        (f"model {MINE} far_away", "the task far_away cannot be loaded ("),
+        (f"model {MINE} far_away", "): check the connection; `--suite offline` needs none"),
+        pytest.param("model --tasks helaswag", "there is no task 'helaswag'; did you mean", marks=pytest.mark.slow),
+        pytest.param("model --tasks helaswag", "'hellaswag'", marks=pytest.mark.slow),
+        ("model --tasks ,", "--tasks names no task: give one or more, joined by commas"),
+    ],
+)
+def test_one_clear_line(place, capfd, monkeypatch, command, words):
+    status, out, err = run(capfd, monkeypatch, f"eval {command}")
+    assert (status, out) == (1, "")
+    assert err.startswith("crosshead: error: ")
+    assert err.count("\n") == 1
+    assert words in err
+    assert not (place / "eval.json").exists()
+
+
+def test_a_suite_and_tasks(place, capfd, monkeypatch):
+    status, out, err = run(capfd, monkeypatch, "eval model --suite quick --tasks piqa")
+    assert (status, out) == (2, "")
+    assert "give --suite or --tasks, not both" in err
+
+
+def test_code_that_is_trusted_runs(place, capfd, monkeypatch):
+    status, _, err = run(capfd, monkeypatch, f"eval foreign {OFFLINE} --trust-remote-code")
+    assert "this ran" in f"{status}{err}"

@@ -1,0 +1,92 @@
+"""The shipped suites: what they hold, and that the installed harness knows it."""
+
+import pytest
+import yaml
+
+from crosshead.evals import eval_suite
+from crosshead.evals.errors import EvalError
+from crosshead.evals.eval_suite import read_suite, suite_names
+from crosshead.evals.eval_tasks import TASKS
+
+ROWS = {"moh-llm": 6, "moh-llama3": 14, "mea": 6, "mea-reasoning": 11, "kha": 19, "quick": 4, "offline": 2}
+"""Rows of the papers' tables, those that the harness lacks included."""
+SHOTS = {"MMLU": 5, "CEVAL": 5, "CMMLU": 5, "GSM8K": 8, "HellaSwag": 10, "BoolQ": 32, "NQ": 32, "ARC-C": 25}
+"""Of moh-llama3, as its table says; the other six have none."""
+NAMED_ELSEWHERE = {
+    ("humaneval_plus", "pass@1"): "pass_at_k",
+    ("mbpp", "pass_at_1"): "utils",
+    ("mbpp_plus", "pass_at_1"): "utils",
+}
+"""Metrics that a task's own code names: what stands in its YAML."""
+
+
+@pytest.fixture(scope="module")
+def harness():
+    """The installed harness's index, and what each entry says."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=str(TASKS))
+
+
+def leaves(harness, name):
+    """The configurations of a task, or of all tasks of a group or tag."""
+    entry = harness.task_index[name]
+    if entry.kind.name == "TAG":
+        return [leaf for member in entry.tags for leaf in leaves(harness, member)]
+    if entry.kind.name == "GROUP":
+        return [leaf for member in entry.cfg["task"] for leaf in leaves(harness, member)]
+    return [entry.cfg]
+
+
+def test_rows_of_the_papers():
+    assert {name: len(read_suite(name).benchmarks) + len(read_suite(name).missing) for name in suite_names()} == ROWS
+    llama = {each.name: each.shots for each in read_suite("moh-llama3").benchmarks}
+    assert {name: shots for name, shots in llama.items() if shots} == SHOTS
+    for name in ("moh-llm", "mea", "offline"):
+        assert {each.shots for each in read_suite(name).benchmarks} == {0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_the_harness_knows_every_task_and_metric(harness, name):
+    for each in read_suite(name).benchmarks:
+        assert each.task in harness.task_index, each.task
+        for config in leaves(harness, each.task):
+            metrics = [entry["metric"] for entry in config["metric_list"]]
+            named = NAMED_ELSEWHERE.get((each.task, each.metric))
+            assert any(named in metric for metric in metrics) if named else each.metric in metrics, config["task"]
+            filters = [entry["name"] for entry in config.get("filter_list", [])] or ["none"]
+            assert each.filter in filters, config["task"]
+        group = harness.task_index[each.task].cfg
+        if "group" in group:
+            assert each.metric in [entry["metric"] for entry in group["aggregate_metric_list"]]
+
+
+@pytest.mark.slow
+def test_what_is_said_to_be_missing_is(harness):
+    known = [name.lower().replace("_", "").replace("-", "") for name in harness.all_tasks]
+    for suite in ("mea-reasoning", "kha"):
+        for name in read_suite(suite).missing:
+            wanted = name.lower().replace("-", "").replace("hard", "")
+            assert wanted not in known
+            assert name == "PHYSICS" or not any(task.startswith(wanted) for task in known), name
+
+
+@pytest.mark.slow
+def test_a_task_that_the_harness_dropped_is_noticed(harness):
+    with pytest.raises(KeyError):
+        leaves(harness, "sciqq")
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"source": "x", "benchmark": []}, "unknown key 'benchmark'; did you mean 'benchmarks'"),
+        ({"source": "x", "benchmarks": [{"name": "a", "task": "b", "shot": 1}]}, "key 'shot'; did you mean 'shots'"),
+    ],
+)
+def test_an_unknown_key_is_an_error(tmp_path, monkeypatch, content, words):
+    monkeypatch.setattr(eval_suite, "SUITES", tmp_path)
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"benchmarks": []} | content))
+    with pytest.raises(EvalError, match=words):
+        read_suite("mine")

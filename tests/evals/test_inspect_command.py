@@ -1,0 +1,238 @@
+"""`crosshead inspect`: the two files it writes, and what it refuses."""
+
+import json
+import os
+import re
+
+import pytest
+import torch
+from huggingface_hub import constants
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification
+
+import toys
+from broken import edit_json, run, snapshot
+from crosshead.evals.inspect_files import write_report
+from crosshead.evals.inspect_model import pieces_of
+from crosshead.evals.inspect_page import page_text
+from toy_checkpoints import character_tokenizer, write_model, write_stock
+
+TEXT = "the cat sat on the mat."
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    write_stock(tmp_path / "source", "Qwen3")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda *arguments: run(capfd, monkeypatch, ["inspect", *arguments])
+
+
+def measured(line, *arguments):
+    status, out, err = line(*arguments, "--out", "report.html")
+    assert (status, out, err) == (0, "wrote report.json and report.html\n", "")
+    with open("report.json", encoding="utf-8") as file:
+        return json.load(file)
+
+
+def test_the_page_is_made_of_the_json_and_of_nothing_outside(place, line):
+    report = measured(line, "source", "--text", TEXT)
+    assert sorted(path.name for path in place.iterdir()) == ["report.html", "report.json", "source"]
+    page = (place / "report.html").read_text(encoding="utf-8")
+    assert page == page_text(report)
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)|\bsrc=|<link|@import|url\(|fetch\(|XMLHttp", page)
+    assert "default-src 'none'" in page
+    assert str(place) not in page
+    assert not re.search(r"\{\{\w+\}\}", page)
+    assert report["longest_text"] == 512
+    (model,) = report["models"]
+    assert (model["name"], model["layers"], model["query_heads"], model["key_value_heads"]) == ("source", 2, 4, 2)
+    (text,) = model["texts"]
+    assert text["name"] == TEXT
+    assert "".join(text["tokens"]) == TEXT
+    assert text["starts"] == list(range(len(TEXT)))
+    means = [layer["mean_similarity"]["patterns"] for layer in text["layers"]]
+    assert text["mean_similarity"]["patterns"] == pytest.approx(sum(means) / 2, rel=1e-4)
+
+
+def test_a_text_cannot_break_out_of_the_page(place, line):
+    (place / "text.txt").write_text('</script><script>alert("1")</script><!-- {{data}}')
+    report = measured(line, "source", "--text", "text.txt")
+    page = (place / "report.html").read_text(encoding="utf-8")
+    before, _, rest = page.partition('id="data">')
+    data, _, after = rest.partition("</script>")
+    assert json.loads(data) == report
+    assert '"1"' not in before + after
+
+
+@pytest.mark.parametrize("case", toys.CASES)
+def test_every_mechanism(place, line, case):
+    model = toys.mixed_model("Qwen2", toys.CASES[case])
+    write_model(model, place / "mixed")
+    (record,) = measured(line, "mixed", "--text", TEXT)["models"]
+    assert record["mixers"] == model.config.mixers
+    assert record["parameters"] == model.num_parameters()
+    assert set(record["mechanisms"]) == set(toys.CASES[case])
+    assert {matrix["mechanism"] for matrix in record["matrices"]} <= set(toys.CASES[case])
+    routes = [layer["routing"] is not None for layer in record["texts"][0]["layers"]]
+    assert routes == ["mixture" in toys.CASES[case]] * 2
+
+
+def test_load_and_scores_are_those_of_the_routers(place, line):
+    mixers = {"mixture": {"shared_heads": 1, "active_heads": 3}}
+    model = toys.mixed_model("Llama", mixers)
+    write_model(model, place / "mixed")
+    (record,) = measured(line, "mixed", "--text", TEXT)["models"]
+    tokens = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
+    with torch.no_grad():
+        scores = model(tokens, output_head_router_scores=True).head_router_scores
+    for layer, probabilities in zip(record["texts"][0]["layers"], scores, strict=True):
+        routing = layer["routing"]
+        selected = torch.zeros_like(probabilities).scatter(-1, probabilities.topk(2, dim=-1).indices, 1.0)
+        assert routing["load"] == pytest.approx([1.0, *selected[0].mean(0).tolist()], abs=1e-4)
+        assert routing["mean_score"][0] is None
+        assert routing["mean_score"][1:] == pytest.approx(probabilities[0].mean(0).tolist(), rel=1e-3)
+
+
+def test_two_models_and_several_texts(place, line):
+    write_model(toys.mixed_model("Llama", {"differential": {}}), place / "mixed")
+    (place / "other.txt").write_text("another text, in a file")
+    report = measured(line, "source", "mixed", "--text", TEXT, "--text", "other.txt")
+    assert [model["name"] for model in report["models"]] == ["source", "mixed"]
+    for model in report["models"]:
+        assert [text["name"] for text in model["texts"]] == [TEXT, "other.txt"]
+    labels = report["models"][1]["texts"][0]["layers"][0]["labels"]
+    assert labels == ["0", "1", "softmax 0", "softmax 1", "softmax 2", "softmax 3"]
+
+
+def test_one_token_is_enough(place, line):
+    (text,) = measured(line, "source", "--text", "a")["models"][0]["texts"]
+    assert text["tokens"] == ["a"]
+    assert text["layers"][0]["measures"]["entropy"] == [0.0] * 4
+
+
+def test_overwrite(place, line):
+    measured(line, "source", "--text", TEXT)
+    for name in ("report.html", "report.json"):
+        before = snapshot(place)
+        status, out, err = line("source", "--text", TEXT, "--out", "report.html")
+        assert (status, out) == (1, "")
+        assert err == f"crosshead: error: {name} exists: choose another name, or add --overwrite\n"
+        assert snapshot(place) == before
+        (place / "report.html").unlink(missing_ok=True)
+    assert line("source", "--text", "another", "--out", "report.html", "--overwrite")[0] == 0
+    assert json.loads((place / "report.json").read_text())["models"][0]["texts"][0]["name"] == "another"
+
+
+@pytest.fixture
+def broken(place):
+    """Folders that are no complete causal language model."""
+    write_stock(place / "short", max_position_embeddings=20)
+    write_stock(place / "roomy", max_position_embeddings=1000)
+    write_stock(place / "small", vocab_size=30)
+    write_stock(place / "bare")
+    for file in (place / "bare").glob("*token*"):
+        file.unlink()
+    others = {
+        "gpt2": GPT2LMHeadModel(
+            GPT2Config(vocab_size=61, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=1)
+        ),
+        "classifier": LlamaForSequenceClassification(toys.stock_config("Llama")),
+        "backbone": toys.stock_model("Llama").model,
+    }
+    for name, model in others.items():
+        model.save_pretrained(place / name)
+        character_tokenizer().save_pretrained(place / name)
+    write_stock(place / "headless")
+    edit_json(place / "headless", "config.json", num_hidden_layers=3)
+    (place / "binary.txt").write_bytes(b"a\0b")
+    (place / "latin.txt").write_bytes("für".encode("latin-1"))
+    (place / "empty.txt").write_text(" \n")
+    (place / "long.txt").write_text("many words " * 60)
+    (place / "report.json.html").mkdir()
+    return place
+
+
+REFUSED = [
+    (["source", "--text", " "], "the text '' is empty"),
+    (["source", "--text", "empty.txt"], "the text empty.txt is empty"),
+    (["roomy", "--text", "long.txt"], "has 660 tokens, and a page holds 512 at most: keep its first 512 characters"),
+    (["short", "--text", TEXT], "has 23 tokens, and short takes 20 at most: keep its first 20 characters"),
+    (["source", "short", "--text", TEXT], "has 23 tokens, and short takes 20 at most"),
+    (["source", "--text", "none.txt"], "the text none.txt is no file: give one"),
+    (["source", "--text", "source/none"], "the text source/none is no file"),
+    (["source", "--text", "binary.txt"], "binary.txt is a binary file"),
+    (["source", "--text", "latin.txt"], "latin.txt is no UTF-8 text"),
+    (["source", "--text", TEXT, "--text", TEXT], f"two texts are called {TEXT}"),
+    (["small", "--text", "[z]"], "the tokenizer of small gives the token"),
+    (["bare", "--text", TEXT], "'bare' has no tokenizer that loads: save one beside the model"),
+    (["gpt2", "--text", TEXT], "'gpt2' has model_type='gpt2', which cannot be looked into: allowed are llama, qwen2"),
+    (["classifier", "--text", TEXT], "'classifier' is a LlamaForSequenceClassification, not a causal"),
+    (["backbone", "--text", TEXT], "'backbone' is a LlamaModel, not a causal language model"),
+    (["headless", "--text", TEXT], "'headless' lacks 9 tensors, model.layers.2.input_layernorm.weight first"),
+    (["./none", "--text", TEXT], "'./none' is no folder, and on the Hub it cannot be loaded"),
+    (["org/none", "--text", TEXT], "'org/none' is no folder, and on the Hub it cannot be loaded"),
+    (["source", "--text", TEXT, "--out", "report"], "report does not end in .html"),
+    (["source", "--text", TEXT, "--out", "none/report.html"], "none is no folder: make it first"),
+    (["source", "--text", TEXT, "--out", "report.json.html"], "report.json.html is a folder"),
+]
+
+
+@pytest.mark.slow
+def test_what_cannot_be_shown_is_one_line_and_leaves_nothing(broken, line):
+    before = snapshot(broken)
+    for arguments, words in REFUSED:
+        out_option = [] if "--out" in arguments else ["--out", "report.html"]
+        status, out, err = line(*arguments, *out_option)
+        assert (status, out) == (1, ""), arguments
+        assert err.startswith("crosshead: error: ") and err.count("\n") == 1, err
+        assert words in err
+        assert snapshot(broken) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["source", "--out", "report.html"], "--text"),
+        (["source", "--text", TEXT], "--out"),
+        (["--text", TEXT, "--out", "report.html"], "Missing argument"),
+        (["source", "--texts", TEXT, "--out", "report.html"], "--text"),
+        (["a", "b", "c", "--text", TEXT, "--out", "report.html"], "unexpected extra argument"),
+    ],
+)
+def test_wrong_usage(place, line, arguments, words):
+    status, out, err = line(*arguments)
+    assert (status, out) == (2, "")
+    assert words in err
+
+
+def test_a_full_disk_leaves_nothing(place, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    report = {"longest_text": 512, "top": 5, "models": []}
+    monkeypatch.setattr("pathlib.Path.replace", full)
+    with pytest.raises(ValueError, match=r"report\.html cannot be written: No space left on device"):
+        write_report(report, place / "report.html")
+    assert [path.name for path in place.iterdir()] == ["source"]
+
+
+def test_a_folder_without_permission(place, line, monkeypatch):
+    (place / "closed").mkdir()
+    monkeypatch.setattr(os, "access", lambda folder, _: folder.name != "closed")  # root may write anywhere
+    status, _, err = line("source", "--text", TEXT, "--out", "closed/report.html")
+    assert status == 1
+    assert err == "crosshead: error: closed cannot be written to: choose another folder\n"
+
+
+def test_pieces_are_the_text_with_its_spaces():
+    text = "Ein  Käse 🧀!"
+    spans = [(0, 0), (0, 3), (5, 9), (10, 11), (10, 11), (10, 11), (11, 12), (0, 0)]
+    names = ["<s>", *"abcdef", "</s>"]
+    pieces, starts = pieces_of(text, spans, names)
+    assert pieces == ["<s>", "Ein", "  Käse", " 🧀", "", "", "!", "</s>"]
+    assert starts == [0, 0, 3, 9, 11, 11, 11, 12]

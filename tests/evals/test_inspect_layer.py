@@ -1,0 +1,255 @@
+"""What is measured of a layer: seen as it happens, and equal to the definitions written as loops."""
+
+import base64
+import math
+import zlib
+
+import numpy as np
+import pytest
+import torch
+
+import toys
+from crosshead.evals.inspect_layer import (
+    layer_record,
+    map_measures,
+    mean_of_pairs,
+    output_similarity,
+    pattern_similarity,
+    value_norms,
+)
+from crosshead.evals.inspect_matrices import joined, matrix_records
+from crosshead.evals.inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
+from crosshead.evals.inspect_watch import watching
+
+LENGTH = 9
+CASES = {"stock": {}, **toys.CASES}
+
+
+def unpack(packed):
+    raw = zlib.decompress(base64.b64decode(packed["data"]))
+    return np.frombuffer(raw, {8: "<i1", 16: "<i2"}[packed["bits"]]).astype(float)
+
+
+def numbers(packed):
+    return torch.tensor(unpack(packed) * packed["scale"]).reshape(packed["shape"])
+
+
+def maps(packed):
+    """Attention maps as the page reads them."""
+    count, size, _ = packed["shape"]
+    levels = iter(unpack(packed))
+    found = torch.zeros(count, size, size, dtype=torch.float64)
+    for head in range(count):
+        for query in range(size):
+            for key in range(query + 1):
+                level = next(levels) / 127
+                found[head, query, key] = math.copysign(level * level, level) * packed["scale"]
+    return found
+
+
+def random_maps(heads=3, size=7, seed=0):
+    logits = torch.randn(heads, size, size, generator=torch.Generator().manual_seed(seed))
+    hidden = torch.ones(size, size).triu(1).bool()
+    return logits.mul(2).masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def see(backbone, mixers):
+    """A model, its tokens, and what was seen of each layer."""
+    model = toys.mixed_model(backbone, mixers) if mixers else toys.stock_model(backbone)
+    tokens, found = toys.tokens(1, LENGTH), []
+    for layer in model.model.layers:
+        before = dict(layer.self_attn.named_modules())
+        with torch.no_grad(), watching(layer.self_attn, found.append):
+            watched = model(tokens).logits
+        assert dict(layer.self_attn.named_modules()) == before
+    with torch.no_grad():
+        assert torch.equal(watched, model(tokens).logits)
+    return model, tokens, found
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+def test_what_is_seen_is_what_happened(backbone, case):
+    model, tokens, found = see(backbone, CASES[case])
+    inputs = []
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda module, given: inputs.append(given[0][0]))
+        for layer in model.model.layers
+    ]
+    with torch.no_grad():
+        outputs = model(tokens, output_attentions=True)
+    for hook in hooks:
+        hook.remove()
+    assert len(found) == len(outputs.attentions) == 2
+    for layer, seen in enumerate(found):
+        assert torch.equal(seen.weights, outputs.attentions[layer][0])
+        assert torch.equal(seen.output.flatten(1), inputs[layer])
+        weights = seen.weights.unsqueeze(0)
+        mixers = getattr(model.model.layers[layer].self_attn, "mixers", {})
+        for mixer in mixers.values():
+            weights = mixer.output_weights(weights)
+        made = torch.nn.functional.normalize(made_of(weights[0], seen), dim=-1)
+        # What differential norms afterwards points the same way.
+        assert torch.allclose(made, torch.nn.functional.normalize(seen.made, dim=-1), atol=1e-5)
+        routes = "mixture" in mixers
+        assert (seen.routing is not None) == routes
+        if routes:
+            gates, probabilities = seen.routing
+            assert torch.allclose(probabilities.sum(-1), torch.ones(LENGTH))
+            assert (gates != 0).sum(-1).tolist() == [mixers["mixture"].settings["active_heads"]] * LENGTH
+
+
+def made_of(weights, seen):
+    """Head outputs (T, heads, features), head by head from weights and values."""
+    features = seen.made.shape[-1]
+    values = seen.values
+    if features != values.shape[-1]:  # pairs of heads side by side
+        values = torch.cat([values[0::2], values[1::2]], dim=-1)
+    group = len(weights) // len(values)
+    return torch.stack([weights[head] @ values[head // group] for head in range(len(weights))], dim=1)
+
+
+def test_similarities_are_those_of_the_paper():
+    weights, outputs = random_maps(), torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(1))
+    patterns, cosines = pattern_similarity(weights), output_similarity(outputs)
+    for i in range(3):
+        for j in range(3):
+            distances = [float((weights[i, t] - weights[j, t]).abs().sum()) for t in range(7)]
+            assert patterns[i, j] == pytest.approx(1 - sum(distances) / 7 / 2, abs=1e-6)
+            turned = [
+                float(outputs[t, i] @ outputs[t, j] / outputs[t, i].norm() / outputs[t, j].norm()) for t in range(7)
+            ]
+            assert cosines[i, j] == pytest.approx(sum(turned) / 7, abs=1e-6)
+    pairs = [float(patterns[i, j]) for i in range(3) for j in range(3) if i != j]
+    assert mean_of_pairs(patterns) == pytest.approx(sum(pairs) / 6, abs=1e-5)
+    assert mean_of_pairs(patterns[:1, :1]) is None
+
+
+def test_measures_are_what_they_say():
+    weights = random_maps()
+    found = map_measures(weights)
+    for head in range(3):
+        rows = weights[head].tolist()
+        wanted = {
+            "first": sum(rows[t][0] for t in range(1, 7)) / 6,
+            "previous": sum(rows[t][t - 1] for t in range(1, 7)) / 6,
+            "own": sum(rows[t][t] for t in range(7)) / 7,
+            "distance": sum(rows[t][s] * (t - s) for t in range(7) for s in range(t + 1)) / 7,
+            "entropy": -sum(p * math.log2(p) for row in rows for p in row if p) / 7,
+        }
+        assert {name: float(each[head]) for name, each in found.items()} == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("signed", [False, True])
+def test_packed_maps_are_near_and_keep_their_sign(signed):
+    weights = random_maps()
+    if signed:
+        weights = 3 * weights - 2 * random_maps(seed=5)
+    packed = pack_maps(weights)
+    scale = packed["scale"]
+    assert scale == (pytest.approx(float(weights.abs().max())) if signed else 1.0)
+    read = maps(packed) / scale
+    roots = weights.double().abs().div(scale).sqrt() * weights.sign()
+    assert torch.allclose(read.abs().sqrt() * read.sign(), roots, atol=0.5 / 127 + 1e-6)
+
+
+def test_packed_numbers_and_indices():
+    values = torch.tensor([[0.5, -2.0, 0.0], [1e-5, 2.0, 1.25]])
+    assert torch.allclose(numbers(pack_numbers(values)), values.double(), atol=2 / 32767)
+    assert numbers(pack_numbers(torch.zeros(2, 2))).tolist() == [[0, 0], [0, 0]]
+    assert numbers(pack_indices(torch.tensor([-1, 511]))).tolist() == [-1, 511]
+    assert plain(torch.tensor([[1 / 3, torch.nan]])) == [[0.33333, None]]
+    assert rounded(math.inf) is None
+
+
+@pytest.mark.parametrize("case", ["stock", "explicit", "differential"])
+def test_norms_are_of_what_a_head_takes_and_gives(case):
+    _, _, found = see("Llama", CASES[case])
+    seen = found[1]
+    values = list(seen.values)
+    if case == "differential":
+        values = [torch.cat([values[0], values[1]], dim=-1)]
+    norms = torch.stack([value.square().sum(-1).sqrt() for value in values])
+    assert torch.allclose(value_norms(seen), norms)
+    record = layer_record(seen, [])
+    assert record["measures"]["value_norm"] == pytest.approx(norms.mean(-1).tolist(), rel=1e-4)
+    outputs = seen.output.square().sum(-1).sqrt()
+    assert record["measures"]["output_norm"] == pytest.approx(outputs.mean(0).tolist(), rel=1e-4)
+    assert torch.allclose(numbers(record["output_norms"]).float(), outputs.T, atol=1e-3 * float(outputs.max()))
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_the_greatest_weights_are_exact(case):
+    model, _, found = see("Llama", CASES[case])
+    mixers = list(getattr(model.model.layers[1].self_attn, "mixers", {}).values())
+    record = layer_record(found[1], mixers)
+    weights = found[1].weights.unsqueeze(0)
+    for mixer in mixers:
+        weights = mixer.output_weights(weights)
+    shown = list(weights[0])
+    if len(record["labels"]) > len(shown):
+        shown += list(found[1].weights)
+    assert len(record["labels"]) == len(shown)
+    for side, turn in (("keys", False), ("queries", True)):
+        places, sizes = unpack(record[side]["index"]), numbers(record[side]["weight"])
+        places = places.reshape(record[side]["index"]["shape"])
+        for head, each in enumerate(shown):
+            for token, row in enumerate((each.T if turn else each).tolist()):
+                wanted = sorted(range(LENGTH), key=lambda place: -abs(row[place]))[:5]
+                wanted = [place if row[place] else -1 for place in wanted]
+                assert places[head, token].tolist() == wanted
+                assert sizes[head, token].tolist() == pytest.approx(
+                    [row[at] if at >= 0 else 0 for at in wanted], abs=1e-3
+                )
+
+
+def test_what_mechanisms_have_learnt():
+    talking = toys.mixed_model("Llama", {"talking": {}}).model.layers[1].self_attn.mixers["talking"]
+    records = {record["name"]: record for record in matrix_records(1, "talking", talking)}
+    assert list(records) == ["logits", "weights", "weights x logits"]
+    product = talking.weights.weight.detach() @ talking.logits.weight.detach()
+    assert torch.allclose(shown(records["weights x logits"]).float(), product, atol=1e-3)
+    alone = toys.mixed_model("Llama", {"talking": {"on": ["logits"]}}).model.layers[0].self_attn.mixers["talking"]
+    assert list(alone.learnt()) == ["logits"]
+    differential = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers["differential"]
+    (record,) = matrix_records(1, "differential", differential)
+    assert shown(record).item() == pytest.approx(differential().item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("case", toys.MECHANISM_CASES)
+def test_every_matrix_of_every_mechanism_is_shown(case):
+    mixer = toys.mixed_model("Qwen3", toys.MECHANISM_CASES[case]).model.layers[0].self_attn.mixers[case]
+    matrices = {name: parameter for name, parameter in mixer.named_parameters() if parameter.ndim == 2}
+    records = {record["name"]: record for record in matrix_records(0, case, mixer)}
+    assert {name.removesuffix(".weight") for name in matrices} <= set(records)
+    for name, matrix in matrices.items():
+        assert torch.allclose(shown(records[name.removesuffix(".weight")]).float(), matrix.detach(), atol=1e-3)
+
+
+def shown(record):
+    read = numbers(record["values"])
+    return read + torch.eye(len(read)) if record["plus_identity"] else read
+
+
+def test_only_what_is_near_the_identity_is_kept_as_a_difference():
+    knocking = toys.mixed_model("Llama", {"knocking": {}})
+    with torch.no_grad():
+        mixer = knocking.model.layers[0].self_attn.mixers["knocking"]
+        mixer.value.up.weight.copy_(torch.eye(8) + 0.01)
+        mixer.value.gate.weight.fill_(0.01)
+    kept = {record["name"]: record["plus_identity"] for record in matrix_records(0, "knocking", mixer)}
+    assert kept["value.up"] and not kept["value.gate"]
+
+
+def test_a_long_side_is_drawn_as_root_mean_squares():
+    matrix = torch.arange(3 * 600.0).reshape(3, 600).sin()
+    drawn = joined(matrix)
+    assert drawn.shape == (3, 200)
+    for row in range(3):
+        for block in range(200):
+            part = matrix[row, 3 * block : 3 * block + 3]
+            assert drawn[row, block] == pytest.approx(float(part.square().mean().sqrt()), abs=1e-5)
+    assert joined(matrix[:, :257]).shape == (3, 129)
+    assert float(joined(matrix[:, :257])[0, -1]) == pytest.approx(abs(float(matrix[0, 256])), abs=1e-5)
+    assert torch.equal(joined(matrix[:, :256]), matrix[:, :256])

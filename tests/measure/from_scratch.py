@@ -1,0 +1,147 @@
+"""Every mechanism from scratch on the same text: held-out losses at toy size, over several seeds, as a table.
+
+usage: PYTHONPATH=tests:tests/measure python -P tests/measure/from_scratch.py FOLDER [--text FILE] [--tokens 1000000]
+
+The text is the prose that this CPython carries, unless another is given; a tenth of its documents is held out. All
+models see the same windows in the same order for the same seed, with the same schedule; they differ in `mixers` alone.
+The same command goes on where it was interrupted. The figures go to FOLDER/from_scratch.json, also while it runs:
+losses after the last token, in nats per token, and how far each lies from the baseline of the same seed.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from train_small import documents, train_tokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from crosshead.evals.bench_machine import machine
+from crosshead.recipes.data_options import DataOptions, DataSource
+from crosshead.recipes.schema import CheckpointOptions, ModelOptions, Recipe, TrainOptions
+from crosshead.recipes.train import train
+
+BASELINE = "baseline"
+CASES: dict[str, dict[str, Any]] = {
+    BASELINE: {},
+    "knocking, mlp": {"knocking": {"form": "mlp"}},
+    "knocking, linear": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},
+    "explicit": {"explicit": {}},
+    "talking": {"talking": {}},
+    "mixture, 75%": {"mixture": {"active_heads": 6, "shared_heads": 2}},
+    "mixture, 50%": {"mixture": {"active_heads": 4, "shared_heads": 2}},
+    "differential": {"differential": {}},
+}
+SHAPE: dict[str, Any] = {
+    "model_type": "crosshead_llama",
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+LENGTH, SEQUENCES = 256, 8
+DOCUMENT = 2000
+"""Characters, at least, of a document that a file of text is divided into."""
+
+
+def divided(text: str) -> list[str]:
+    """Paragraphs, joined until they are long enough: a source of one document would leave none to hold out."""
+    found: list[str] = [""]
+    for paragraph in text.split("\n\n"):
+        if len(found[-1]) >= DOCUMENT:
+            found.append("")
+        found[-1] += paragraph + "\n\n"
+    return found
+
+
+def prepare(folder: Path, text: Path | None) -> int:
+    """Write text and tokenizer, where they are not there yet; returns how many tokens there are in the vocabulary."""
+    tokenizer = folder / "tokenizer"
+    if not tokenizer.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        texts = documents() if text is None else divided(text.read_text(encoding="utf-8"))
+        lines = "".join(json.dumps({"text": each}) + "\n" for each in texts)
+        (folder / "text.jsonl").write_text(lines, encoding="utf-8")
+        train_tokenizer(texts).save_pretrained(str(tokenizer))
+    return len(json.loads((tokenizer / "tokenizer.json").read_bytes())["model"]["vocab"])
+
+
+def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> Recipe:
+    """One model's run."""
+    batch = LENGTH * SEQUENCES
+    return Recipe(
+        output=str(folder / "runs" / f"{name.replace(', ', '-').rstrip('%')}-{seed}"),
+        model=ModelOptions(
+            config=SHAPE | {"vocab_size": vocabulary, "mixers": CASES[name]}, tokenizer=str(folder / "tokenizer")
+        ),
+        data=DataOptions(
+            (DataSource(str(folder / "text.jsonl"), "jsonl"),),
+            length=LENGTH,
+            held_out=0.1,
+            cache=str(folder / "tokens"),
+        ),
+        train=TrainOptions(
+            learning_rate=3e-3,
+            tokens=tokens,
+            batch_tokens=batch,
+            micro_batch=SEQUENCES,
+            warmup=0.1,
+            dtype="float32",
+            seed=seed,
+        ),
+        checkpoints=CheckpointOptions(every=200, keep=1),
+    )
+
+
+def report(losses: dict[str, dict[int, float]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Means and spread over the seeds."""
+    figures = {}
+    for name, found in losses.items():
+        apart = [loss - losses[BASELINE][seed] for seed, loss in found.items() if seed in losses[BASELINE]]
+        figures[name] = {"mixers": CASES[name], "losses": found, "mean": mean(found.values())}
+        figures[name] |= {"spread": stdev(found.values()) if len(found) > 1 else None}
+        figures[name] |= {"beside_baseline": mean(apart), "spread_beside": stdev(apart) if len(apart) > 1 else None}
+    return {"losses": figures, "shape": SHAPE, **settings, "machine": machine()}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The table: mean and standard deviation over seeds, and the same of the difference to the baseline."""
+    table = [f"{'held-out loss':18}  seeds  {'mean':>7}  {'+-':>6}  {'beside':>7}  {'+-':>6}"]
+    for name, figures in found["losses"].items():
+        spreads = (figures["spread"], figures["spread_beside"])
+        spread, apart = (f"{each:6.4f}" if each is not None else "" for each in spreads)
+        numbers = f"{figures['mean']:7.4f}  {spread:>6}  {figures['beside_baseline']:+7.4f}  {apart:>6}"
+        table.append(f"{name:18}  {len(figures['losses']):5}  {numbers}".rstrip())
+    return table
+
+
+def main() -> None:
+    """Train what is not trained yet, a seed after the other, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="that each model is trained on")
+    parser.add_argument("--seeds", type=int, default=3)
+    asked = parser.parse_args()
+    disable_progress_bar()
+    vocabulary = prepare(asked.folder, asked.text)
+    settings = {"tokens": asked.tokens, "text": str(asked.text or "this CPython's prose"), "vocabulary": vocabulary}
+    losses: dict[str, dict[int, float]] = {}
+    for seed in range(asked.seeds):
+        for name in CASES:
+            outcome = train(recipe(asked.folder, name, seed, asked.tokens, vocabulary))
+            if outcome.model is None:
+                raise SystemExit("stopped: the same command goes on")
+            losses.setdefault(name, {})[seed] = outcome.metrics["eval_loss"]
+            print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
+            found = report(losses, settings)
+            (asked.folder / "from_scratch.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
+    print("\n".join(lines(found)))
+
+
+if __name__ == "__main__":
+    main()

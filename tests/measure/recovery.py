@@ -1,0 +1,153 @@
+"""How much of what a conversion costs comes back in a short training that learns from the source: a loss curve.
+
+usage: python -P tests/measure/recovery.py MODEL TEXT FOLDER [--tokens 200000] [--only explicit] [--set KEY=VALUE ...]
+
+MODEL is what `crosshead convert` takes, with the heads of SmolLM2-135M; TEXT is a file, whose last tenth, or less of a
+long one, is held out from conversion and training. The model is converted to 2 of 3 component heads (explicit) and to
+7 of 9 active heads (mixture), and each is trained by the shipped recipe with the source as its teacher. Losses are the
+next token's, on the held-out text, in nats per token: of the source, of the converted model, and along the training. A
+step is a hundredth of the tokens, at most the recipe's own. The same command goes on where it was interrupted; the
+figures go to FOLDER/recovery.json.
+
+Part of what comes back may be the text's own manner, which the source was not trained on.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+import crosshead
+from crosshead.evals.bench_machine import machine
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.objective import evaluated
+from crosshead.recipes.schema import Recipe
+from crosshead.recipes.train import train
+from crosshead.recipes.training_data import open_data
+from crosshead.recipes.watching import MetricsFile
+
+CASES: dict[str, dict[str, Any]] = {
+    "explicit": {"key_heads": "2", "value_heads": "2"},
+    "mixture": {"active_heads": "75%", "shared": "calibrated"},
+}
+HELD_OUT, MOST = 0.1, 200_000
+"""Of the text, and characters at most."""
+LENGTH, STEPS, EVALUATIONS = 512, 100, 5
+
+
+def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
+    """The text in its two parts, the source as a stock model, and the conversions, where they are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    content = text.read_text(encoding="utf-8")
+    cut = len(content) - min(MOST, int(len(content) * HELD_OUT))
+    for name, part in (("training.txt", content[:cut]), ("held_out.txt", content[cut:])):
+        if not (folder / name).exists():
+            (folder / name).write_text(part, encoding="utf-8")
+    if not (folder / "source").exists():
+        crosshead.convert(model, folder / "neutral", {"explicit": {}}, dtype="float32", verify=False, overwrite=True)
+        crosshead.fold(folder / "neutral", folder / "source", verify=False)
+    for name in names:
+        if not (folder / name).exists():
+            options = {"calibration": folder / "training.txt", "dtype": "float32"}
+            crosshead.convert(folder / "source", folder / name, {name: CASES[name]}, verify=False, **options)
+
+
+def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
+    """The shipped one, with this text, model and teacher, and as many steps as make a curve."""
+    found = load_recipe(f"small/smollm2_{name}")
+    batch = max(1, min(found.train.batch_tokens, tokens // STEPS) // LENGTH) * LENGTH
+    steps = -(-tokens // batch)
+    settings = {
+        "output": folder / "runs" / name,
+        "model.path": folder / name,
+        "model.config": "null",
+        "model.convert": "null",
+        "data.sources": json.dumps([{"path": str(folder / "training.txt")}]),
+        "data.evaluation": json.dumps([{"path": str(folder / "held_out.txt")}]),
+        "data.held_out": 0,
+        "data.length": LENGTH,
+        "data.cache": folder / "tokens",
+        "distillation.teacher": folder / "source",
+        "train.tokens": tokens,
+        "train.batch_tokens": batch,
+        "train.micro_batch": next(size for size in (4, 2, 1) if batch // LENGTH % size == 0),
+        "train.dtype": "bfloat16" if torch.accelerator.is_available() else "float32",
+        "watch.evaluate_every": max(1, steps // EVALUATIONS),
+        "checkpoints.every": max(1, steps // EVALUATIONS),
+    }
+    if found.distillation is not None:  # the same part of the steps as in the recipe
+        settings["distillation.match_steps"] = round(found.distillation.match_steps / found.steps * steps)
+    return load_recipe(f"small/smollm2_{name}", [*(f"{key}={value}" for key, value in settings.items()), *changes])
+
+
+@torch.no_grad()
+def loss(asked: Recipe, folder: Path) -> float:
+    """Of a model on the held-out text, in float32."""
+    data = open_data(asked.data, load_tokenizer(asked), vocabulary_of(asked))
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
+    batches: Any = DataLoader(data.evaluation, asked.train.micro_batch)  # type: ignore[arg-type]
+    found = torch.cat([evaluated(model, {key: part.to(device) for key, part in batch.items()}) for batch in batches])
+    losses, counts = found.double().sum(0).tolist()
+    return losses / counts
+
+
+def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
+    """Train to the end, and read the curve."""
+    if train(asked, tell).model is None:
+        raise SystemExit("stopped: the same command goes on")
+    lines = MetricsFile.lines(Path(asked.output))
+    curve = [(line["step"] * asked.train.batch_tokens, line["eval_loss"]) for line in lines if "eval_loss" in line]
+    after = curve[-1][1]
+    return {
+        "before": before,
+        "after": after,
+        "excess_gone": (before - after) / (before - source),
+        "above_source": after / source - 1,
+        "curve": [(0, before), *curve],
+        "learning_rate": asked.train.learning_rate,
+        "tokens_a_step": asked.train.batch_tokens,
+        "match_steps": asked.distillation.match_steps if asked.distillation else 0,
+    }
+
+
+def tell(stage: str, done: int, total: int | None, told: str = "") -> None:
+    """What there is to say, once a line."""
+    if "held-out" in told:
+        print(f"{stage} {done} of {total}: {told}", flush=True)
+
+
+def main() -> None:
+    """Convert, measure, train, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=200_000, help="of training, for each")
+    parser.add_argument("--only", choices=sorted(CASES), help="one of them")
+    parser.add_argument("--set", action="append", default=[], dest="changes", help="another value in the recipe")
+    asked = parser.parse_args()
+    disable_progress_bar()
+    names = [asked.only] if asked.only else sorted(CASES)
+    prepare(asked.model, asked.text, asked.folder, names)
+    result = asked.folder / "recovery.json"
+    report = json.loads(result.read_bytes()) if result.exists() else {}
+    for name in names:
+        wanted = recipe(asked.folder, name, asked.tokens, asked.changes)
+        figures = {key: loss(wanted, asked.folder / key) for key in ("source", name)}
+        print(f"{name}: {figures[name]:.4f} on held-out text, its source {figures['source']:.4f}", flush=True)
+        found = {"source": figures["source"], **recovered(wanted, figures["source"], figures[name])}
+        report |= {name: found | {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}}
+        result.write_text(json.dumps(report, indent=2), encoding="utf-8")
+        after = f"{found['after']:.4f} after {asked.tokens:,} tokens, {found['above_source']:+.1%} beside the source"
+        print(f"{name}: {after}, {found['excess_gone']:.1%} of the excess gone", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Models go to the Hub whole, private unless asked, and what fails says so in one line."""
+
+import pytest
+from huggingface_hub import constants
+
+from crosshead.model_cards.push import MESSAGE, PushError, push
+from hub_server import Repository, serving
+
+TOKEN = "hf_secretsecretsecret"
+FILES = {
+    "config.json": b"{}",
+    "modeling_crosshead.py": b"import torch\n",
+    "model-00001-of-00002.safetensors": b"first" * 100,
+    "model-00002-of-00002.safetensors": b"second" * 100,
+}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()
+    for name, content in FILES.items():
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with nothing in it, and a client that knows no other."""
+    with serving({}) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield running
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_folder_becomes_a_repository(folder, hub, private):
+    assert push(folder, "org/model", private) == f"{hub.address}/org/model"
+    made = hub.repositories["org/model"]
+    assert made.files == FILES and made.private == private and made.commits == [MESSAGE]
+    assert hub.tokens == {TOKEN}
+
+
+def test_private_unless_asked_and_in_ones_own_name(folder, hub):
+    assert push(folder, "model") == f"{hub.address}/me/model"
+    assert hub.repositories["me/model"].private
+
+
+def test_only_what_changed_goes_again(folder, hub):
+    push(folder, "org/model")
+    push(folder, "org/model")
+    made = hub.repositories["org/model"]
+    assert made.commits == [MESSAGE]
+    (folder / "config.json").write_bytes(b"[]")
+    made.files["README.md"] = b"written there"
+    push(folder, "org/model")
+    assert made.files == FILES | {"config.json": b"[]", "README.md": b"written there"} and len(made.commits) == 2
+
+
+def test_an_old_public_repository_does_not_take_a_private_model(folder, hub):
+    hub.repositories["org/model"] = Repository({})
+    with pytest.raises(PushError, match="org/model is there already and public: choose another name"):
+        push(folder, "org/model")
+    assert hub.repositories["org/model"].files == {}
+    push(folder, "org/model", private=False)
+    assert hub.repositories["org/model"].files == FILES
+
+
+@pytest.mark.parametrize("step", ["create", "preupload", "batch", "commit"])
+def test_a_refusal_is_one_line(folder, hub, step):
+    hub.repositories["org/model"] = Repository({}, private=True, refused=step)
+    if step == "create":
+        hub.repositories["org/model"].status = 403
+    with pytest.raises(PushError) as caught:
+        push(folder, "org/model")
+    assert "org/model may not be written (403): log in with `hf auth login`" in str(caught.value)
+    assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
+    assert hub.repositories["org/model"].files == {}
+
+
+def test_without_a_connection(folder, hub, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(PushError, match="org/model cannot be reached: HF_HUB_OFFLINE is set"):
+        push(folder, "org/model")
+
+
+def test_without_a_hub(folder, hub, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(PushError, match=r"org/model could not be written \(.+\): check the connection"):
+        push(folder, "org/model")
+
+
+def test_a_name_that_cannot_be(folder, hub):
+    with pytest.raises(PushError, match="a/b/c is no name for the Hub"):
+        push(folder, "a/b/c")

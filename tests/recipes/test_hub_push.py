@@ -1,0 +1,70 @@
+"""The end of `crosshead train` with `hub`: the model is pushed; where that fails, nothing but the push is lost."""
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import yaml
+from safetensors.torch import load as load_tensors
+
+from hub_server import Repository, serving
+from toy_training import KNOCKING, toy_run
+from training_sessions import without_nothing
+
+TOKEN = "hf_secretsecretsecret"
+NAME = "org/model"
+
+
+@pytest.fixture
+def asked(tmp_path):
+    """A recipe of three steps as a file."""
+    path = tmp_path / "recipe.yaml"
+    content = asdict(toy_run(KNOCKING, tmp_path, 3)) | {"hub": {"repo": NAME}}
+    path.write_text(yaml.safe_dump(without_nothing(content)))
+    return path
+
+
+def trained(asked, address, *options):
+    """In a process of its own, because the Hub's address is read when its client is imported."""
+    settings = {"HF_ENDPOINT": address, "HF_HOME": str(asked.parent / "home"), "HF_TOKEN": TOKEN}
+    settings |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_DISABLE_XET": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "crosshead", "train", str(asked), *options],
+        env=os.environ | settings,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert TOKEN not in done.stdout + done.stderr
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_a_push_that_fails_is_made_good_by_the_same_command(asked, tmp_path):
+    model = tmp_path / "run" / "model"
+    refusing = Repository({}, private=True, refused="commit")
+    with serving({NAME: refusing}) as hub:
+        status, out, err = trained(asked, hub.address, "--debug")
+        assert status == 1 and out.endswith(f"wrote {model}\n")
+        told = err.splitlines()[-1]
+        words = f"{model} is complete, but not pushed: {NAME} may not be written (403)"
+        assert told.startswith(f"crosshead: error: {words}")
+        assert told.endswith("; the same command pushes it")
+        before = {path.name: path.read_bytes() for path in model.iterdir()}
+        refusing.refused = ""
+        status, out, err = trained(asked, hub.address)
+        assert (status, out.splitlines()[-1]) == (0, f"pushed to {hub.address}/{NAME}")
+        assert hub.tokens == {TOKEN}
+    assert {path.name: path.read_bytes() for path in model.iterdir()} == before == refusing.files
+    assert {"config.json", "tokenizer.json", "modeling_crosshead.py", "training.json"} <= set(before)
+    assert load_tensors(refusing.files["model.safetensors"]) and refusing.private
+    for path in Path(tmp_path).rglob("*"):
+        assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path
