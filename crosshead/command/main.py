@@ -22,6 +22,8 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 }
 DEBUG = "--debug"
 INTERRUPTED = 130
+RESUMABLE = {"convert", "fold"}
+"""Commands that keep what they have done; train and sweep end by themselves, and say so."""
 EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train"}
 """Packages that a command may need -> the extra that brings them."""
 
@@ -71,7 +73,8 @@ def main() -> None:
     except Exception as error:
         status = _status_of(error, debug)
     if status == INTERRUPTED:  # which typer makes of Ctrl-C, in some versions
-        complain("interrupted: the same command goes on where this one stopped", INTERRUPTED)
+        goes_on = RESUMABLE.intersection(arguments[:1])
+        complain("interrupted" + ": the same command goes on where this one stopped" * bool(goes_on), INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)
 
 
