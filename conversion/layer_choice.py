@@ -33,6 +33,8 @@ STRIDE = 2
 Trial = tuple[int, str, int]
 """Layer, side, component heads."""
 Losses = dict[Trial, float]
+Judge = Callable[[torch.Tensor, torch.Tensor], float]
+"""The loss of a trial, from the source's logits (B, T / STRIDE, vocabulary) and the trial's."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,12 @@ def counts_to_try(heads: int) -> list[int]:
     return list(range(1, heads)) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
 
 
+def divergence(expected: torch.Tensor, logits: torch.Tensor) -> float:
+    """The KL divergence from the source's predictions."""
+    before, found = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
+    return float((before.exp() * (before - found)).sum(-1).mean())
+
+
 @torch.no_grad()
 def measure_losses(
     model: StreamedModel,
@@ -62,6 +70,7 @@ def measure_losses(
     method: str,
     tokens: torch.Tensor,
     advance: Callable[[int, int], None],
+    judge: Judge = divergence,
 ) -> Losses:
     """The loss of each trial on windows of tokens (B, T)."""
     hidden = model.embed(tokens)
@@ -74,13 +83,8 @@ def measure_losses(
         hidden = model.call(module, hidden)
         advance(layer + 1, len(layouts))
     with model.head() as head:
-        expected = functional.log_softmax(head(hidden[:, ::STRIDE]), dim=-1)
-        return {trial: _divergence(expected, head(state[:, ::STRIDE])) for trial, state in trials.items()}
-
-
-def _divergence(expected: torch.Tensor, logits: torch.Tensor) -> float:
-    found = functional.log_softmax(logits, dim=-1)
-    return float((expected.exp() * (expected - found)).sum(-1).mean())
+        expected = head(hidden[:, ::STRIDE])
+        return {trial: judge(expected, head(state[:, ::STRIDE])) for trial, state in trials.items()}
 
 
 def _substitutes(
@@ -144,9 +148,14 @@ def _options(losses: Losses, layout: HeadLayout, beside: int) -> list[tuple[int,
     return found
 
 
-def describe(losses: Losses, choice: Choice) -> dict[str, Any]:
-    """For the record: what was measured, by layer, side and count."""
+def by_layer(losses: Losses) -> dict[str, Any]:
+    """Losses as nested objects: layer, side, count."""
     table: dict[str, Any] = {}
     for (layer, side, count), loss in losses.items():
         table.setdefault(str(layer), {}).setdefault(side, {})[str(count)] = round(loss, 6)
-    return {"losses": table, "key_heads": choice.key_heads, "value_heads": choice.value_heads}
+    return table
+
+
+def describe(losses: Losses, choice: Choice) -> dict[str, Any]:
+    """For the record: what was measured, by layer, side and count."""
+    return {"losses": by_layer(losses), "key_heads": choice.key_heads, "value_heads": choice.value_heads}

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command import bench, convert, cost, eval, fold, inspect, sweep, train, verify
+from crosshead_command import bench, convert, cost, eval, fold, inspect, probe, sweep, train, verify
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -38,6 +38,7 @@ app = typer.Typer(
 for _name, _function in COMMANDS.items():
     app.command(_name, no_args_is_help=True)(_function)
 app.add_typer(bench.app, name="bench")
+app.add_typer(probe.app, name="probe")
 
 
 @app.callback(invoke_without_command=True)

@@ -1,0 +1,126 @@
+"""`crosshead probe`: measurements that take runs, each with a plot."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from crosshead_command.screen import progress
+
+app = typer.Typer(
+    help="Measure what heads and layers are worth: figures that take many runs, as JSON and as a plot.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+Out = Annotated[Path, typer.Option(help="The JSON file to write; the plot goes beside it, as .svg.")]
+TextFile = Annotated[Path | None, typer.Option(help="The text to measure on; without it, Python's own help texts.")]
+Windows = Annotated[int, typer.Option(min=1, help="How much of the text: so many windows.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a window.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+@app.callback()
+def options() -> None:
+    """What holds for every measurement."""
+
+
+@app.command(no_args_is_help=True)
+def heads(
+    models: Annotated[list[str], typer.Argument(help="Folders or Hub ids, stock or crosshead.")],
+    text: TextFile = None,
+    draws: Annotated[int, typer.Option(min=1, help="How often heads are drawn, for each count.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Other heads for another number.")] = 0,
+    windows: Windows = 4,
+    length: Length = 512,
+    out: Out = Path("heads.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """The loss with more and more heads masked at random in every layer: how much a model needs each of them.
+
+    For example:
+
+    crosshead probe heads SOURCE MODEL --text prose.txt --out heads.json
+    """
+    from transformers.utils.logging import disable_progress_bar
+
+    from crosshead.evals.masked_heads import lines
+
+    disable_progress_bar()
+    _check_out(out, overwrite)
+    with progress() as show:
+        reports = {name: _masked(name, text, (windows, length), draws, seed, show) for name in models}
+    report = {"draws": draws, "seed": seed, "windows": windows, "length": length, "models": reports}
+    _write(out, report, lines(reports), ("masked heads of each layer", "loss"))
+
+
+@app.command(no_args_is_help=True)
+def layers(
+    source: Annotated[str, typer.Argument(help="A stock model: a folder, a Hub id or a GGUF file.")],
+    text: TextFile = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="What the components are fitted on: a text, or a saved calibration.")
+    ] = None,
+    method: Annotated[str, typer.Option(help="How heads are compressed: aligned or svd.")] = "aligned",
+    revision: Annotated[str | None, typer.Option(help="Of a model on the Hub.")] = None,
+    windows: Windows = 1,
+    length: Length = 512,
+    out: Out = Path("layers.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """How much the loss rises where the key or value heads of one layer alone are compressed, layer by layer.
+
+    For example:
+
+    crosshead probe layers Qwen/Qwen3-0.6B --text prose.txt --out layers.json
+    """
+    from crosshead.conversion.layer_probe import lines, probe_layers
+
+    _check_out(out, overwrite)
+    with progress() as show:
+        report = probe_layers(
+            source,
+            revision=revision,
+            method=method,
+            calibration=calibration,
+            text=text,
+            length=length,
+            count=windows,
+            progress=show,
+        )
+    _write(out, report, lines(report), ("layer", "rise of the loss"))
+
+
+def _masked(name: str, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
+    from crosshead.conversion.text import default_text, read_text, windows
+    from crosshead.evals.eval_model import load_model, open_model
+    from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+
+    opened = open_model(name)
+    prose = default_text() if text is None else read_text(text)
+    tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
+    counts = counts_to_mask(opened.config.num_attention_heads)
+    return masked_heads(load_model(opened), tokens, counts, draws, seed, lambda *done: show(f"masking {name}", *done))
+
+
+def _check_out(out: Path, overwrite: bool) -> None:
+    """Before any work, not after it."""
+    if out.suffix != ".json":
+        raise ValueError(f"--out {out} does not end in .json: the figures go there, and the plot beside it, in .svg")
+    if not out.parent.is_dir():
+        raise ValueError(f"--out {out} is in a folder that does not exist: make it first")
+    for path in (out, out.with_suffix(".svg")):
+        if path.exists() and not overwrite:
+            raise ValueError(f"{path} exists: give another --out, or --overwrite")
+
+
+def _write(out: Path, report: Mapping[str, Any], lines: Mapping[str, Any], axes: tuple[str, str]) -> None:
+    from crosshead.evals.line_plot import line_plot
+
+    picture = out.with_suffix(".svg")
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    picture.write_text(line_plot(lines, *axes), encoding="utf-8")
+    for name, points in lines.items():
+        typer.echo(f"{name}: " + ", ".join(f"{x:g}: {y:.4f}" for x, y in points))
+    typer.echo(f"wrote {out} and {picture}")

@@ -1,0 +1,82 @@
+"""The field of a plot, as SVG: where numbers lie in it, its axes, and what is around it.
+
+Colours are between light and dark, and text follows the reader's setting, so that both backgrounds suit it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+
+WIDTH, HEIGHT = 960, 520
+LEFT, RIGHT, TOP, BOTTOM = 70, 280, 30, 60
+"""What is around the field: at the right, what the lines are."""
+COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c5459c", "#8a6de9", "#b58900", "#d9534f", "#2aa198")
+TICKS = 5
+STYLE = """
+  text { font: 13px sans-serif; fill: #333 }
+  .axis { stroke: #888; stroke-width: 1; fill: none }
+  .grid { stroke: #888; stroke-opacity: 0.25 }
+  @media (prefers-color-scheme: dark) { text { fill: #ddd } }
+"""
+
+
+class Field:
+    """Room for numbers: from left to right between the least and the greatest, upwards with some room beside."""
+
+    width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
+
+    def __init__(self, across: Sequence[float], upwards: Sequence[float], logarithmic: bool = False) -> None:
+        self.first, self.last, self.logarithmic = min(across), max(across), logarithmic
+        low, high = min(upwards), max(upwards)
+        room = 0.05 * (high - low) or 0.1
+        self.low, self.high = low - room, high + room
+
+    def x(self, number: float) -> float:
+        """Pixels from the left."""
+        if self.logarithmic:
+            part = math.log(number / self.first) / (math.log(self.last / self.first) or 1.0)
+        else:
+            part = (number - self.first) / ((self.last - self.first) or 1.0)
+        return LEFT + self.width * part
+
+    def y(self, number: float) -> float:
+        """Pixels from the top."""
+        return TOP + self.height * (self.high - number) / (self.high - self.low)
+
+    def axes(self, across: str, upwards: str) -> Iterator[str]:
+        """Frame, ticks and what they count."""
+        bottom = TOP + self.height
+        for step in range(TICKS):
+            part = step / (TICKS - 1)
+            number = self.first + part * (self.last - self.first)
+            if self.logarithmic:
+                number = self.first * (self.last / self.first) ** part
+            height = self.low + part * (self.high - self.low)
+            x, y = self.x(number), self.y(height)
+            yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}M{LEFT} {y:.1f}h{self.width}"/>'
+            yield f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{short(number)}</text>'
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{height:.2f}</text>'
+        yield f'<path class="axis" d="M{LEFT} {TOP}V{bottom}h{self.width}"/>'
+        yield f'<text x="{LEFT + self.width / 2}" y="{bottom + 44}" text-anchor="middle">{escape(across)}</text>'
+        yield f'<text x="{LEFT}" y="{TOP - 10}">{escape(upwards)}</text>'
+
+    def picture(self, parts: Iterable[str]) -> str:
+        """The whole; what is clipped by `url(#field)` ends at the frame."""
+        clip = f'<rect x="{LEFT}" y="{TOP}" width="{self.width}" height="{self.height}"/>'
+        return "\n".join(
+            [
+                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">',
+                f"<style>{STYLE}</style>",
+                f'<defs><clipPath id="field">{clip}</clipPath></defs>',
+                *parts,
+                "</svg>\n",
+            ]
+        )
+
+
+def short(number: float) -> str:
+    """As in 1.5B."""
+    for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g}{letter}"
+    return f"{number:.3g}"

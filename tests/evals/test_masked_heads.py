@@ -1,0 +1,73 @@
+"""Losses with masked heads are those of models without these heads."""
+
+from copy import deepcopy
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional
+
+import toys
+from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+
+MODELS = {"stock": lambda: toys.stock_model("Qwen3"), "talking": lambda: toys.mixed_model("Qwen3", {"talking": {}})}
+
+
+def silent(*_):
+    pass
+
+
+def loss_without(model, tokens, masked):
+    """The weights that read a masked head are zero; `masked` holds (layer, head)."""
+    model = deepcopy(model)
+    for layer, head in masked:
+        weight = model.model.layers[layer].self_attn.o_proj.weight.data
+        weight.unflatten(1, (model.config.num_attention_heads, -1))[:, head] = 0
+    with torch.no_grad():
+        logits = model(tokens).logits[:, :-1]
+    return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).item()
+
+
+@pytest.fixture(params=MODELS)
+def model(request):
+    return MODELS[request.param]().eval()
+
+
+def test_none_and_all(model):
+    tokens = toys.tokens()
+    heads = list(product(range(2), range(4)))
+    none, every = masked_heads(model, tokens, [0, 4], 2, 0, silent)
+    assert none["losses"] == pytest.approx([loss_without(model, tokens, [])], rel=1e-5)
+    assert every["losses"] == pytest.approx([loss_without(model, tokens, heads)] * 2, rel=1e-5)
+
+
+def test_each_draw_is_one_choice_of_heads_in_every_layer(model):
+    tokens = toys.tokens()
+    (row,) = masked_heads(model, tokens, [1], 12, 0, silent)
+    possible = {pair: loss_without(model, tokens, list(enumerate(pair))) for pair in product(range(4), repeat=2)}
+    drawn = [min(possible, key=lambda pair: abs(possible[pair] - loss)) for loss in row["losses"]]
+    assert row["losses"] == pytest.approx([possible[pair] for pair in drawn], rel=1e-5)
+    assert len(set(drawn)) > 4
+    assert any(first != second for first, second in drawn)
+    assert row["loss"] == pytest.approx(sum(row["losses"]) / 12)
+
+
+def test_the_same_seed_gives_the_same_figures_and_the_model_stays_as_it_was(model):
+    tokens = toys.tokens()
+    before = loss_without(model, tokens, [])
+    steps = []
+    first, again, other = (
+        masked_heads(model, tokens, [0, 2], 3, seed, lambda *step: steps.append(step)) for seed in (5, 5, 6)
+    )
+    assert first == again
+    assert first[1]["losses"] != other[1]["losses"]
+    assert steps[:4] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert loss_without(model, tokens, []) == before
+
+
+@pytest.mark.parametrize(
+    ("heads", "counts"),
+    [(1, [0]), (2, [0, 1]), (4, [0, 1, 2, 3]), (9, [*range(9)]), (32, [0, 4, 8, 12, 16, 19, 23, 27, 31])],
+)
+def test_counts(heads, counts):
+    assert counts_to_mask(heads) == counts

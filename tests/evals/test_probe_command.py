@@ -1,0 +1,113 @@
+"""`crosshead probe`: the figures, the plots made of them, and what it refuses."""
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+
+import crosshead
+import toys
+from broken import run
+from toy_checkpoints import write_stock
+from toy_eval import write_scorable
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+SVG = "{http://www.w3.org/2000/svg}"
+SMALL = ["--windows", "2", "--length", "32"]
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    write_stock(tmp_path / "source", "Qwen3", **HEADS)
+    write_scorable(toys.stock_model("Llama"), tmp_path / "one")
+    write_scorable(toys.mixed_model("Llama", {"knocking": {}}), tmp_path / "two")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda *arguments: run(capfd, monkeypatch, ["probe", *arguments])
+
+
+def lines_of(picture):
+    """How many points each line of a plot has."""
+    tree = ElementTree.parse(picture)
+    return [len(each.get("points").split()) for each in tree.iter(f"{SVG}polyline")]
+
+
+def test_masked_heads_of_two_models(place, line):
+    status, out, err = line("heads", "one", "two", "--draws", "2", *SMALL, "--out", "found.json")
+    assert (status, err) == (0, "")
+    report = json.loads((place / "found.json").read_text())
+    assert report["models"].keys() == {"one", "two"}
+    assert [row["masked"] for row in report["models"]["one"]] == [0, 1, 2, 3]
+    assert f"one: 0: {report['models']['one'][0]['loss']:.4f}, 1: " in out
+    assert out.endswith("wrote found.json and found.svg\n")
+    assert lines_of(place / "found.svg") == [4, 4]
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+def test_layers_alone(method, place, line):
+    status, _, err = line("layers", "source", "--method", method, *SMALL, "--out", "found.json")
+    assert (status, err) == (0, "")
+    report = json.loads((place / "found.json").read_text())
+    assert report["rises"].keys() == {"0", "1"}
+    assert report["rises"]["1"]["key"].keys() == {"1", "2", "3"}
+    assert lines_of(place / "found.svg") == [2] * 6
+
+
+CASES = {
+    "no such model": (["heads", "nowhere/at/all"], 1, "'nowhere/at/all' is no folder"),
+    "no model": (["heads"], 2, ""),
+    "another ending": (["heads", "one", "--out", "found.txt"], 1, "does not end in .json"),
+    "no folder": (["heads", "one", "--out", "no/found.json"], 1, "in a folder that does not exist"),
+    "already there": (["heads", "one", "--out", "there.json"], 1, "there.json exists"),
+    "no text": (["heads", "one", "--text", "none.txt"], 1, "none.txt cannot be read"),
+    "no draws": (["heads", "one", "--draws", "0"], 2, "--draws"),
+    "another method": (["layers", "source", "--method", "magic"], 1, "method='magic' is not allowed"),
+    "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
+    "one head": (["layers", "single"], 1, "one KV head"),
+    "an empty text": (["layers", "source", "--text", "empty.txt"], 1, "empty.txt is empty"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_one_line_and_nothing_written(case, place, line):
+    arguments, expected, words = CASES[case]
+    write_stock(place / "single", num_key_value_heads=1)
+    (place / "empty.txt").write_text("")
+    (place / "there.json").write_text("{}")
+    before = sorted(path.name for path in place.iterdir())
+    status, _, err = line(*arguments)
+    assert status == expected
+    assert words in err
+    assert expected != 1 or err.count("\n") == 1
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+def test_the_probe_is_what_conversion_measures(place):
+    """The rise of one layer's loss is that of the model that `convert` makes of it."""
+    import torch
+    from torch.nn import functional
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from crosshead.conversion.layer_probe import probe_layers
+    from crosshead.conversion.text import default_text, windows
+
+    report = probe_layers("source", method="svd", length=32, count=3)
+    tokens = windows(AutoTokenizer.from_pretrained("source"), default_text(), 32, 3, 61)
+
+    def loss(folder):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        with torch.no_grad():
+            logits = model(tokens).logits[:, ::2]  # every other position is judged
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1::2].flatten()).item()
+
+    assert report["loss"] == pytest.approx(loss("source"), rel=1e-5)
+    for layer, side, count in ((0, "key", 2), (1, "value", 3)):
+        options = {"norm": False, "layers": [layer], f"{side}_heads": count, "on": [side], "method": "svd"}
+        crosshead.convert("source", f"made{layer}", {"explicit": options}, verify=False)
+        rise = report["rises"][str(layer)][side][str(count)]
+        assert rise == pytest.approx(loss(f"made{layer}") - loss("source"), abs=2e-5)
+        assert rise != 0
