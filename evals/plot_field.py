@@ -46,16 +46,14 @@ class Field:
     def axes(self, across: str, upwards: str) -> Iterator[str]:
         """Frame, ticks and what they count."""
         bottom = TOP + self.height
-        for step in range(TICKS):
-            part = step / (TICKS - 1)
-            number = self.first + part * (self.last - self.first)
-            if self.logarithmic:
-                number = self.first * (self.last / self.first) ** part
-            height = self.low + part * (self.high - self.low)
-            x, y = self.x(number), self.y(height)
-            yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}M{LEFT} {y:.1f}h{self.width}"/>'
+        for number in spread(self.first, self.last) if self.logarithmic else round_numbers(self.first, self.last):
+            x = self.x(number)
+            yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
             yield f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{short(number)}</text>'
-            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{height:.2f}</text>'
+        for number in round_numbers(self.low, self.high):
+            y = self.y(number)
+            yield f'<path class="grid" d="M{LEFT} {y:.1f}h{self.width}"/>'
+            yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{short(number)}</text>'
         yield f'<path class="axis" d="M{LEFT} {TOP}V{bottom}h{self.width}"/>'
         yield f'<text x="{LEFT + self.width / 2}" y="{bottom + 44}" text-anchor="middle">{escape(across)}</text>'
         yield f'<text x="{LEFT}" y="{TOP - 10}">{escape(upwards)}</text>'
@@ -72,6 +70,22 @@ class Field:
                 "</svg>\n",
             ]
         )
+
+
+def spread(first: float, last: float) -> list[float]:
+    """Positive numbers from the first to the last, each as many times the one before."""
+    return [first * (last / first) ** (step / (TICKS - 1)) for step in range(TICKS)]
+
+
+def round_numbers(first: float, last: float) -> list[float]:
+    """Between the first and the last: multiples of 1, 2 or 5 times a power of ten, about `TICKS` of them."""
+    if first == last:
+        return [first]
+    rough = (last - first) / TICKS
+    power = 10.0 ** math.floor(math.log10(rough))
+    size = next(times * power for times in (1, 2, 5, 10) if times * power >= rough * (1 - 1e-9))
+    steps = range(math.ceil(first / size - 1e-9), math.floor(last / size + 1e-9) + 1)
+    return [round(step * size, 12) for step in steps]
 
 
 def short(number: float) -> str:

@@ -20,11 +20,12 @@ MIXER, OTHER = "knocking:on=query+key+value", "talking"
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 24}
 MOMENTS = 20
 WORKER = """
-import os, shutil, sys
+import os, shutil, signal, sys
 import crosshead
 from crosshead.conversion import recipe
 from crosshead_command.main import main
 from rich import progress
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background
 crosshead.convert("source", "first", {"knocking": {}}, verify=False)
 shutil.rmtree("first")
 while command := sys.stdin.readline():
