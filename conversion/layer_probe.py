@@ -43,6 +43,11 @@ def probe_layers(
         check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{origin.origin['name']} has one KV head, which cannot be compressed")
+        if length > stock.max_position_embeddings:
+            raise ConversionError(
+                f"--length {length} is more than the context of {origin.origin['name']}: "
+                f"use {stock.max_position_embeddings} at most"
+            )
         prose = default_text() if text is None else read_text(text)
         tokens = windows(load_tokenizer(origin), prose, length, count, stock.vocab_size)
         layouts = FAMILIES[stock.model_type].mixed.from_dict({**origin.config, "mixers": {}}).layouts()

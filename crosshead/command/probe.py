@@ -98,6 +98,9 @@ def _masked(name: str, text: Path | None, size: tuple[int, int], draws: int, see
     from crosshead.evals.masked_heads import counts_to_mask, masked_heads
 
     opened = open_model(name)
+    if size[1] > opened.config.max_position_embeddings:
+        context = opened.config.max_position_embeddings
+        raise ValueError(f"--length {size[1]} is more than the context of {name}: use {context} at most")
     prose = default_text() if text is None else read_text(text)
     tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
     counts = counts_to_mask(opened.config.num_attention_heads)

@@ -63,12 +63,14 @@ CASES = {
     "another ending": (["heads", "one", "--out", "found.txt"], 1, "does not end in .json"),
     "no folder": (["heads", "one", "--out", "no/found.json"], 1, "in a folder that does not exist"),
     "already there": (["heads", "one", "--out", "there.json"], 1, "there.json exists"),
-    "no text": (["heads", "one", "--text", "none.txt"], 1, "none.txt cannot be read"),
+    "no text": (["heads", "one", *SMALL, "--text", "none.txt"], 1, "none.txt cannot be read"),
     "no draws": (["heads", "one", "--draws", "0"], 2, "--draws"),
     "another method": (["layers", "source", "--method", "magic"], 1, "method='magic' is not allowed"),
+    "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129 is more than the context of one"),
+    "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129 is more than the context"),
     "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
-    "one head": (["layers", "single"], 1, "one KV head"),
-    "an empty text": (["layers", "source", "--text", "empty.txt"], 1, "empty.txt is empty"),
+    "one head": (["layers", "single", *SMALL], 1, "one KV head"),
+    "an empty text": (["layers", "source", *SMALL, "--text", "empty.txt"], 1, "empty.txt is empty"),
 }
 
 
