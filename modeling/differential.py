@@ -18,7 +18,7 @@ from torch import nn
 from transformers import initialization as init
 
 from .eager import attention_weights, weigh_values
-from .mixer import AttentionCall, CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .mixer import Attended, AttentionCall, CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
 from .numerics import rms_normalised, widened
 from .options import Flag, Option
 
@@ -100,7 +100,7 @@ class Differential(Mixer, MixerLeaf):
         first, second = split_pairs(weights).chunk(2, dim=1)
         return first - self().to(first.dtype) * second
 
-    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """Attention once per half of the values, then the difference within each pair."""
         query, key = split_pairs(states.query), split_pairs(states.key)
         halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]

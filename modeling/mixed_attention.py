@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from .eager import eager_attention
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
-from .mixer import AttentionCall, HeadStates, Mixer
+from .mixer import Attended, AttentionCall, HeadStates, Mixer
 from .numerics import HeadRMSNorm, HeadScaleRMSNorm
 from .settings import shared_layout
 
@@ -71,17 +71,23 @@ class MixedAttention(nn.Module):
         self._place(states, position_embeddings)
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx)
-        for mixer in self._mixers():
-            mixer.on_cached(states)
-        call = self._call(attention_mask, kwargs)
-        owner = next((mixer for mixer in self._mixers() if mixer.owns_attention), None)
-        if owner is None:
-            output, weights = call.run(states.query, states.key, states.value)
-        else:
-            output, weights = owner.attend(states, call)
+        output, weights = self._attend(states, self._call(attention_mask, kwargs))
         for mixer in self._mixers():
             output = mixer.on_output(output, states)
         return self.o_proj(output.flatten(2).contiguous()), weights
+
+    def _attend(self, states: HeadStates, call: AttentionCall) -> Attended:
+        """By the first mechanism that has a way of its own, else by the backend."""
+        if not any(mixer.owns_attention for mixer in self._mixers()):
+            for mixer in self._mixers():
+                if (attended := mixer.attend_cached(states, call)) is not None:
+                    return attended
+        for mixer in self._mixers():
+            mixer.on_cached(states)
+        for mixer in self._mixers():
+            if (attended := mixer.attend(states, call)) is not None:
+                return attended
+        return call.run(states.query, states.key, states.value)
 
     def _project(self, hidden: torch.Tensor) -> HeadStates:
         sides = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}

@@ -6,7 +6,9 @@ of its mechanisms at fixed stages; at one stage, mechanisms run in the order of 
 1. `on_projected`: queries, keys and values have just been projected; no norm, no position yet.
    `on_settled`: all mechanisms are done with that; norms and positions come next.
 2. `on_cached`: keys and values have positions and have passed the cache; what it holds may differ from what is used.
-3. `attend`: queries meet keys. At most one mechanism of a layer may replace this step (`owns_attention`).
+3. `attend`: queries meet keys. At most one mechanism of a layer replaces this step (`owns_attention`); others may
+   offer a cheaper way to the same result, here or, where keys and values need not be completed for it, in
+   `attend_cached`, in place of all of 2 and 3.
 4. `on_output`: each head has its output, `o_proj` comes next.
 
 Parameters live in leaf modules and are only read inside the leaf's own `forward`, because libraries that offload
@@ -63,12 +65,16 @@ class HeadStates:
     """(B, T, routed heads): the probabilities that the gates were made of."""
 
 
+Attended = tuple[torch.Tensor, torch.Tensor | None]
+"""Outputs (B, T, H, features), and weights (B, H, T, S) or None."""
+
+
 @dataclass(frozen=True)
 class AttentionCall:
     """How a layer runs attention: the backend bound to its mask, and the facts to do without the backend."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-    """(query, key, value) -> (outputs (B, T, H, d), weights (B, H, T, S) or None)."""
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], Attended]
+    """From query, key and value."""
     eager: bool
     """The backend is eager attention, which returns the weights its outputs were made with."""
     mask: torch.Tensor | None
@@ -193,9 +199,13 @@ class Mixer(nn.Module):
     def on_cached(self, states: HeadStates) -> None:
         """Keys and values are complete: the past, then the present."""
 
-    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Outputs (B, T, heads, features) and weights; only called where `owns_attention`."""
-        raise NotImplementedError(f"{type(self).__name__} owns attention and does not say how it attends")
+    def attend_cached(self, states: HeadStates, call: AttentionCall) -> Attended | None:
+        """Attend to keys and values as the cache holds them, where that is cheaper; not asked where one is owned."""
+        return None
+
+    def attend(self, states: HeadStates, call: AttentionCall) -> Attended | None:
+        """Attend, where this mechanism owns attention or has a cheaper way to the same; None leaves it to others."""
+        return None
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Head outputs (B, T, heads, features)."""

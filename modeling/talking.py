@@ -18,6 +18,7 @@ from transformers.utils.generic import maybe_autocast
 
 from .eager import attention_logits, weigh_values
 from .mixer import (
+    Attended,
     AttentionCall,
     CallSizes,
     HeadLayout,
@@ -134,7 +135,7 @@ class Talking(Mixer):
             if name.startswith("key"):
                 states.per_key[f"talking.{name}"] = getattr(self, name)(states.memory)
 
-    def attend(self, states: HeadStates, call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """Logits, map, mask, softmax, map, values."""
         logits = attention_logits(states.query, states.key, call.scaling)
         logits = apply_mask(self._mix("logits", logits.to(widened(logits.dtype)), states), call.mask)
