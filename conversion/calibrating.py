@@ -11,6 +11,7 @@ import torch
 
 from .calibration import WINDOW_LENGTH, Calibration, Observers, calibrate
 from .errors import ConversionError, one_line
+from .fast_arithmetic import fast_dtype
 from .job import Progress
 from .published_folder import file_digest
 from .reload import fits_in_memory
@@ -99,7 +100,8 @@ class Text:
             is_replaced = torch.rand(prose.shape, generator=generator) < part
             found.append(torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose))
         if self.written:
-            written = sampled_text(model, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
+            writer = StreamedModel(source.store, model.config, fast_dtype())
+            written = sampled_text(writer, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
             found.append(written[: len(written) // prose.shape[1] * prose.shape[1]].view(-1, prose.shape[1]))
         return torch.cat(found)
 

@@ -14,6 +14,7 @@ from crosshead.modeling.mixer import HeadLayout
 
 from .errors import ConversionError
 from .families import Shapes
+from .fast_arithmetic import fast_products, full_products
 from .head_order import HeadUse
 from .head_statistics import KINDS, PARTS, HeadStatistics
 from .layer_rewrites import Tensors
@@ -122,12 +123,14 @@ def calibrate(
         kinds = observers.of_layer(layer)
 
         def observe(attention: nn.Module, args: Any, inputs: dict[str, Any], kinds: Any = kinds) -> None:
-            for observer in kinds.values():
-                observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
+            with full_products():
+                for observer in kinds.values():
+                    observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
 
         handle = module.self_attn.register_forward_pre_hook(observe, with_kwargs=True)  # type: ignore[union-attr]
         for window in hidden.split(1):
-            window.copy_(model.call(module, window))
+            with fast_products():
+                window.copy_(model.call(module, window))
         handle.remove()
         for kind, observer in kinds.items():
             flat |= {f"{layer}.{kind}.{name}": value for name, value in observer.as_tensors().items()}

@@ -54,13 +54,16 @@ def run_harness(
     members = {task.task_name: task for each in tasks for task in each.members}
     for task in members.values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED)
-    results = evaluate(
-        scored,
-        {"tasks": members, "groups": {each.task.name: each.task for each in tasks if each.is_group}},
-        limit=limit,
-        bootstrap_iters=RESAMPLES,
-        confirm_run_unsafe_code=True,  # load_tasks has asked
-    )
+    try:
+        results = evaluate(
+            scored,
+            {"tasks": members, "groups": {each.task.name: each.task for each in tasks if each.is_group}},
+            limit=limit,
+            bootstrap_iters=RESAMPLES,
+            confirm_run_unsafe_code=True,  # load_tasks has asked
+        )
+    except OverflowError as error:
+        raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from error
     return Outcome(results, scored.cut, scored.max_length)
 
 

@@ -11,11 +11,11 @@ from .errors import EvalError
 from .eval_compare import compare
 from .eval_harness import run_harness
 from .eval_items import CONFIDENCE, Items
-from .eval_model import Opened, load_model, open_model
 from .eval_quiet import quiet
 from .eval_scores import average, score_rows
 from .eval_suite import Suite, read_suite, suite_of_tasks
 from .eval_tasks import Loaded, load_tasks, task_manager
+from .open_model import Opened, load_model, open_model
 
 PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
 """What scores depend on besides the model, Python apart."""
@@ -33,37 +33,43 @@ def evaluate(
     trust_remote_code: bool = False,
     confirm_run_unsafe_code: bool = False,
     tell: Callable[[str], None] = lambda told: None,
+    keep: Callable[[dict[str, Any]], None] = lambda report: None,
 ) -> dict[str, Any]:
     """Score each model on a suite, or on `tasks`; with `compared`, each later model is set against the first.
 
-    `limit` is the number of items of each task, from its beginning. The report can be written as JSON.
+    `limit` is the number of items of each task, from its beginning. The report can be written as JSON; `keep` is given
+    what there is of it after every model, so that a later one that fails costs no scores.
     """
     chosen = suite_of_tasks(list(tasks)) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
     _check(models, limit, batch_size, compared)
     with quiet():
         opened = [open_model(name, trust_remote_code) for name in models]
+        for each in opened:
+            _check_beginning(each)
         tell("loading the tasks")
         manager = task_manager(chosen.benchmarks, include_path)
         loaded = load_tasks(manager, chosen.benchmarks, confirm_run_unsafe_code)
-        scored = []
-        for each in opened:
+        report = {
+            "suite": _described(chosen),
+            "limit": limit,
+            "batch_size": batch_size,
+            "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "models": [],
+            "confidence": CONFIDENCE,
+            "compared": [],
+        }
+        items: list[list[Items | None]] = []
+        for name, each in zip(models, opened, strict=True):
             tell(f"scoring {each.name}")
-            scored.append(_score(each, loaded, batch_size, limit))
-    reports, items = [report for report, _ in scored], [found for _, found in scored]
-    return {
-        "suite": _described(chosen),
-        "limit": limit,
-        "batch_size": batch_size,
-        "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-        "models": reports,
-        "confidence": CONFIDENCE,
-        "compared": [
-            {"first": models[0], "second": name, **compare(reports[0]["scores"], items[0], found)}
-            for name, found in list(zip(models, items, strict=True))[1:]
-            if compared
-        ],
-    }
+            scores, found = _score(each, loaded, batch_size, limit)
+            report["models"].append(scores)
+            items.append(found)
+            if compared and len(items) > 1:
+                change = compare(report["models"][0]["scores"], items[0], found)
+                report["compared"].append({"first": models[0], "second": name, **change})
+            keep(report)
+    return report
 
 
 def _check(models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool) -> None:
@@ -73,6 +79,13 @@ def _check(models: Sequence[str], limit: int | None, batch_size: int | str, comp
         raise EvalError(f"limit={limit} is not allowed: use a number of items from 1 up")
     if batch_size != "auto" and (isinstance(batch_size, str) or batch_size < 1):
         raise EvalError(f"batch_size={batch_size!r} is not allowed: use auto, or a number from 1 up")
+
+
+def _check_beginning(opened: Opened) -> None:
+    if opened.tokenizer.bos_token_id is None and opened.tokenizer.eos_token_id is None:
+        raise EvalError(
+            f"the tokenizer of {opened.name} has neither bos_token nor eos_token: a text must begin with one"
+        )
 
 
 def _described(suite: Suite) -> dict[str, Any]:

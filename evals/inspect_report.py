@@ -11,9 +11,10 @@ from crosshead.modeling.mixer import Mixer
 
 from .inspect_layer import TOP, layer_record
 from .inspect_matrices import description, matrix_records
-from .inspect_model import LONGEST_TEXT, Subject, Text, find_subject, load_model, read_text
 from .inspect_pack import rounded
+from .inspect_text import LONGEST_TEXT, Text, check_family, read_text
 from .inspect_watch import Seen, watching
+from .open_model import Opened, load_model, open_model
 
 Progress = Callable[[str, int, int], None]
 """Told the stage, how many layers are done, and how many there are."""
@@ -22,20 +23,24 @@ SIDES = ("patterns", "outputs")
 
 def inspect_report(names: Sequence[str], texts: Mapping[str, str], progress: Progress) -> dict[str, Any]:
     """Everything that a page shows of one or two models at some texts, by the texts' names."""
-    subjects = [find_subject(name) for name in names]
-    read = [[read_text(subject, *text) for text in texts.items()] for subject in subjects]
-    models = [model_record(*each, progress) for each in zip(subjects, read, strict=True)]
+    opened = [open_model(name) for name in names]
+    for each in opened:
+        check_family(each)
+    read = [[read_text(each, *text) for text in texts.items()] for each in opened]
+    models = [model_record(*each, progress) for each in zip(opened, read, strict=True)]
     return {"longest_text": LONGEST_TEXT, "top": TOP, "models": models}
 
 
-def model_record(subject: Subject, texts: Sequence[Text], progress: Progress) -> dict[str, Any]:
+def model_record(opened: Opened, texts: Sequence[Text], progress: Progress) -> dict[str, Any]:
     """One model: its sizes, what its mechanisms have learnt, and what its layers do at each text."""
-    model, config = load_model(subject), subject.config
+    # On the processor, in float32, with the attention that returns its weights.
+    model = load_model(opened, dtype=torch.float32, device_map=None, attn_implementation="eager")
+    config = opened.config
     attentions = [layer.self_attn for layer in model.model.layers]
     mixers = [(layer, *each) for layer, attention in enumerate(attentions) for each in mixers_of(attention).items()]
-    advance = _counter(progress, f"{subject.name}:", len(attentions) * len(texts))
+    advance = _counter(progress, f"{opened.label}:", len(attentions) * len(texts))
     return {
-        "name": subject.name,
+        "name": opened.label,
         "model_type": config.model_type,
         "mixers": getattr(config, "mixers", None) or {},
         "mechanisms": {name: description(mixer) for _, name, mixer in mixers},

@@ -120,7 +120,8 @@ def _ours(recipe: Recipe, name: str) -> float:
 
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
         model = replace(recipe.model, config={**(recipe.model.config or {}), "mixers": CASES[name]})
-        train(replace(recipe, output=output, model=model), note)
+        if train(replace(recipe, output=output, model=model), note).model is None:
+            raise KeyboardInterrupt  # the run ends well when it is told to stop; so must the measurement
     gc.collect()  # a trainer and its model refer to each other
     return ends[recipe.steps] - ends[1]
 

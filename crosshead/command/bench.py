@@ -41,14 +41,15 @@ def train(
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from crosshead.evals.whole_files import check_targets, write_whole
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
-    if out is not None and not out.parent.is_dir():
-        raise ValueError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None:
+        check_targets([out], overwrite=True)
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
     if out is not None:
-        out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        write_whole({out: json.dumps(report, indent=2) + "\n"})
     for line in bench_train_lines(report):
         print(line)

@@ -50,11 +50,12 @@ def evaluate(
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
     from crosshead.evals.evaluate import evaluate as run
+    from crosshead.evals.whole_files import check_targets, write_whole
 
     if suite is not None and tasks is not None:
         raise typer.BadParameter("give --suite or --tasks, not both")
-    _check_out(out, overwrite)
-    report = run(
+    check_targets([out], overwrite)
+    run(
         models,
         suite or QUICK,
         tasks=_names(tasks),
@@ -65,8 +66,8 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
         tell=_tell,
+        keep=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
     )
-    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     _show(out, as_json)
 
 
@@ -75,14 +76,6 @@ def _names(tasks: str | None) -> list[str]:
     if tasks is not None and not names:
         raise ValueError("--tasks names no task: give one or more, joined by commas")
     return names
-
-
-def _check_out(out: Path, overwrite: bool) -> None:
-    """Before any work, not after it."""
-    if out.exists() and not overwrite:
-        raise ValueError(f"{out} exists: give another --out, or --overwrite")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out} is in a folder that does not exist: make it first")
 
 
 def _tell(told: str) -> None:

@@ -49,8 +49,9 @@ def heads(
 
     disable_progress_bar()
     _check_out(out, overwrite)
+    subjects = [_opened(name, length) for name in models]
     with progress() as show:
-        reports = {name: _masked(name, text, (windows, length), draws, seed, show) for name in models}
+        reports = {each.name: _masked(each, text, (windows, length), draws, seed, show) for each in subjects}
     report = {"draws": draws, "seed": seed, "windows": windows, "length": length, "models": reports}
     _write(out, report, lines(reports), ("masked heads of each layer", "loss"))
 
@@ -92,38 +93,46 @@ def layers(
     _write(out, report, lines(report), ("layer", "rise of the loss"))
 
 
-def _masked(name: str, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
-    from crosshead.conversion.text import default_text, read_text, windows
-    from crosshead.evals.eval_model import load_model, open_model
-    from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+def _opened(name: str, length: int) -> Any:
+    """A model whose heads can be masked, on windows of so many tokens."""
+    from crosshead.evals.inspect_text import check_family
+    from crosshead.evals.open_model import open_model
 
     opened = open_model(name)
-    if size[1] > opened.config.max_position_embeddings:
-        context = opened.config.max_position_embeddings
-        raise ValueError(f"--length {size[1]} is more than the context of {name}: use {context} at most")
+    check_family(opened)
+    context = opened.config.max_position_embeddings
+    if length > context:
+        raise ValueError(f"--length {length} is more than the context of {name}: use {context} at most")
+    return opened
+
+
+def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
+    from crosshead.conversion.text import default_text, read_text, windows
+    from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+    from crosshead.evals.open_model import load_model
+
     prose = default_text() if text is None else read_text(text)
     tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
     counts = counts_to_mask(opened.config.num_attention_heads)
-    return masked_heads(load_model(opened), tokens, counts, draws, seed, lambda *done: show(f"masking {name}", *done))
+    stage = f"masking {opened.label}"
+    return masked_heads(load_model(opened), tokens, counts, draws, seed, lambda *done: show(stage, *done))
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Before any work, not after it."""
+    from crosshead.evals.whole_files import check_targets
+
     if out.suffix != ".json":
         raise ValueError(f"--out {out} does not end in .json: the figures go there, and the plot beside it, in .svg")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out} is in a folder that does not exist: make it first")
-    for path in (out, out.with_suffix(".svg")):
-        if path.exists() and not overwrite:
-            raise ValueError(f"{path} exists: give another --out, or --overwrite")
+    check_targets([out, out.with_suffix(".svg")], overwrite)
 
 
 def _write(out: Path, report: Mapping[str, Any], lines: Mapping[str, Any], axes: tuple[str, str]) -> None:
     from crosshead.evals.line_plot import line_plot
+    from crosshead.evals.whole_files import write_whole
 
     picture = out.with_suffix(".svg")
-    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    picture.write_text(line_plot(lines, *axes), encoding="utf-8")
+    write_whole({out: json.dumps(report, indent=2) + "\n", picture: line_plot(lines, *axes)})
     for name, points in lines.items():
         typer.echo(f"{name}: " + ", ".join(f"{x:g}: {y:.4f}" for x, y in points))
     typer.echo(f"wrote {out} and {picture}")

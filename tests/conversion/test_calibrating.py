@@ -6,6 +6,7 @@ import torch
 from crosshead.conversion import calibrating
 from crosshead.conversion.calibrating import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
 from crosshead.conversion.families import read_config
+from crosshead.conversion.fast_arithmetic import fast_dtype
 from crosshead.conversion.sampled_text import SEED, sampled_text
 from crosshead.conversion.sources import open_source
 from crosshead.conversion.streamed_model import StreamedModel
@@ -51,7 +52,8 @@ def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     prose = text.windows(source, 1024, PROSE, model.config.vocab_size)
     kept = [(part == prose).float().mean() for part in found[:-2].split(PROSE)]
     assert kept == pytest.approx([1 - part for part in REPLACED], abs=0.05)
-    written = sampled_text(model, (64, 32), len(load_tokenizer(source)), silent)
+    writer = StreamedModel(source.store, model.config, fast_dtype())
+    written = sampled_text(writer, (64, 32), len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
 

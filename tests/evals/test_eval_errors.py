@@ -1,5 +1,7 @@
 """What `crosshead eval` refuses: one clear line each."""
 
+import json
+
 import datasets
 import pytest
 import torch
@@ -45,6 +47,8 @@ def models(tmp_path_factory):
     broken = toys.stock_model("Llama")
     torch.nn.init.constant_(broken.model.norm.weight, torch.nan)
     write_scorable(broken, folder / "broken")
+    torch.nn.init.constant_(broken.model.norm.weight, 1e6)
+    write_scorable(broken, folder / "loud")
     write_scorable(toys.stock_model("Llama"), folder / "strange")
     edit_json(folder / "strange", "config.json", model_type="strange")
     write_scorable(toys.stock_model("Llama"), folder / "weightless")
@@ -101,6 +105,7 @@ def place(models, tmp_path, monkeypatch):
             f"broken {OFFLINE}",
             "item 0 of crosshead_grammar has the log likelihood nan: the model's weights are broken",
         ),
+        (f"loud {OFFLINE}", "a perplexity is too large to be a number: the model's weights are broken"),
         (f"deeper {OFFLINE}", "deeper lacks 9 tensors, model.layers.2"),
         (f"weightless {OFFLINE}", "the model of weightless cannot be loaded"),
         (
@@ -112,8 +117,8 @@ def place(models, tmp_path, monkeypatch):
         (f"model {OFFLINE} --limit 0", "limit=0 is not allowed: use a number of items from 1 up"),
         (f"model {OFFLINE} --batch-size many", "batch_size='many' is not allowed: use auto, or a number from 1 up"),
         (f"model {OFFLINE} --batch-size 0", "batch_size=0 is not allowed"),
-        (f"model {OFFLINE} --out done.json", "done.json exists: give another --out, or --overwrite"),
-        (f"model {OFFLINE} --out far/away.json", "--out far/away.json is in a folder that does not exist"),
+        (f"model {OFFLINE} --out done.json", "done.json exists: choose another name, or add --overwrite"),
+        (f"model {OFFLINE} --out far/away.json", "far/away.json is in a folder that does not exist"),
         ("model --tasks blank --include-path none", "--include-path none is no folder"),
         (f"model {MINE} blank", "item 1 of blank has an empty text: take it out of the task's data"),
         (f"model {MINE} no_answer", "item 1 of no_answer has an empty text"),
@@ -153,3 +158,11 @@ def test_a_suite_and_tasks(place, capfd, monkeypatch):
 def test_code_that_is_trusted_runs(place, capfd, monkeypatch):
     status, _, err = run(capfd, monkeypatch, f"eval foreign {OFFLINE} --trust-remote-code")
     assert "this ran" in f"{status}{err}"
+
+
+def test_a_later_model_that_fails_costs_no_scores(place, capfd, monkeypatch):
+    status, out, err = run(capfd, monkeypatch, f"eval model deeper {OFFLINE} --compare")
+    assert (status, out) == (1, "") and "deeper lacks 9 tensors" in err
+    report = json.loads((place / "eval.json").read_text())
+    assert [model["model"] for model in report["models"]] == ["model"]
+    assert report["compared"] == []

@@ -12,8 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 import toys
 from broken import edit_json, run, snapshot
 from crosshead.evals.inspect_files import write_report
-from crosshead.evals.inspect_model import pieces_of
 from crosshead.evals.inspect_page import page_text
+from crosshead.evals.inspect_text import pieces_of
 from toy_checkpoints import character_tokenizer, write_model, write_stock
 
 TEXT = "the cat sat on the mat."
@@ -169,15 +169,18 @@ REFUSED = [
     (["source", "--text", "latin.txt"], "latin.txt is no UTF-8 text"),
     (["source", "--text", TEXT, "--text", TEXT], f"two texts are called {TEXT}"),
     (["small", "--text", "[z]"], "the tokenizer of small gives the token"),
-    (["bare", "--text", TEXT], "'bare' has no tokenizer that loads: save one beside the model"),
-    (["gpt2", "--text", TEXT], "'gpt2' has model_type='gpt2', which cannot be looked into: allowed are llama, qwen2"),
-    (["classifier", "--text", TEXT], "'classifier' is a LlamaForSequenceClassification, not a causal"),
-    (["backbone", "--text", TEXT], "'backbone' is a LlamaModel, not a causal language model"),
-    (["headless", "--text", TEXT], "'headless' lacks 9 tensors, model.layers.2.input_layernorm.weight first"),
-    (["./none", "--text", TEXT], "'./none' is no folder, and on the Hub it cannot be loaded"),
-    (["org/none", "--text", TEXT], "'org/none' is no folder, and on the Hub it cannot be loaded"),
+    (["bare", "--text", TEXT], "the tokenizer of bare cannot be loaded"),
+    (["gpt2", "--text", TEXT], "gpt2 has model_type='gpt2', which cannot be looked into: allowed are llama, qwen2"),
+    (["classifier", "--text", TEXT], "classifier is a LlamaForSequenceClassification, not a causal"),
+    (["backbone", "--text", TEXT], "backbone is a LlamaModel, not a causal language model"),
+    (["headless", "--text", TEXT], "headless lacks 9 tensors, model.layers.2.input_layernorm.weight first"),
+    (["./none", "--text", TEXT], "'./none' is no folder: give the folder of a model, or its name on the Hub"),
+    (["org/none", "--text", TEXT], "'org/none' is no folder, and its configuration cannot be loaded from the Hub"),
     (["source", "--text", TEXT, "--out", "report"], "report does not end in .html"),
-    (["source", "--text", TEXT, "--out", "none/report.html"], "none is no folder: make it first"),
+    (
+        ["source", "--text", TEXT, "--out", "none/report.html"],
+        "none/report.html is in a folder that does not exist: make it first",
+    ),
     (["source", "--text", TEXT, "--out", "report.json.html"], "report.json.html is a folder"),
 ]
 
@@ -216,7 +219,7 @@ def test_a_full_disk_leaves_nothing(place, monkeypatch):
 
     report = {"longest_text": 512, "top": 5, "models": []}
     monkeypatch.setattr("pathlib.Path.replace", full)
-    with pytest.raises(ValueError, match=r"report\.html cannot be written: No space left on device"):
+    with pytest.raises(ValueError, match=r"report\.json cannot be written: No space left on device"):
         write_report(report, place / "report.html")
     assert [path.name for path in place.iterdir()] == ["source"]
 

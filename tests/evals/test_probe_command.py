@@ -4,6 +4,7 @@ import json
 from xml.etree import ElementTree
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import crosshead
 import toys
@@ -12,6 +13,7 @@ from toy_checkpoints import write_stock
 from toy_eval import write_scorable
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+GPT2 = {"vocab_size": 61, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 1, "eos_token_id": 1}
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = ["--windows", "2", "--length", "32"]
 
@@ -62,9 +64,14 @@ CASES = {
     "no model": (["heads"], 2, ""),
     "another ending": (["heads", "one", "--out", "found.txt"], 1, "does not end in .json"),
     "no folder": (["heads", "one", "--out", "no/found.json"], 1, "in a folder that does not exist"),
-    "already there": (["heads", "one", "--out", "there.json"], 1, "there.json exists"),
+    "already there": (
+        ["heads", "one", "--out", "there.json"],
+        1,
+        "there.json exists: choose another name, or add --overwrite",
+    ),
     "no text": (["heads", "one", *SMALL, "--text", "none.txt"], 1, "none.txt cannot be read"),
     "no draws": (["heads", "one", "--draws", "0"], 2, "--draws"),
+    "another family": (["heads", "one", "gpt2", *SMALL], 1, "gpt2 has model_type='gpt2', which cannot be looked into"),
     "another method": (["layers", "source", "--method", "magic"], 1, "method='magic' is not allowed"),
     "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129 is more than the context of one"),
     "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129 is more than the context"),
@@ -78,6 +85,7 @@ CASES = {
 def test_one_line_and_nothing_written(case, place, line):
     arguments, expected, words = CASES[case]
     write_stock(place / "single", num_key_value_heads=1)
+    write_scorable(GPT2LMHeadModel(GPT2Config(**GPT2)), place / "gpt2")
     (place / "empty.txt").write_text("")
     (place / "there.json").write_text("{}")
     before = sorted(path.name for path in place.iterdir())
@@ -85,6 +93,31 @@ def test_one_line_and_nothing_written(case, place, line):
     assert status == expected
     assert words in err
     assert expected != 1 or err.count("\n") == 1
+    assert sorted(path.name for path in place.iterdir()) == before
+
+
+@pytest.mark.parametrize("measured", ["heads", "layers"])
+def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
+    def stopped(*_, **__):
+        raise KeyboardInterrupt
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    subject = {"heads": ["one"], "layers": ["source", "--method", "svd"]}[measured]
+    command = [measured, *subject, *SMALL, "--out", "found.json"]
+    before = sorted(path.name for path in place.iterdir())
+    with monkeypatch.context() as broken:
+        broken.setattr("crosshead.modeling.modeling_crosshead.CrossheadLlamaForCausalLM.forward", stopped)
+        broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
+        broken.setattr("crosshead.conversion.layer_probe.measure_losses", stopped)
+        status, out, err = line(*command)
+        assert (status, out, err) == (130, "", "crosshead: interrupted\n")
+    with monkeypatch.context() as broken:
+        broken.setattr("pathlib.Path.replace", full)
+        status, out, err = line(*command)
+        assert (status, out) == (1, "")
+        assert err == "crosshead: error: found.json cannot be written: No space left on device\n"
     assert sorted(path.name for path in place.iterdir()) == before
 
 

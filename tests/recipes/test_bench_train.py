@@ -1,6 +1,7 @@
 """`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from broken import run
 from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
 from crosshead.recipes.run_trainer import RunTrainer
+from crosshead.recipes.train import train
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
 
@@ -64,6 +66,13 @@ def test_both_sides_do_the_same_work_in_turn(seen):
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
+def test_a_run_that_is_told_to_stop_ends_the_measurement(monkeypatch):
+    """Its steps were not all timed."""
+    monkeypatch.setattr(module, "train", lambda recipe, note: replace(train(recipe, note), model=None))
+    with pytest.raises(KeyboardInterrupt):
+        bench_train(["explicit"], rounds=1, steps=2)
+
+
 def test_the_command(tmp_path, monkeypatch, capfd):
     command = f"bench train knocking-mlp --rounds 1 --steps 2 --out {tmp_path}/a.json"
     status, out, err = run(capfd, monkeypatch, command)
@@ -72,7 +81,7 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert report["settings"]["steps"] == 2 and report["shape"]["hidden_size"] == 32
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
-        (f"bench train explicit --out {tmp_path}/b/a.json", 1, "there is no folder"),
+        (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),
         ("bench train --steps 1", 2, "--steps"),
         ("bench tran", 2, "Did you mean 'train'"),
     ):
