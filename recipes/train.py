@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -147,7 +148,7 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
                 beside = Path(recipe.model.path or "", name)
                 if recipe.model.path is not None and beside.is_file():
                     shutil.copyfile(beside, partial / name)
-            content = {"recipe": asdict(recipe), "processes": trainer.args.world_size}
+            content = {"recipe": without_places(asdict(recipe)), "processes": trainer.args.world_size}
             content |= {"metrics": MetricsFile.last(output)}
             (partial / RESULT).write_text(json.dumps(content, indent=2), encoding="utf-8")
             put(partial, output / MODEL)
@@ -156,6 +157,15 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         raise RecipeError(unwritten("the model", output, error)) from error
     trainer.accelerator.wait_for_everyone()
+
+
+def without_places(value: Any) -> Any:
+    """A recipe without where things lie on this machine: the record is published with the model."""
+    if isinstance(value, Mapping):
+        return {key: without_places(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_places(part) for part in value]
+    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
 
 
 def _done(recipe: Recipe) -> Outcome:

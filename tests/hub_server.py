@@ -11,6 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+import yaml
+
+from hub_rules import faults
+
 COMMIT = "c0ffee" * 6 + "0123"
 LARGE = ".safetensors"
 """The ending of files that are uploaded apart from the commit."""
@@ -18,10 +22,13 @@ LARGE = ".safetensors"
 
 @dataclass
 class Repository:
-    """A model: its files at one commit, which has several names."""
+    """A model: its files at the newest commit, and at those before it."""
 
     files: dict[str, bytes]
-    revisions: tuple[str, ...] = ("main", COMMIT)
+    revisions: tuple[str, ...] = ("main",)
+    """Names of the newest commit."""
+    commit: str = COMMIT
+    """The newest."""
     gated: bool = False
     """Its description is public, its files are not."""
     status: int | None = None
@@ -33,6 +40,19 @@ class Repository:
     """An upload is answered with 403 where its path holds this."""
     commits: list[str] = field(default_factory=list)
     """What was uploaded says of itself."""
+    older: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """The files of commits before the newest."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Their commits."""
+
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """The files under one of their names; None where it is none."""
+        commit = self.tags.get(revision, revision)
+        return self.files if commit in (self.commit, *self.revisions) else self.older.get(commit)
+
+    def commit_of(self, revision: str) -> str:
+        """Which commit a name means."""
+        return self.commit if revision in self.revisions else self.tags.get(revision, revision)
 
 
 @dataclass
@@ -43,7 +63,11 @@ class Hub:
     address: str = ""
     requests: list[str] = field(default_factory=list)
     tokens: set[str] = field(default_factory=set)
-    """With which uploads came; all are taken, and none is refused."""
+    """With which uploads came."""
+    accepted: set[str] | None = None
+    """Tokens that may upload; None means all."""
+    failing: dict[str, int] = field(default_factory=dict)
+    """Part of a path -> how many uploads to it will be answered with 500 before one is taken."""
     stored: dict[str, bytes] = field(default_factory=dict)
     """Large files by their digest, until a commit names them."""
 
@@ -94,27 +118,52 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         elif repository.status is not None:
             self._refuse(repository.status)
-        elif len(rest) > 1 and rest[1] not in repository.revisions:
+        elif len(rest) > 1 and repository.at(rest[1]) is None:
             self._refuse(404, "RevisionNotFound")
+        elif about and rest[:1] == ["refs"]:
+            tags = [
+                {"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": at} for tag, at in repository.tags.items()
+            ]
+            main = {"name": "main", "ref": "refs/heads/main", "targetCommit": repository.commit}
+            self._send_json({"branches": [main], "converts": [], "tags": tags})
         elif about:
-            self._send_json(_listing(repository) if rest[:1] == ["tree"] else _description(name, repository))
+            files = repository.at(rest[1] if len(rest) > 1 else "main") or {}
+            described = _description(name, repository, repository.commit_of(rest[1] if len(rest) > 1 else "main"))
+            self._send_json(_listing(files) if rest[:1] == ["tree"] else described)
         elif repository.gated:
             self._refuse(403, "GatedRepo")
-        elif "/".join(rest[2:]) not in repository.files:
-            self._refuse(404, "EntryNotFound")
         else:
-            self._send_file(repository, repository.files["/".join(rest[2:])])
+            self._answer_file(repository, rest[1], "/".join(rest[2:]))
+
+    def _answer_file(self, repository: Repository, revision: str, file: str) -> None:
+        files = repository.at(revision) or {}
+        if file in files:
+            self._send_file(repository, files[file], repository.commit_of(revision))
+        else:
+            self._refuse(404, "EntryNotFound")
 
     def _take(self) -> None:
         """One request of an upload."""
         length = self.headers["Content-Length"]
         raw = self._chunks() if length is None else self.rfile.read(int(length))
         path = unquote(urlsplit(self.path).path).strip("/")
+        failing = next((part for part, times in self.hub.failing.items() if part in path and times), None)
+        if failing is not None:
+            self.hub.failing[failing] -= 1
+            self._refuse(500)
+            return
+        if path == "api/validate-yaml":
+            self._validate(json.loads(raw)["content"])
+            return
         if self.command == "PUT":
             self.hub.stored[path.removeprefix("stored/")] = raw
             self._send_json({})
             return
-        self.hub.tokens.add(self.headers.get("Authorization", "").removeprefix("Bearer "))
+        token = self.headers.get("Authorization", "").removeprefix("Bearer ")
+        self.hub.tokens.add(token)
+        if self.hub.accepted is not None and token not in self.hub.accepted:
+            self._refuse(401)
+            return
         if path == "api/repos/create":
             self._create(**json.loads(raw))
             return
@@ -124,6 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(404, "RepoNotFound")
         elif repository.refused and repository.refused in path:
             self._refuse(403)
+        elif "/tag/" in path:
+            self._tag(repository, json.loads(raw)["tag"], path.rpartition("/")[2])
         elif path.endswith("/preupload/main"):
             self._send_json({"files": [_plan(repository, file["path"]) for file in json.loads(raw)["files"]]})
         elif path.endswith("/info/lfs/objects/batch"):
@@ -131,6 +182,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._send_json({"transfer": "basic", "objects": objects})
         else:
             self._commit(name, repository, [json.loads(line) for line in raw.splitlines() if line])
+
+    def _validate(self, content: str) -> None:
+        """The head of a card, by some of the Hub's rules."""
+        errors = list(faults(content))
+        answer = {"errors": [{"message": error} for error in errors], "warnings": []}
+        self._send_json(answer, 400 if errors else 200)
+
+    def _tag(self, repository: Repository, name: str, revision: str) -> None:
+        there = name in repository.tags
+        repository.tags.setdefault(name, repository.commit_of(revision))
+        self._send_json({}, 409 if there else 200)
 
     def _chunks(self) -> bytes:
         """A body of unknown length."""
@@ -157,15 +219,20 @@ class _Handler(BaseHTTPRequestHandler):
         return found | {"actions": {"upload": {"href": f"{self.hub.address}/stored/{digest}"}}}
 
     def _commit(self, name: str, repository: Repository, lines: list[dict[str, Any]]) -> None:
+        repository.older[repository.commit] = dict(repository.files)
         for line in lines:
             value = line["value"]
             if line["key"] == "header":
                 repository.commits.append(value["summary"])
             elif line["key"] == "file":
                 repository.files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "deletedFile":
+                del repository.files[value["path"]]
             else:
                 repository.files[value["path"]] = self.hub.stored[value["oid"]]
-        self._send_json({"commitUrl": f"{self.hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
+        commit = hashlib.sha1(f"{repository.commit}{len(repository.commits)}".encode()).hexdigest()
+        repository.commit = commit
+        self._send_json({"commitUrl": f"{self.hub.address}/{name}/commit/{commit}", "commitOid": commit})
 
     def _refuse(self, status: int, code: str | None = None) -> None:
         self.send_response(status)
@@ -182,12 +249,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(raw)
 
-    def _send_file(self, repository: Repository, raw: bytes) -> None:
+    def _send_file(self, repository: Repository, raw: bytes, commit: str) -> None:
         wanted = self.headers.get("Range")
         start = int(wanted.removeprefix("bytes=").split("-")[0]) if wanted else 0
         self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{hashlib.sha256(raw).hexdigest()}"')
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("Accept-Ranges", "bytes")
         self.send_header("Content-Length", str(len(raw) - start))
         if wanted:
@@ -203,15 +270,18 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(raw[start:])
 
 
-def _description(name: str, repository: Repository) -> dict[str, object]:
-    about = {"id": name, "sha": COMMIT, "private": repository.private}
-    return about | {"siblings": [{"rfilename": file} for file in repository.files]}
+def _description(name: str, repository: Repository, commit: str) -> dict[str, object]:
+    about: dict[str, object] = {"id": name, "sha": commit, "private": repository.private}
+    card = (repository.at(commit) or {}).get("README.md", b"").decode()
+    if card.startswith("---\n"):
+        about["cardData"] = yaml.safe_load(card.split("---\n")[1])
+    return about | {"siblings": [{"rfilename": file} for file in repository.at(commit) or ()]}
 
 
-def _listing(repository: Repository) -> list[dict[str, object]]:
+def _listing(files: dict[str, bytes]) -> list[dict[str, object]]:
     return [
         {"type": "file", "path": file, "size": len(raw), "oid": hashlib.sha1(raw).hexdigest()}
-        for file, raw in repository.files.items()
+        for file, raw in files.items()
     ]
 
 

@@ -72,13 +72,16 @@ def train(
 
 def _push(model: Path, hub: Any) -> None:
     """Once no other process waits for this one: an upload may take long."""
-    from crosshead.model_cards.push import PushError, push
+    from crosshead_command.card import write_card
+    from crosshead_command.push import checked, publish
 
     try:
-        address = push(model, hub.repo, hub.private)
-    except PushError as error:
+        if not (model / "README.md").exists():
+            write_card(model)
+        checked(model)
+        publish(model, hub.repo, hub.private)
+    except ValueError as error:
         raise ValueError(f"{model} is complete, but not pushed: {error}; the same command pushes it") from error
-    typer.echo(f"pushed to {address}")
 
 
 def _tell(outcome: Any) -> None:

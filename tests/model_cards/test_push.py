@@ -3,7 +3,8 @@
 import pytest
 from huggingface_hub import constants
 
-from crosshead.model_cards.push import MESSAGE, PushError, push
+from crosshead.model_cards import push as pushing
+from crosshead.model_cards.push import MESSAGE, PushError, push, tag
 from hub_server import Repository, serving
 
 TOKEN = "hf_secretsecretsecret"
@@ -33,6 +34,7 @@ def hub(monkeypatch):
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
         yield running
 
 
@@ -79,6 +81,75 @@ def test_a_refusal_is_one_line(folder, hub, step):
     assert "org/model may not be written (403): log in with `hf auth login`" in str(caught.value)
     assert "\n" not in str(caught.value) and TOKEN not in str(caught.value)
     assert hub.repositories["org/model"].files == {}
+
+
+@pytest.mark.parametrize("step", ["create", "preupload", "batch", "stored", "commit", "validate-yaml"])
+def test_what_fails_for_a_moment_is_tried_again(folder, hub, step):
+    hub.failing[step] = 1
+    (folder / "README.md").write_text("---\nlibrary_name: transformers\n---\n")
+    push(folder, "org/model")
+    made = hub.repositories["org/model"]
+    assert made.files.keys() == FILES.keys() | {"README.md"} and made.commits == [MESSAGE]
+    assert hub.failing == {step: 0}
+
+
+def test_what_goes_on_failing_is_one_line_and_the_same_call_goes_on(folder, hub):
+    hub.failing["commit"] = 9
+    with pytest.raises(PushError, match=r"org/model could not be written \(500\): check the connection and the disk$"):
+        push(folder, "org/model")
+    assert hub.repositories["org/model"].files == {} and len(hub.stored) == 2
+    hub.failing.clear()
+    sent = len([line for line in hub.requests if line.startswith("PUT")])
+    push(folder, "org/model")
+    assert hub.repositories["org/model"].files == FILES
+    assert len([line for line in hub.requests if line.startswith("PUT")]) == sent == 2
+
+
+def test_a_refused_token(folder, hub):
+    hub.accepted = {"hf_another"}
+    with pytest.raises(PushError) as caught:
+        push(folder, "org/model")
+    assert str(caught.value) == "org/model may not be written (401): log in with `hf auth login`, as somebody who may"
+    assert hub.repositories == {} and len([line for line in hub.requests if line.startswith("POST")]) == 1
+
+
+def test_a_card_that_the_hub_refuses_goes_nowhere(folder, hub):
+    (folder / "README.md").write_text("---\nlicense: [mit]\n---\n")
+    with pytest.raises(PushError, match=r"the Hub does not take the head of .*README.md: .*license") as caught:
+        push(folder, "org/model")
+    assert "\n" not in str(caught.value) and hub.repositories == {}
+
+
+def test_weights_of_an_earlier_model_go(folder, hub):
+    push(folder, "org/model")
+    made = hub.repositories["org/model"]
+    made.files |= {"model.safetensors": b"old", "adapters/model.safetensors": b"kept", "handler.py": b"kept"}
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (folder / name).unlink()
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"new")
+    push(folder, "org/model")
+    kept = {"config.json", "modeling_crosshead.py", "handler.py", "adapters/model.safetensors"}
+    assert made.files.keys() == kept | {"model-00001-of-00001.safetensors"}
+
+
+def test_a_tag_stays_where_it_is(folder, hub):
+    push(folder, "org/model")
+    made = hub.repositories["org/model"]
+    assert tag("org/model", "v1") is None
+    first = made.commit
+    assert made.tags == {"v1": first} and tag("org/model", "v1") is None
+    (folder / "config.json").write_bytes(b"[]")
+    push(folder, "org/model")
+    assert made.commit != first and tag("org/model", "v1") == first
+    assert made.tags == {"v1": first} and made.at("v1")["config.json"] == b"{}"
+    assert tag("org/model", "v2") is None and made.tags["v2"] == made.commit
+
+
+def test_a_tag_that_is_refused(folder, hub):
+    push(folder, "org/model")
+    hub.repositories["org/model"].refused = "/tag/"
+    with pytest.raises(PushError, match=r"org/model may not be written \(403\)"):
+        tag("org/model", "v1")
 
 
 def test_without_a_connection(folder, hub, monkeypatch):

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -61,10 +62,13 @@ def test_a_push_that_fails_is_made_good_by_the_same_command(asked, tmp_path):
         before = {path.name: path.read_bytes() for path in model.iterdir()}
         refusing.refused = ""
         status, out, err = trained(asked, hub.address)
-        assert (status, out.splitlines()[-1]) == (0, f"pushed to {hub.address}/{NAME}")
+        assert (status, out.splitlines()[-2:]) == (
+            0,
+            [f"pushed to {hub.address}/{NAME}", f"tagged v{version('crosshead')}"],
+        )
         assert hub.tokens == {TOKEN}
     assert {path.name: path.read_bytes() for path in model.iterdir()} == before == refusing.files
-    assert {"config.json", "tokenizer.json", "modeling_crosshead.py", "training.json"} <= set(before)
+    assert {"README.md", "config.json", "tokenizer.json", "modeling_crosshead.py", "training.json"} <= set(before)
     assert load_tensors(refusing.files["model.safetensors"]) and refusing.private
     for path in Path(tmp_path).rglob("*"):
         assert path.is_dir() or TOKEN.encode() not in path.read_bytes(), path

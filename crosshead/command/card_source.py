@@ -1,0 +1,77 @@
+"""Where a model comes from, as its card says: the source's name on the Hub, and its licence."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+README = "README.md"
+LICENCE_KEYS = ("license", "license_name", "license_link")
+TIMEOUT = 10
+"""Seconds to wait for the Hub."""
+
+
+def origin_of(conversion: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
+    """`licence` and `base_model`, as far as they can be found out; both are left out where they cannot."""
+    recorded = conversion.get("source", {})
+    if source is None:
+        if recorded.get("kind") != "hub":
+            return {}
+        return {"base_model": recorded["name"], "licence": _on_the_hub(recorded["name"], recorded.get("revision"))}
+    path = Path(source).expanduser()
+    _check_name(recorded, str(source), path)
+    if path.suffix == ".gguf" and path.is_file():
+        return _in_gguf(path)
+    if path.is_dir():
+        return {"licence": _in_card(path / README)}
+    return {"base_model": str(source), "licence": _on_the_hub(str(source), recorded.get("revision"))}
+
+
+def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
+    name = recorded.get("name")
+    if name is None or name in (source, path.resolve().name):
+        return
+    raise ValueError(f"--source {source} is not what the model was made from, which is {name}: give that one")
+
+
+def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
+    """Of the source's own card; nothing where the Hub cannot be asked, which a card does not wait for."""
+    from huggingface_hub import HfApi
+
+    try:
+        found = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
+    except Exception:  # the HTTP library's own errors differ between versions of the Hub's client
+        return {}
+    return _licence({} if found is None else found.to_dict())
+
+
+def _in_card(path: Path) -> dict[str, str]:
+    from huggingface_hub import metadata_load
+
+    try:
+        return _licence(metadata_load(path) or {})
+    except Exception:  # somebody else's file
+        return {}
+
+
+def _licence(head: Mapping[str, Any]) -> dict[str, str]:
+    """What the head of a card says of it."""
+    return {key: head[key] for key in LICENCE_KEYS if isinstance(head.get(key), str)} if head.get("license") else {}
+
+
+def _in_gguf(path: Path) -> dict[str, Any]:
+    """The keys that converters to GGUF write."""
+    from crosshead.conversion.gguf_store import GgufStore
+
+    content = GgufStore(path).file.metadata
+    named = {
+        "license": "general.license",
+        "license_name": "general.license.name",
+        "license_link": "general.license.link",
+    }
+    found: dict[str, Any] = {
+        "licence": {key: content[name] for key, name in named.items() if isinstance(content.get(name), str)}
+    }
+    address = content.get("general.source.repo_url") or content.get("general.base_model.0.repo_url")
+    if isinstance(address, str) and address.startswith("https://huggingface.co/"):
+        found["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
+    return found

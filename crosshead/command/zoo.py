@@ -1,0 +1,94 @@
+"""`crosshead zoo`."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+LENGTH = 4096
+"""Tokens of the text that costs are given for, where the model takes so many."""
+DTYPE = "bfloat16"
+"""What the KV cache is counted in, for all alike."""
+LOCAL = ("models/", "runs/")
+"""How the shipped recipes' own folders begin: any other source is a name on the Hub."""
+
+
+def zoo(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
+    write: Annotated[
+        Path | None, typer.Option(help="Make the pages anew from the shipped recipes, in this folder, and stop.")
+    ] = None,
+) -> None:
+    """List the models of the shipped recipes: mechanism, backbone, size, what each costs and what was measured.
+
+    For example:
+
+    crosshead zoo --json
+    """
+    from crosshead.model_cards.zoo import read_zoo, write_zoo, zoo_lines
+
+    if write is not None:
+        if not write.is_dir():
+            raise ValueError(f"{write} is no folder: make it first")
+        for path in write_zoo(entries(write), write):
+            typer.echo(f"wrote {path}")
+        return
+    found = read_zoo()
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+        return
+    for line in zoo_lines(found):
+        typer.echo(line)
+
+
+def entries(place: Path) -> list[dict[str, Any]]:
+    """What there is to say of each shipped recipe's model, by mechanism, backbone and size; in `place`, results."""
+    from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+
+    recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
+    # A sweep makes no model of its own, but chooses a number for another recipe.
+    found = [_entry(name, recipe, place) for name, recipe in recipes.items() if recipe.sweep is None]
+    return sorted(found, key=lambda entry: (*_order(entry), entry["recipe"]))
+
+
+def _order(entry: dict[str, Any]) -> Iterator[Any]:
+    from crosshead.modeling.mechanisms import MECHANISMS
+
+    mixers = entry["config"]["mixers"]
+    yield not mixers, [list(MECHANISMS).index(name) for name in mixers]
+    yield entry["config"]["model_type"]
+    yield entry["cost"]["cost"]["parameters"]
+
+
+def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
+    from crosshead.evals.cost_report import cost_report
+    from crosshead.model_cards.zoo import measurements
+    from crosshead.recipes.model_config import model_config
+
+    config = model_config(recipe.model.config)
+    config.dtype = DTYPE
+    commands = _commands(recipe.model.convert or "")
+    return {
+        "recipe": name,
+        "base_model": _source(commands),
+        "config": {"model_type": config.model_type, **recipe.model.config, "mixers": config.mixers},
+        "convert": commands,
+        "train": f"crosshead train {name}",
+        "tokens": recipe.train.tokens,
+        "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
+        "cost": cost_report(config, min(LENGTH, config.max_position_embeddings)),
+        "measured": measurements(place, name),
+    }
+
+
+def _commands(text: str) -> list[str]:
+    """One a line, without what YAML needed to break them."""
+    return [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
+
+
+def _source(commands: list[str]) -> str | None:
+    """The model on the Hub that the first command begins with."""
+    source = commands[0].split()[2] if commands else None
+    return None if source is None or source.startswith(LOCAL) else source

@@ -1,0 +1,75 @@
+"""The commands that made a model, from what the records say was asked for."""
+
+import shlex
+from collections.abc import Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+import yaml
+
+PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
+"""Options of a conversion that are written as they are recorded."""
+CHOSEN = {"key_heads", "value_heads", "layers", "on"}
+"""Options of `explicit` that `--layers auto` chooses, and that cannot be given beside it."""
+
+
+def convert_command(record: Mapping[str, Any], name: str) -> str:
+    """`crosshead convert` or `crosshead fold`, with every option that matters."""
+    source, options = record["source"], record.get("options", {})
+    words = ["crosshead", record.get("command", "convert"), source["name"], name]
+    if record.get("command") == "fold":
+        return shlex.join(words)
+    given = {**options, "revision": source.get("revision")}
+    layers = options.get("layers") == "auto"
+    for mechanism, asked in options.get("mixers", {}).items():
+        asked = {**asked, **options.get("choices", {}).get(mechanism, {})}
+        if layers and mechanism == "explicit":
+            asked = {key: value for key, value in asked.items() if key not in CHOSEN}
+        words += ["--mixer", _argument(mechanism, asked)]
+    for option, flag in PLAIN.items():
+        if given.get(option) is not None:
+            words += [flag, str(given[option])]
+    if layers:
+        words += ["--layers", "auto", "--budget", str(options["budget"])]
+    if options.get("allow_inexact"):
+        words.append("--allow-inexact")
+    text = record.get("calibration", {})
+    if "sha256" in text:
+        words += ["--calibration", str(text.get("text") or text.get("saved"))]
+    return shlex.join(words)
+
+
+def _argument(mechanism: str, options: Mapping[str, Any]) -> str:
+    parts = [f"{key}={_value(value)}" for key, value in options.items() if value is not None]
+    return mechanism + (":" + ",".join(parts) if parts else "")
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_value, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def recipe_yaml(recipe: Mapping[str, Any]) -> str:
+    """The recipe as a file that `crosshead train` reads, without what was left at nothing, and without paths."""
+    return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=110).rstrip()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(part) for key, part in value.items() if part is not None and part not in ([], ())}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return relative(value) if isinstance(value, str) else value
+
+
+def relative(text: str) -> str:
+    """A path without where it lies on a machine; any other text as it is."""
+    return PurePath(text).name if PurePath(text).is_absolute() else text
+
+
+def datasets(recipe: Mapping[str, Any]) -> Iterator[str]:
+    """The names on the Hub of what was trained on."""
+    for source in recipe.get("data", {}).get("sources", ()):
+        if source.get("kind") == "hub":
+            yield source["path"]

@@ -1,0 +1,73 @@
+"""The head of a card, which the Hub reads: what it is made from, its licence, tags and results."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from .commands import datasets
+from .facts import Facts, Json
+from .papers import MECHANISMS
+
+HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
+TASK = ("text-generation", "Text generation")
+HELD_OUT = ("held-out", "held-out part of the training data")
+
+
+def metadata(facts: Facts) -> ModelCardData:
+    """In the form that the Hub checks."""
+    found = list(results(facts))
+    licence: dict[str, Any] = dict(facts.licence)
+    learnt_from = list(dict.fromkeys(datasets(facts.training.get("recipe", {}))))
+    return ModelCardData(
+        base_model=facts.base_model,
+        datasets=learnt_from or None,
+        library_name="transformers",
+        pipeline_tag=TASK[0],
+        tags=tags(facts),
+        model_name=facts.name if found else None,
+        eval_results=found or None,
+        **licence,
+    )
+
+
+def tags(facts: Facts) -> list[str]:
+    """By which a model is found: ours, its mechanisms, their papers, and what loading it takes."""
+    known = [name for name in facts.mixers if name in MECHANISMS]
+    papers = [f"arxiv:{MECHANISMS[name].arxiv}" for name in known]
+    return ["crosshead", *known, *papers, *(["custom_code"] if facts.remote_code else [])]
+
+
+def results(facts: Facts) -> Iterator[EvalResult]:
+    """All that was measured on this very model."""
+    for evaluation in facts.evaluations:
+        yield from (_score(row, evaluation) for row in evaluation["scores"])
+    loss = facts.training.get("metrics", {}).get("eval_loss")
+    if isinstance(loss, int | float):
+        yield EvalResult(
+            task_type=TASK[0],
+            task_name=TASK[1],
+            dataset_type=HELD_OUT[0],
+            dataset_name=HELD_OUT[1],
+            metric_type="loss",
+            metric_value=loss,
+        )
+
+
+def _score(row: Json, evaluation: Json) -> EvalResult:
+    """The number of examples and of items are part of what was asked, so they tell two results apart."""
+    asked: dict[str, Any] = {} if row["shots"] is None else {"num_few_shot": row["shots"]}
+    if evaluation["limit"] is not None:
+        asked["limit"] = evaluation["limit"]
+    return EvalResult(
+        task_type=TASK[0],
+        task_name=TASK[1],
+        dataset_type=row["task"],
+        dataset_name=row["name"],
+        dataset_args=asked or None,
+        metric_type=row["metric"],
+        metric_name=row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})",
+        metric_value=row["score"],
+        source_name=HARNESS[0],
+        source_url=HARNESS[1],
+    )

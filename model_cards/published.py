@@ -1,0 +1,184 @@
+"""Is a folder fit to be published? What lies in it is looked at; nothing in it is run."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import get_token
+
+from .card import README, check_card
+from .errors import CardError, FolderError
+from .facts import CONFIG, read_json
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
+"""The files of which a tokenizer can be made: one of these sets is enough."""
+VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
+"""Files of words, among which a path may be a word."""
+PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".msgpack"}
+"""Endings of files that can run code when they are read, or that stand for weights which nobody will load."""
+BINARY = {".png", ".jpg", ".jpeg", ".gif", ".webp"}
+"""Pictures, for a card."""
+PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
+"""How pickles begin, and the archives that torch puts them into."""
+PATH = re.compile(
+    r"(?<![\w.:/})\]>~-])/(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes)"
+    r"/[\w.@-]+|(?<![\w/])[A-Za-z]:\\+[\w. -]+\\"
+)
+WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
+"""A value of JSON that is a path and nothing else."""
+TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
+    r"sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}\b)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+SECRETS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)$")
+"""How the names of variables end that hold what nobody else may know."""
+SHORTEST_SECRET = 12
+
+
+def check_folder(folder: Path) -> dict[str, int]:
+    """The files to publish and their sizes; `FolderError` where something is missing or should not go out."""
+    if not (folder / CONFIG).is_file():
+        raise FolderError(f"{folder} is no folder of a model: it has no {CONFIG}")
+    files = _files(folder)
+    try:
+        config = read_json(folder / CONFIG)
+        _check_complete(folder, config, files)
+        secrets = _secrets()
+        for name in files:
+            _check_file(folder / name, name, _places(folder), secrets)
+        check_card((folder / README).read_text(encoding="utf-8"), folder / README)
+    except CardError as error:
+        raise FolderError(str(error)) from error
+    except OSError as error:
+        raise FolderError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return files
+
+
+def _files(folder: Path) -> dict[str, int]:
+    """By their names in the repository."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if any(part.startswith(".") for part in Path(name).parts) and name != ".gitattributes":
+            raise FolderError(f"{folder} holds {name}, which is hidden: take it out, or give it another name")
+        if path.is_symlink() and not path.exists():
+            raise FolderError(f"{folder} holds {name}, a link to nothing: put the file there")
+        if path.is_file():
+            found[name] = path.stat().st_size
+    return found
+
+
+def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str, int]) -> None:
+    weights = {name for name in files if name.endswith(".safetensors") and "/" not in name}
+    if INDEX in files:
+        placed = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise FolderError(f"{folder / INDEX} names no tensors: save the model again")
+        needed = set(placed.values())
+    else:
+        placed, needed = None, {WEIGHTS}
+    _check_names(folder, needed - weights, weights - needed)
+    held = {name: shard for shard in sorted(needed) for name in _tensors(folder / shard)}
+    if placed is not None and held != placed:
+        name = min(set(held.items()) ^ set(placed.items()))[0]
+        raise FolderError(f"{folder}: {INDEX} and the files disagree about the tensor {name}: save the model again")
+    if not any(needed <= files.keys() for needed in TOKENIZERS):
+        raise FolderError(f"{folder} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
+    for entry in dict(config.get("auto_map") or {}).values():
+        code = f"{str(entry).split('--')[-1].split('.')[0]}.py"
+        if code not in files:
+            raise FolderError(f"{folder} has no {code}, which config.json names: save the model with crosshead again")
+    if README not in files:
+        raise FolderError(f"{folder} has no card: write one with `crosshead card {folder}`")
+
+
+def _check_names(folder: Path, missing: set[str], stray: set[str]) -> None:
+    if missing:
+        raise FolderError(f"{folder} is not complete: {min(missing)} is missing")
+    if stray:
+        raise FolderError(f"{folder} holds {min(stray)}, which belongs to no model in it: take it out")
+
+
+def _tensors(path: Path) -> set[str]:
+    """The names in a shard, whose size must be what its header says."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        raw = file.read(length) if length <= size else b""
+    try:
+        header = json.loads(raw)
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise FolderError(f"{path} is damaged: its header cannot be read") from error
+    if size != 8 + length + end:
+        raise FolderError(f"{path} is damaged: it has {size} bytes and should have {8 + length + end}")
+    return set(tensors)
+
+
+def _check_file(path: Path, name: str, places: list[str], secrets: list[str]) -> None:
+    if path.suffix == ".safetensors":
+        with path.open("rb") as file:
+            header = file.read(int.from_bytes(file.read(8), "little"))
+        _check_text(path, json.dumps(json.loads(header).get("__metadata__", {})), places, secrets)
+        return
+    raw = path.read_bytes()
+    if path.suffix.lower() in PICKLES or raw.startswith(PICKLED):
+        raise FolderError(f"{path} may be a pickle, which can run code when it is read: take it out")
+    if name == "tokenizer.model" or path.suffix.lower() in BINARY:
+        return
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise FolderError(f"{path} is neither text nor safetensors: take it out") from error
+    _check_text(path, text, [] if name in VOCABULARIES else places, secrets)
+    if name not in VOCABULARIES:
+        _check_paths(path, text)
+
+
+def _check_text(path: Path, text: str, places: list[str], secrets: list[str]) -> None:
+    """No secret is repeated in what is said of it."""
+    if TOKEN.search(text) or any(secret in text for secret in secrets):
+        raise FolderError(f"{path} holds an access token: take it out, and have it replaced where it was issued")
+    place = next((place for place in places if place in text), None)
+    if place is not None:
+        raise FolderError(f"{path} names a place on this machine, {place!r}: take it out")
+
+
+def _check_paths(path: Path, text: str) -> None:
+    found = PATH.search(text)
+    value = found[0] if found else None
+    if value is None and path.suffix == ".json":
+        value = next((text for text in _strings(_parsed(path, text)) if WHOLE_PATH.fullmatch(text)), None)
+    if value is not None:
+        raise FolderError(f"{path} holds the absolute path {value!r}: take it out")
+
+
+def _parsed(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FolderError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _strings(part)
+
+
+def _places(folder: Path) -> list[str]:
+    """Where this model, this work and its user are on this machine, as far as that says anything."""
+    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), Path.home()}
+    return sorted(str(place) for place in found if len(place.parts) > 2)
+
+
+def _secrets() -> list[str]:
+    """The Hub's token, and what the environment holds of others."""
+    found = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
+    return sorted(secret for secret in found if len(secret) >= SHORTEST_SECRET)

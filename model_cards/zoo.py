@@ -1,0 +1,133 @@
+"""The zoo: a page for the model of every shipped recipe, and an index of them, all from one JSON file."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .card import card_text
+from .errors import CardError
+from .evaluations import KEPT
+from .facts import CONVERSION, TRAINING, Facts, read_json
+from .papers import MECHANISMS
+from .tables import NOT_MEASURED, change, figure, size, table
+
+ZOO, INDEX, MEASURED = "zoo.json", "README.md", "measured"
+Entry = Mapping[str, Any]
+HEADS = ("model", "mechanism", "backbone", "parameters", "new", "KV bytes a token", "measured")
+ABOUT = """# The zoo
+
+One row for the model of every recipe that comes with crosshead, by mechanism, backbone and size; `crosshead zoo` lists
+the same. Parameters and KV cache are counted from the configuration, in the dtype that is named, and the part in
+brackets is the change from the same model without mechanisms. Results come from files that a command wrote. Each page
+says how its model is made and used."""
+HOW = """Nothing on these pages is written by hand: `crosshead zoo --write model_cards` makes them from the recipes and
+from what was measured. To add a result, take `training.json`, `conversion.json` and `evaluation.json` from the trained
+model's folder (`crosshead card FOLDER --eval FILE` writes the last), put them into `measured/RECIPE/`, and run it
+again."""
+
+
+def read_zoo() -> list[Entry]:
+    """What was written last."""
+    entries: list[Entry] = read_json(Path(__file__).with_name(ZOO))["models"]
+    return entries
+
+
+def measurements(place: Path, recipe: str) -> dict[str, Any]:
+    """What is known of a recipe's model, by the names of the fields of `Facts`."""
+    folder, found = place / MEASURED / recipe, {}
+    for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", KEPT)):
+        if (folder / name).is_file():
+            found[field] = read_json(folder / name)
+    if "evaluations" in found:
+        found["evaluations"] = found["evaluations"]["evaluations"]
+    if "conversion" in found:
+        found["conversion"].pop("tensors", None)
+    return found
+
+
+def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
+    """Write all pages and the file they are made from; pages of recipes that are gone go."""
+    pages = zoo_pages(entries)
+    folders = sorted({str(Path(name).parent) for name in pages})
+    try:
+        for folder in folders:
+            (place / folder).mkdir(parents=True, exist_ok=True)
+            for path in (place / folder).glob("*.md"):
+                if path.relative_to(place).as_posix() not in pages:
+                    path.unlink()
+        for name, text in pages.items():
+            partial = place / f"{name}.partial"
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(place / name)
+    except OSError as error:
+        raise CardError(f"{error.filename} cannot be written: {error.strerror}") from error
+    return [place / name for name in pages]
+
+
+def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:
+    """Every file of the zoo by its name."""
+    pages = {f"{entry['recipe']}.md": card_text(_facts(entry)) for entry in entries}
+    pages[INDEX] = "\n\n".join([ABOUT, *_sections(entries), HOW]) + "\n"
+    return pages | {ZOO: json.dumps({"models": list(entries)}, indent=1, ensure_ascii=False) + "\n"}
+
+
+def _facts(entry: Entry) -> Facts:
+    measured = dict(entry["measured"])
+    data = {"sources": [{"kind": "hub", "path": path} for path in entry["datasets"]]}
+    return Facts(
+        name=entry["recipe"].split("/")[1],
+        config=entry["config"],
+        cost=entry["cost"],
+        base_model=entry["base_model"],
+        plan={key: entry[key] for key in ("recipe", "convert", "train")},
+        training={"recipe": {"data": data}} | measured.pop("training", {}),
+        **measured,
+    )
+
+
+def _sections(entries: Sequence[Entry]) -> Iterator[str]:
+    """A table for each mechanism."""
+    for mechanisms in dict.fromkeys(mechanisms_of(entry) for entry in entries):
+        rows = [row(entry) for entry in entries if mechanisms_of(entry) == mechanisms]
+        titles = [MECHANISMS[name].title for name in mechanisms.split("+") if name in MECHANISMS]
+        yield f"## {' and '.join(titles) or 'Without a mechanism, for comparison'}"
+        linked = [[f"[{name}]({name}.md)", *rest[1:]] for name, *rest in rows]
+        yield table([HEADS[0], *HEADS[2:]], linked)
+
+
+def mechanisms_of(entry: Entry) -> str:
+    """Their names, or a word for none."""
+    return "+".join(entry["config"].get("mixers") or {}) or "none"
+
+
+def row(entry: Entry) -> list[str]:
+    """An entry as texts, under `HEADS`."""
+    cost, over = entry["cost"]["cost"], entry["cost"]["overhead"]
+    cached = f"{cost['kv_bytes_per_token']:,} {entry['cost']['dtype']}"
+    if mechanisms_of(entry) != "none":
+        cached += f" ({change(over['kv_bytes_per_token'])})"
+    backbone = entry["base_model"] or str(entry["config"]["model_type"]).removeprefix("crosshead_")
+    parameters = [size(cost["parameters"]), f"{cost['new_parameters']:,}"]
+    return [entry["recipe"], mechanisms_of(entry), backbone, *parameters, cached, _measured(entry["measured"])]
+
+
+def _measured(found: Mapping[str, Any]) -> str:
+    """The results in a few words."""
+    told = [
+        f"{score['name']} {score['metric']} {figure(score['score'])}"
+        for evaluation in found.get("evaluations", ())
+        for score in evaluation["scores"]
+    ]
+    loss = found.get("training", {}).get("metrics", {}).get("eval_loss")
+    if loss is not None:
+        told.insert(0, f"held-out loss {figure(loss)}")
+    return ", ".join(told) or NOT_MEASURED
+
+
+def zoo_lines(entries: Sequence[Entry]) -> Iterator[str]:
+    """The whole zoo as a table for a terminal."""
+    rows = [list(HEADS), *map(row, entries)]
+    widths = [max(len(line[column]) for line in rows) for column in range(len(HEADS))]
+    for line in rows:
+        yield "  ".join(part.ljust(width) for part, width in zip(line, widths, strict=True)).rstrip()

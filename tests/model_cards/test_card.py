@@ -1,0 +1,284 @@
+"""A card says what was measured, all of it from JSON, in the form that the Hub wants."""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard, constants, metadata_load
+from huggingface_hub.repocard_data import model_index_to_eval_results
+
+import crosshead
+from broken import run
+from card_toys import converted, report, training, write_report
+from crosshead.model_cards.errors import CardError
+from crosshead_command.card import write_card
+from gguf_toys import model, write_model
+from hub_server import COMMIT, Repository, serving
+from toy_checkpoints import write_stock
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A converted model, with what verification measured."""
+    return converted(tmp_path_factory.mktemp("card") / "made")
+
+
+@pytest.fixture
+def made(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(whole, "made"))
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+def section(text, title):
+    """One part of a card, by its heading."""
+    return text.split(f"## {title}\n")[1].split("\n## ")[0]
+
+
+def test_a_card_tells_what_the_records_say(made, line):
+    (made / "training.json").write_text(json.dumps(training()))
+    write_report(Path("eval.json"), "source", "made", compared=True)
+    write_stock(Path("source"))
+    assert line("card made --eval eval.json") == (0, "wrote made/README.md\n", "")
+    text = (made / "README.md").read_text()
+    measured = json.loads((made / "conversion.json").read_text())["verification"]
+    told = section(text, "What was measured")
+    assert "after the conversion and before training" in told
+    assert f"| loss | {measured['loss_before']:.4f} | {measured['loss_after']:.4f} |" in told
+    assert "Training, 1,200 steps" in told and "| loss on held-out text | 2.6250 |" in told
+    assert "| how far `knocking` is from its start | 0.0421 |" in told
+    assert (
+        "| grammar | acc | 0 | 240 | 0.9225 ± 0.0183 | 0.9125 ± 0.0183 | +0.0100 [-0.0200, +0.0400] unclear |" in told
+    )
+    assert "| grammar | acc (strict) |  | 240 | 0.2500 | 0.2500 |  |" in told
+    assert "grammar: 3 of 240 items lost their beginning" in told and "not measured: lost" in told
+    assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text and "with `knocking`" not in text
+    assert re.search(r"\| KV cache, bytes a token \| 256 \| 256 \| 0.00% \|", section(text, "What it costs"))
+    assert "@misc{zhou2025knocking" in text
+
+
+def test_the_head_is_what_the_hub_wants(made):
+    (made / "training.json").write_text(json.dumps(training()))
+    write_card(made, [write_report(Path("eval.json"), "made", limit=50)])
+    head = metadata_load(made / "README.md")
+    assert head["library_name"] == "transformers" and head["datasets"] == ["org/text"]
+    assert head["tags"] == ["crosshead", "knocking", "arxiv:2510.23052", "custom_code"]
+    assert not {"license", "base_model"} & head.keys()
+    name, results = model_index_to_eval_results(head["model-index"])
+    assert name == "made" and ModelCard.load(made / "README.md").data.to_dict() == head
+    found = {(each.dataset_type, each.metric_type, each.metric_name): each.metric_value for each in results}
+    assert found == {
+        ("crosshead_grammar", "acc", "acc"): 0.9125,
+        ("crosshead_grammar", "acc", "acc (strict)"): 0.25,
+        ("crosshead_prose", "word_perplexity", "word_perplexity"): 111.4,
+        ("held-out", "loss", None): 2.625,
+    }
+    assert results[0].dataset_args == {"num_few_shot": 0, "limit": 50}
+    assert (results[0].source_name, results[-1].source_name) == ("lm-evaluation-harness", None)
+
+
+def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
+    write_card(made, [write_report(Path("eval.json"), "made")])
+    card = ModelCard.load(made / "README.md")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with serving({}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        card.validate()
+        card.data.license = ["mit"]
+        with pytest.raises(ValueError, match="license"):
+            card.validate()
+    assert "POST /api/validate-yaml" in hub.requests
+
+
+def test_nothing_was_measured(tmp_path):
+    folder = converted(tmp_path / "bare", verify=False)
+    text = write_card(folder).read_text()
+    told = section(text, "What was measured")
+    assert told.count("not measured") == 3 and not re.search(r"\d", told)
+    assert "model-index" not in metadata_load(folder / "README.md")
+    (folder / "conversion.json").unlink()
+    text = write_card(folder).read_text()
+    assert "There is no record of it" in section(text, "How it was made")
+    assert section(text, "What was measured").count("not measured") == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "--mixer explicit:key_heads=1+2,value_heads=50%,method=svd --mixer mixture:active_heads=75%,shared=calibrated",
+        "--mixer knocking:form=linear,on=query+key,layers=1 --dtype bfloat16 --seed 3 --vocab-size 70",
+        "--mixer explicit --layers auto --budget 0.75",
+        "--mixer differential --allow-inexact",
+    ],
+)
+def test_the_command_on_the_card_makes_the_same_model(tmp_path, line, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    write_stock(Path("source"))
+    assert line(f"convert source made {arguments} --no-verify")[0] == 0
+    command = re.search(r"```sh\ncrosshead (convert .*)\n```", write_card(Path("made")).read_text())[1]
+    before = {path.name: path.read_bytes() for path in Path("made").iterdir() if path.name != "README.md"}
+    shutil.rmtree("made")
+    assert line(f"{command} --no-verify")[0] == 0
+    after = {path.name: path.read_bytes() for path in Path("made").iterdir()}
+    assert {name for name in before if before[name] != after[name]} <= {"conversion.json"}
+    assert json.loads(before["conversion.json"])["tensors"] == json.loads(after["conversion.json"])["tensors"]
+
+
+def test_the_example_on_the_card_runs(made, capsys):
+    examples = re.findall(r"```python\n(.*?)```", write_card(made).read_text(), re.DOTALL)
+    assert len(examples) == 2
+    exec(compile("\n".join(examples), "README.md", "exec"), names := {})
+    trainable = [name for name, parameter in names["model"].named_parameters() if parameter.requires_grad]
+    assert any("lora" in name for name in trainable) and any("mixers.knocking" in name for name in trainable)
+    assert capsys.readouterr().out
+
+
+def test_a_folded_model_is_a_stock_one(made, line):
+    crosshead.convert(write_stock(Path("source")), "linear", {"knocking": {"form": "linear"}}, verify=False)
+    assert line("fold linear stock --no-verify")[0] == 0
+    text = write_card(Path("stock")).read_text()
+    assert "crosshead fold linear stock" in text and "without mechanisms" in text
+    assert "trust_remote_code" not in text and "custom_code" not in metadata_load("stock/README.md")["tags"]
+
+
+def test_an_edited_card_is_kept(made, line):
+    path = write_card(made)
+    before = path.read_text()
+    assert line("card made")[0] == 0 and path.read_text() == before
+    path.write_text(edited := before.replace("## Limits", "## Limits\n\nMine."))
+    status, out, err = line("card made")
+    assert (status, out) == (1, "") and err.startswith("crosshead: error: made/README.md was written or edited")
+    assert err.count("\n") == 1 and path.read_text() == edited
+    assert line("card made --overwrite")[0] == 0 and path.read_text() == before
+
+
+def test_what_a_card_knew_of_its_origin_stays(made):
+    path = write_card(made)
+    path.write_text(path.read_text().replace("---\n", "---\nlicense: mit\nbase_model: org/base\n", 1))
+    text = write_card(made, overwrite=True).read_text()
+    assert metadata_load(path)["license"] == "mit" and "[org/base](https://huggingface.co/org/base)" in text
+    assert write_card(made).read_text() == text
+
+
+def test_scores_stay_with_the_model_and_name_no_place(made):
+    place = str(made.resolve())
+    write_card(made, [write_report(Path("eval.json"), str(made.parent.resolve() / "source"), place, compared=True)])
+    kept = (made / "evaluation.json").read_text()
+    assert json.loads(kept)["evaluations"][0]["compared"]["with"] == "source"
+    before = (made / "README.md").read_text()
+    assert str(made.resolve().parent) not in kept + before
+    assert write_card(made).read_text() == before
+    write_card(made, [write_report(Path("other.json"), "made")])
+    assert "compared" not in json.loads((made / "evaluation.json").read_text())["evaluations"][0]
+
+
+def test_the_result_of_a_run_is_called_as_the_run(made):
+    (made / "training.json").write_text(json.dumps(training("runs/")))
+    result = made.rename("model")
+    assert write_card(result).read_text().split("\n# ")[1].startswith("run\n")
+
+
+@pytest.mark.parametrize("file", ["conversion.json", "training.json", "evaluation.json"])
+def test_a_file_of_somebody_else(made, line, file):
+    (made / file).write_text('{"what": 1}')
+    status, out, err = line("card made")
+    assert (status, out, err.count("\n")) == (1, "", 1) and f"made/{file} is no record of ours" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (report("other", "source"), "eval.json has scores of other, source, and none of made"),
+        (report("made") | {"models": [{"model": "made"}]}, "eval.json is not what `crosshead eval` writes"),
+        ([], "eval.json holds no JSON object"),
+        (None, "eval.json cannot be read: No such file or directory"),
+    ],
+)
+def test_scores_of_something_else(made, line, content, words):
+    before = sorted(os.listdir(made))
+    if content is not None:
+        Path("eval.json").write_text(json.dumps(content))
+    status, out, err = line("card made --eval eval.json")
+    assert (status, out, err.count("\n")) == (1, "", 1) and words in err
+    assert sorted(os.listdir(made)) == before
+
+
+def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
+    other = Path(shutil.copytree(made, "elsewhere/made"))
+    with pytest.raises(CardError, match=r"has scores of made, and none of elsewhere/made"):
+        write_card(other, [write_report(Path("eval.json"), "made")])
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("card", 2, "Usage"),
+        ("card a b", 2, "unexpected extra argument"),
+        ("card made --evil x", 2, "--eval"),
+        ("card nowhere", 1, "nowhere is no folder of a model: it has no config.json"),
+        ("card made --source other", 1, "--source other is not what the model was made from, which is source"),
+    ],
+)
+def test_wrong_uses(made, line, command, status, words):
+    found, out, err = line(command)
+    assert found == status and words in out + err
+    assert not (made / "README.md").exists()
+
+
+def test_a_card_that_cannot_be_written_leaves_nothing(made, monkeypatch):
+    before = sorted(os.listdir(made))
+
+    def full(self, *arguments, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(CardError, match=r"README.md cannot be written: No space left"):
+        write_card(made)
+    assert sorted(os.listdir(made)) == before
+
+
+def test_the_licence_of_a_folder(made):
+    Path("source").mkdir()
+    Path("source/README.md").write_text("---\nlicense: other\nlicense_name: own\nlicense_link: LICENSE\n---\n# x\n")
+    text = write_card(made, source="source").read_text()
+    head = metadata_load(made / "README.md")
+    assert (head["license"], head["license_name"], head["license_link"]) == ("other", "own", "LICENSE")
+    assert "[own](LICENSE), as its source." in section(text, "Licence")
+    assert write_card(made).read_text() == text
+
+
+def test_the_licence_of_a_gguf_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    said = {"general.license": "apache-2.0", "general.source.repo_url": "https://huggingface.co/org/base"}
+    write_model(Path("toy.gguf"), model("Llama"), "Llama", **said)
+    crosshead.convert("toy.gguf", "made", {"knocking": {}}, verify=False)
+    write_card(Path("made"), source=Path("toy.gguf"))
+    head = metadata_load("made/README.md")
+    assert (head["base_model"], head["license"]) == ("org/base", "apache-2.0")
+
+
+def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source = write_stock(Path("stock"))
+    (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    with serving({"org/base": Repository(files)}) as hub:
+        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        crosshead.convert("org/base", "made", {"knocking": {}}, verify=False)
+        text = write_card(Path("made")).read_text()
+    head = metadata_load("made/README.md")
+    assert (head["base_model"], head["license"]) == ("org/base", "apache-2.0")
+    assert "crosshead convert org/base made" in text and f"--revision {COMMIT}" in text

@@ -1,0 +1,182 @@
+"""What must not be published is found out before anything goes."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from broken import cut, edit_json, remove, weight_map, write
+from card_toys import converted, training
+from crosshead.model_cards.errors import FolderError
+from crosshead.model_cards.published import check_folder
+from crosshead_command.card import write_card
+from toy_checkpoints import write_model
+from toys import mixed_model
+
+TOKEN = "hf_" + "abcdefgh" * 4
+ELSEWHERE = "/".join(["", "home", "somebody"])
+SECRET = "0123456789abcdef-nobodys"
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A model of several shards, with its card."""
+    folder = converted(tmp_path_factory.mktemp("published") / "made", verify=False)
+    write_card(folder)
+    return folder
+
+
+@pytest.fixture
+def made(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(whole, "made"))
+
+
+def metadata(text):
+    """A shard whose header says more."""
+
+    def damage(folder):
+        path = sorted(folder.glob("*.safetensors"))[0]
+        raw = path.read_bytes()
+        length = int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8 : 8 + length])
+        new = json.dumps(header | {"__metadata__": {"note": text}}).encode()
+        path.write_bytes(len(new).to_bytes(8, "little") + new + raw[8 + length :])
+
+    return damage
+
+
+def first_shard(damage):
+    """Done to the first shard."""
+    return lambda folder: damage(sorted(folder.glob("model-*.safetensors"))[0])
+
+
+def misplaced(folder):
+    """An index that looks for a tensor in another shard."""
+    placed = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    other = next(shard for shard in placed.values() if shard != placed["model.norm.weight"])
+    weight_map(model__norm__weight=other)(folder)
+
+
+def add_card(text):
+    """A card with more words."""
+
+    def damage(folder):
+        path = folder / "README.md"
+        path.write_text(path.read_text() + text)
+
+    return damage
+
+
+def pickled(folder):
+    """Weights as torch saves them, under an innocent name."""
+    torch.save({"a": torch.zeros(2)}, folder / "notes.txt")
+
+
+def linked(folder):
+    """A file that is not there."""
+    (folder / "gone.json").symlink_to(folder / "nowhere")
+
+
+def test_a_whole_model_may_go(made):
+    files = check_folder(made)
+    assert files == {path.name: path.stat().st_size for path in made.iterdir()}
+    (made / "training.json").write_text(json.dumps(training("runs/")))
+    (made / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    (made / "additional_chat_templates").mkdir()
+    (made / "additional_chat_templates/tool.jinja").write_text("{{ messages }}")
+    assert set(check_folder(made)) - set(files) == {
+        "training.json",
+        "picture.png",
+        "additional_chat_templates/tool.jinja",
+    }
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (remove("config.json"), "has no config.json"),
+        (remove("README.md"), "has no card: write one with `crosshead card made`"),
+        (remove("tokenizer.json"), "has no tokenizer"),
+        (remove("modeling_crosshead.py"), "has no modeling_crosshead.py, which config.json names"),
+        (first_shard(Path.unlink), "is missing"),
+        (first_shard(lambda path: path.write_bytes(path.read_bytes()[:-1])), "is damaged: it has"),
+        (first_shard(lambda path: path.write_bytes(b"\x10\0\0\0\0\0\0\0[not a header!]")), "header cannot be read"),
+        (first_shard(lambda path: path.write_bytes(b"\xff" * 8)), "header cannot be read"),
+        (remove("model.safetensors.index.json"), "model.safetensors is missing"),
+        (weight_map(model__norm__weight="model-00001-of-00009.safetensors"), "is missing"),
+        (misplaced, "disagree about the tensor model.norm.weight"),
+        (write("model.safetensors.index.json", "{}"), "names no tensors"),
+        (write("old.safetensors", b"\x02\0\0\0\0\0\0\0{}"), "old.safetensors, which belongs to no model"),
+        (write("config.json", "{"), "made/config.json is not JSON"),
+        (write("training.json", "{"), "made/training.json is not JSON"),
+        (write("pytorch_model.bin", "text"), "pytorch_model.bin may be a pickle"),
+        (pickled, "notes.txt may be a pickle"),
+        (write("blob", b"\xff\xfe\xfd"), "blob is neither text nor safetensors"),
+        (write(".env", "A=1"), "holds .env, which is hidden"),
+        (linked, "gone.json, a link to nothing"),
+        (write("README.md", "# Without a head\n"), "does not say `library_name: transformers`"),
+        (write("README.md", "---\nlibrary_name: [\n---\n"), "the head of made/README.md cannot be read"),
+        (
+            write("README.md", "---\nlibrary_name: transformers\nmodel-index:\n- name: x\n---\n"),
+            "the head of made/README.md cannot be read",
+        ),
+        (add_card(f"\nTrained in {ELSEWHERE}/runs.\n"), f"README.md holds the absolute path {ELSEWHERE!r}"),
+        (add_card("\nC:\\\\Users\\me\\x\n"), "README.md holds the absolute path"),
+        (write("note.json", json.dumps({"a": ["/lustre9/me/run"]})), "holds the absolute path '/lustre9/me/run'"),
+    ],
+)
+def test_it_may_not(made, damage, words):
+    damage(made)
+    with pytest.raises(FolderError) as caught:
+        check_folder(made)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("secret", [TOKEN, SECRET, "-----BEGIN OPENSSH PRIVATE KEY-----", "ghp_" + "a1" * 18])
+@pytest.mark.parametrize("place", ["note.txt", "config.json", "card", "weights"])
+def test_no_secret_goes_and_none_is_told(made, secret, place, monkeypatch):
+    monkeypatch.setenv("TRACKER_API_KEY", SECRET)
+    monkeypatch.setenv("HF_TOKEN", "another-token-of-the-hub")
+    places = {"card": add_card, "weights": metadata, "note.txt": lambda text: write("note.txt", text)}
+    places["config.json"] = lambda text: lambda folder: edit_json(folder, "config.json", note=text)
+    places[place](f"key: {secret}")(made)
+    with pytest.raises(FolderError, match="holds an access token") as caught:
+        check_folder(made)
+    assert secret not in str(caught.value)
+
+
+def test_the_hubs_own_token_is_known_wherever_it_comes_from(made, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "a token that looks like none")
+    edit_json(made, "generation_config.json", note="it is a token that looks like none!")
+    with pytest.raises(FolderError, match=r"generation_config.json holds an access token"):
+        check_folder(made)
+
+
+def test_where_this_is_on_this_machine(made, monkeypatch):
+    deep = Path("one/two").resolve()
+    deep.mkdir(parents=True)
+    moved = Path(shutil.move(made, deep / "made"))
+    edit_json(moved, "generation_config.json", note=f"from {deep}")
+    with pytest.raises(FolderError, match=r"generation_config.json (names a place|holds the absolute path)"):
+        check_folder(moved)
+
+
+def test_words_of_a_vocabulary_are_no_paths(made):
+    path = made / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["/usr/local"] = 60
+    content["model"]["vocab"][ELSEWHERE] = 60
+    path.write_text(json.dumps(content))
+    check_folder(made)
+
+
+def test_one_file_of_weights(tmp_path):
+    folder = write_model(mixed_model("Qwen3", {"talking": {}}), tmp_path / "made")
+    write_card(folder)
+    assert "model.safetensors" in check_folder(folder)
+    cut("model.safetensors", -1)(folder)
+    with pytest.raises(FolderError, match="is damaged"):
+        check_folder(folder)

@@ -1,0 +1,188 @@
+"""`crosshead push`: looked at, listed, sent to a Hub on loopback, and loaded from there by its code."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+
+from broken import run, snapshot
+from card_toys import converted, write_report
+from crosshead.model_cards import push as pushing
+from crosshead.model_cards.push import push as upload
+from crosshead_command.card import write_card
+from crosshead_command.push import release
+from hub_server import Repository, serving
+from toy_checkpoints import write_model
+from toys import MECHANISM_CASES, mixed_model, tokens
+
+TOKEN = "hf_" + "planted" * 5
+LOAD = """
+import json, sys
+sys.modules["crosshead"] = None
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+names, tokens, place, revision = json.loads(sys.argv[1])
+found = {}
+for name in names:
+    options = {"trust_remote_code": True, "revision": revision}
+    AutoTokenizer.from_pretrained(name, **options)
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="eager", **options).eval()
+    with torch.no_grad():
+        found[name] = model(torch.tensor(tokens)).logits
+save_file(found, place)
+"""
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = converted(tmp_path_factory.mktemp("push") / "made", verify=False)
+    write_card(folder)
+    return folder
+
+
+@pytest.fixture
+def made(whole, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return Path(shutil.copytree(whole, "made"))
+
+
+@pytest.fixture
+def line(capfd, monkeypatch):
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub with nothing in it, and a client that knows no other."""
+    with serving({}) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
+        disable_progress_bars()
+        yield running
+        enable_progress_bars()
+
+
+@pytest.fixture
+def unloaded(monkeypatch):
+    """Loading in a process of its own takes seconds: two tests do it, others need not."""
+    monkeypatch.setattr("crosshead.conversion.reload.reload_check", lambda folder, tokens: {})
+
+
+def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded):
+    before = snapshot(made)
+    status, out, err = line("push made org/model --dry-run")
+    assert (status, err) == (0, "")
+    *files, total = out.splitlines()
+    assert {listed.split()[-1] for listed in files} == {path.name for path in made.iterdir()}
+    assert total.endswith(f"to org/model, private, as {release()}")
+    assert hub.requests == [] and snapshot(made) == before
+
+
+@pytest.mark.slow
+def test_a_push(made, line, hub):
+    hub.failing["commit"] = 1
+    status, out, err = line("push made org/model")
+    assert (status, out, err) == (0, f"pushed to {hub.address}/org/model\ntagged {release()}\n", "")
+    there = hub.repositories["org/model"]
+    assert there.private and there.files == {path.name: path.read_bytes() for path in made.iterdir()}
+    assert there.tags == {release(): there.commit} and hub.tokens == {TOKEN}
+    before = there.commit
+    (made / "note.md").write_text("more\n")
+    status, out, err = line("push made org/model")
+    assert status == 0 and out.endswith(f"{release()} is the name of {before[:12]} already: left there\n")
+    assert there.files["note.md"] == b"more\n" and "note.md" not in there.at(release())
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("push", 2, "Usage"),
+        ("push made", 2, "Missing argument"),
+        ("push made a/b/c", 2, "'a/b/c' is no name for the Hub"),
+        ("push made org/model --publik", 2, "--public"),
+        ("push nowhere org/model", 1, "nowhere is no folder of a model: it has no config.json"),
+        ("push foreign org/model", 1, "foreign brings code that is not this crosshead's own (knocking.py)"),
+        ("push broken org/model", 1, "broken does not load in a clean process: "),
+        ("push bare org/model", 1, "bare has no card: write one with `crosshead card bare`"),
+    ],
+)
+def test_wrong_uses(made, line, hub, command, status, words):
+    for name in ("foreign", "broken", "bare"):
+        shutil.copytree(made, name)
+    (made.parent / "bare/README.md").unlink()
+    with (made.parent / "foreign/knocking.py").open("a") as file:
+        file.write("# mine\n")
+    content = json.loads((made.parent / "broken/config.json").read_text())
+    content["mixers"] = {"knocking": {"form": "unheard of"}}
+    (made.parent / "broken/config.json").write_text(json.dumps(content))
+    before = snapshot(made.parent)
+    found, out, err = line(command)
+    assert found == status and words in " ".join((out + err).split())
+    assert status == 2 or (out == "" and err.count("\n") == 1)
+    assert hub.repositories == {} and snapshot(made.parent) == before
+
+
+def test_a_public_repository_that_is_there(made, line, hub, unloaded):
+    hub.repositories["org/model"] = Repository({})
+    status, out, err = line("push made org/model")
+    assert (status, out) == (1, "") and "org/model is there already and public" in err
+    assert hub.repositories["org/model"].files == {}
+    assert line("push made org/model --public")[0] == 0
+    assert "config.json" in hub.repositories["org/model"].files
+
+
+@pytest.mark.slow
+def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line, monkeypatch):
+    from safetensors.torch import load_file
+
+    ids, expected = tokens(), {}
+    for mechanism, mixers in MECHANISM_CASES.items():
+        model = mixed_model("Qwen3", mixers)
+        expected[f"org/{mechanism}"] = model(ids).logits.detach()
+        folder = write_model(model, tmp_path / mechanism, shard_size=12_000)
+        write_card(folder)
+        upload(folder, f"org/{mechanism}")
+        assert pushing.tag(f"org/{mechanism}", release()) is None
+    result = tmp_path / "logits.safetensors"
+    settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+    asked = json.dumps([list(expected), ids.tolist(), str(result), release()])
+    command = [sys.executable, "-P", "-c", LOAD, asked]
+    done = subprocess.run(
+        command, env=os.environ | settings, cwd=tmp_path, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr
+    found = load_file(result)
+    assert found.keys() == expected.keys() and len(found) == 5
+    for name, logits in expected.items():
+        assert (found[name] - logits).abs().max() <= 1e-5 * logits.abs().max(), name
+
+
+def test_no_command_says_or_writes_a_secret(made, line, hub, unloaded):
+    write_report(Path("eval.json"), "made")
+    said = [
+        line(f"{command}") for command in ("card made --eval eval.json", "push made org/model", "zoo", "card made")
+    ]
+    hub.accepted = set()
+    said.append(line("push made org/model --debug"))
+    content = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(content | {"note": TOKEN}))
+    said += [line("push made org/model --debug"), line("push made org/model --dry-run"), line("card made --debug")]
+    assert [status for status, *_ in said] == [0, 0, 0, 0, 1, 1, 1, 0]
+    assert "config.json holds an access token" in said[5][2]
+    assert not any(TOKEN in text for _, out, err in said for text in (out, err))
+    for path in made.parent.rglob("*"):
+        if path.is_file() and path.name != "config.json":
+            assert TOKEN.encode() not in path.read_bytes(), path
+    assert not any(TOKEN.encode() in raw for raw in hub.repositories["org/model"].files.values())
