@@ -50,8 +50,7 @@ SLIDES: dict[str, Callable[[Any, int], bool]] = {
 class StreamedModel:
     """A causal language model over a store, for a stock config or one of ours.
 
-    Without `attn_implementation`, attention is what `from_pretrained` would choose: eager where a mechanism needs the
-    weights. `attention` says which.
+    Without `attn_implementation`, attention is what `from_pretrained` would choose. `attention` says which.
     """
 
     def __init__(

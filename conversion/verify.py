@@ -138,7 +138,7 @@ def measure(
 
 
 def needs_weights(config: Any) -> bool:
-    """Whether a mechanism runs on eager attention alone; two models are compared on the same one."""
+    """Whether a mechanism does more than the backend's attention, and so agrees to the bit on eager attention alone."""
     return any(MECHANISMS[name].needs_weights for name in getattr(config, "mixers", ()))
 
 

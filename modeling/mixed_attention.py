@@ -15,7 +15,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 from .eager import eager_attention
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
-from .mixer import Attended, AttentionCall, HeadStates, Mixer
+from .mixer import MASKED_HERE, Attended, AttentionCall, HeadStates, Mixer
 from .numerics import HeadRMSNorm, HeadScaleRMSNorm
 from .settings import shared_layout
 
@@ -28,6 +28,7 @@ class MixedAttention(nn.Module):
     head_dim: int
     scaling: float
     attention_dropout: float
+    is_causal: bool
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -77,14 +78,15 @@ class MixedAttention(nn.Module):
         return self.o_proj(output.flatten(2).contiguous()), weights
 
     def _attend(self, states: HeadStates, call: AttentionCall) -> Attended:
-        """By the first mechanism that has a way of its own, else by the backend."""
-        if not any(mixer.owns_attention for mixer in self._mixers()):
+        """By the mechanism that owns it, else by the first that has a way of its own, else by the backend."""
+        owners = [mixer for mixer in self._mixers() if mixer.owns_attention]
+        if not owners:
             for mixer in self._mixers():
                 if (attended := mixer.attend_cached(states, call)) is not None:
                     return attended
         for mixer in self._mixers():
             mixer.on_cached(states)
-        for mixer in self._mixers():
+        for mixer in owners or self._mixers():
             if (attended := mixer.attend(states, call)) is not None:
                 return attended
         return call.run(states.query, states.key, states.value)
@@ -108,14 +110,16 @@ class MixedAttention(nn.Module):
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
         options = {"attention_mask": mask, "dropout": dropout, "scaling": self.scaling, "sliding_window": window}
         run = partial(interface, self, **options, **kwargs)
-        return AttentionCall(run, backend == "eager", mask, self.scaling, dropout)
+        plain = backend == "sdpa" and kwargs.get("cache") is None
+        causal = self.is_causal if kwargs.get("is_causal") is None else kwargs["is_causal"]
+        return AttentionCall(run, backend == "eager", mask, self.scaling, dropout, plain, causal)
 
     def _check_backend(self, backend: str, kwargs: dict[str, Any]) -> None:
         for name, mixer in self.mixers.items():
-            if mixer.needs_weights and backend != "eager":
+            if mixer.needs_weights and backend not in MASKED_HERE:
                 raise ValueError(
                     f"attn_implementation={backend!r} cannot run {name!r} (layer {self.layer_idx}), which needs the "
-                    "attention weights: use 'eager'"
+                    "attention weights: use 'sdpa' or 'eager'"
                 )
             if mixer.owns_attention and kwargs.get("cache") is not None:
                 raise ValueError(

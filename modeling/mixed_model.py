@@ -15,7 +15,7 @@ from transformers.utils.output_capturing import maybe_install_capturing_hooks
 from .balance import MixedCausalLMOutput, balance_loss, share_of_batch
 from .mechanisms import MECHANISMS
 from .mixed_attention import MixedAttention
-from .mixer import MixerLeaf
+from .mixer import MASKED_HERE, MixerLeaf
 
 logger = logging.get_logger(__name__)
 
@@ -48,17 +48,15 @@ class MixedPreTrained(ModelBase):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
-        # Eager where a mechanism needs the attention weights, and an error where something else was asked for. The
-        # library's own flags are per class and come after its search for downloadable kernels.
+        # An error where a mechanism needs the attention weights and the backend has masks of its own. The library's
+        # own flags are per class and come after its search for downloadable kernels.
         needing = [name for name in self.config.mixers if MECHANISMS[name].needs_weights]
-        if not needing:
-            return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
-        if attn_implementation not in (None, "eager"):
+        if needing and attn_implementation not in (None, *MASKED_HERE):
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} cannot run {', '.join(map(repr, needing))}, which needs "
-                "the attention weights: use 'eager' or leave it out"
+                "the attention weights: use 'sdpa' or 'eager', or leave it out"
             )
-        return "eager"
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any

@@ -80,6 +80,10 @@ class AttentionCall:
     mask: torch.Tensor | None
     scaling: float
     dropout: float
+    plain: bool = False
+    """It is the softmax under `mask`, which is True where a key is seen (B or 1, 1, T, S), and returns no weights."""
+    causal: bool = True
+    """Without a mask, each of several queries sees the keys up to its own, and not all."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,9 @@ class CallSizes:
     """Heads of the key projection."""
     value_heads: int
 
+
+MASKED_HERE = ("eager", "sdpa")
+"""The attention backends whose masks a mechanism can apply itself."""
 
 Settings = dict[str, Any]
 """The options of one mechanism in one layer, complete, per-layer counts resolved to one number."""
@@ -140,7 +147,7 @@ class Mixer(nn.Module):
     owns_attention: ClassVar[bool] = False
     """Replaces the attention step itself."""
     needs_weights: ClassVar[bool] = False
-    """Needs the logits or weights themselves, which only the eager attention computes."""
+    """Needs the logits or weights themselves, so it runs only under backends whose masks it can apply itself."""
 
     divides_keys: bool = False
     """Divides keys by their root mean square itself, so that the backbone's norm on keys only scales."""

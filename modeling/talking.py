@@ -3,7 +3,11 @@
 `L = P_l J` over the query/key heads' logits, mask, softmax, `U = P_w W`, then values. The mask comes after the first
 map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads` differs
 from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the latter
-are cached beside the keys. All weights are materialised, so only the eager attention applies.
+are cached beside the keys.
+
+The backend "eager" materialises all weights and returns them. "sdpa" works in blocks (`talking_blocks`), in memory
+that grows linearly with the sequence, but for a single query and for dropout in training, which take the plain way.
+Others have masks of their own and are refused.
 
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
@@ -32,6 +36,7 @@ from .mixer import (
 from .numerics import apply_mask, widened
 from .options import Integer, Option, Subset
 from .regroup import regrouping
+from .talking_operator import talking_attention
 
 STAGES = ("logits", "weights")
 DYNAMIC = tuple(f"{source}_{stage}" for stage in STAGES for source in ("query", "key"))
@@ -51,9 +56,9 @@ class HeadMap(MixerLeaf):
             start = start + std * torch.randn(start.shape, dtype=start.dtype)
         init.copy_(self.weight, start.to(self.weight))
 
-    def forward(self, maps: torch.Tensor) -> torch.Tensor:
-        """(B, from, T, S) -> (B, to, T, S)."""
-        return torch.einsum("ij,bjts->bits", self.weight.to(maps.dtype), maps)
+    def forward(self, like: torch.Tensor) -> torch.Tensor:
+        """The matrix, in the widened dtype of a tensor."""
+        return self.weight.to(widened(like.dtype))
 
 
 class DynamicHeadMap(LinearLeaf):
@@ -82,11 +87,11 @@ class Talking(Mixer):
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
         softmax_heads = settings.get("softmax_heads") or layout.query_heads
-        sizes = {"logits": (softmax_heads, layout.query_heads), "weights": (layout.output_heads, softmax_heads)}
+        self.sizes = {"logits": (softmax_heads, layout.query_heads), "weights": (layout.output_heads, softmax_heads)}
         for stage in settings["on"]:
-            self.add_module(stage, HeadMap(*sizes[stage]))
+            self.add_module(stage, HeadMap(*self.sizes[stage]))
         for name in settings["dynamic"]:
-            self.add_module(name, DynamicHeadMap(layout.hidden_size, *sizes[name.split("_")[1]]))
+            self.add_module(name, DynamicHeadMap(layout.hidden_size, *self.sizes[name.split("_")[1]]))
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
@@ -137,8 +142,19 @@ class Talking(Mixer):
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """Logits, map, mask, softmax, map, values."""
+        if call.eager:
+            return self._attend_plainly(states, call, call.mask)
+        queries, keys = states.query.shape[2], states.key.shape[2]
+        if queries > 1 and not call.dropout:
+            return self._attend_in_blocks(states, call), None
+        mask = call.mask
+        if mask is None and call.causal and queries > 1:
+            mask = torch.ones(queries, keys, dtype=torch.bool, device=states.query.device).tril()
+        return self._attend_plainly(states, call, mask)[0], None
+
+    def _attend_plainly(self, states: HeadStates, call: AttentionCall, mask: torch.Tensor | None) -> Attended:
         logits = attention_logits(states.query, states.key, call.scaling)
-        logits = apply_mask(self._mix("logits", logits.to(widened(logits.dtype)), states), call.mask)
+        logits = apply_mask(self._mix("logits", logits.to(widened(logits.dtype)), states), mask)
         weights = self._mix("weights", functional.softmax(logits, dim=-1), states).to(states.value.dtype)
         weights = functional.dropout(weights, p=call.dropout, training=self.training)
         return weigh_values(weights, states.value), weights
@@ -147,13 +163,38 @@ class Talking(Mixer):
         """The static map, plus the dynamic ones: (B, from, T, S) -> (B, to, T, S)."""
         if stage not in self.settings["on"]:
             return maps
-        per_token = {}
-        if f"query_{stage}" in self.settings["dynamic"]:
-            per_token["btij,bjts->bits"] = getattr(self, f"query_{stage}")(states.hidden)
-        if f"key_{stage}" in self.settings["dynamic"]:
-            per_token["bsij,bjts->bits"] = states.per_key[f"talking.key_{stage}"]
+        per_token = {
+            "btij,bjts->bits": self._dynamic(f"query_{stage}", states),
+            "bsij,bjts->bits": self._dynamic(f"key_{stage}", states),
+        }
         with maybe_autocast(maps.device.type, enabled=False):  # logits and weights stay wide
-            mixed = getattr(self, stage)(maps)
-            for equation, flat in per_token.items():
-                mixed = mixed + torch.einsum(equation, flat.unflatten(-1, (-1, maps.shape[1])).to(maps.dtype), maps)
+            mixed = torch.einsum("ij,bjts->bits", getattr(self, stage)(maps), maps)
+            for equation, made in per_token.items():
+                if made is not None:
+                    mixed = mixed + torch.einsum(equation, made, maps)
         return mixed
+
+    def _dynamic(self, name: str, states: HeadStates) -> torch.Tensor | None:
+        """The maps (B, tokens, to, from) that a dynamic term adds; None where it is off."""
+        if name not in self.settings["dynamic"]:
+            return None
+        flat = getattr(self, name)(states.hidden) if name.startswith("query") else states.per_key[f"talking.{name}"]
+        return flat.unflatten(-1, self.sizes[name.split("_")[1]]).to(widened(flat.dtype))
+
+    def _attend_in_blocks(self, states: HeadStates, call: AttentionCall) -> torch.Tensor:
+        kind = states.value.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else states.value.dtype
+        heads = [x.to(dtype) for x in (states.query, states.key, states.value)]
+        maps = [
+            x
+            for stage in STAGES
+            for x in (self._query_map(stage, states, heads[0]), self._dynamic(f"key_{stage}", states))
+        ]
+        return talking_attention(*heads, *maps, call.mask, call.scaling, call.causal)
+
+    def _query_map(self, stage: str, states: HeadStates, like: torch.Tensor) -> torch.Tensor:
+        """(B or 1, T or 1, to, from): the static map, the identity where there is none, plus those of the queries."""
+        if stage not in self.settings["on"]:
+            return torch.eye(self.layout.query_heads, dtype=widened(like.dtype), device=like.device)[None, None]
+        static, made = getattr(self, stage)(like)[None, None], self._dynamic(f"query_{stage}", states)
+        return static if made is None else static + made

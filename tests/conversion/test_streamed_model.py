@@ -9,7 +9,6 @@ import toys
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.safetensors_store import SafetensorsStore
 from crosshead.conversion.streamed_model import StreamedModel
-from crosshead.modeling.mechanisms import MECHANISMS
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 TOKENS = toys.tokens(3, 11)
@@ -54,8 +53,7 @@ def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied
 def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case):
     saved(tmp_path, backbone, toys.CASES[case], tie_word_embeddings=case in toys.COMPOSITIONS)
     model = streamed(tmp_path)
-    needs_weights = any(MECHANISMS[name].needs_weights for name in toys.CASES[case])
-    assert model.attention == ("eager" if needs_weights else "sdpa")
+    assert model.attention == "sdpa"
     assert torch.equal(logits(model), expected(tmp_path))
 
 

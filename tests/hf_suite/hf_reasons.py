@@ -2,11 +2,7 @@
 
 from hf_compare import Reasons
 
-EAGER_ONLY = "the mechanism needs the attention logits, so the default is eager and asking for sdpa is an error"
-
 REASONS: Reasons = {
-    ("*talking*", "test_can_set_attention_dynamically"): EAGER_ONLY,
-    ("*talking*", "test_sdpa_can_dispatch_non_composite_models"): EAGER_ONLY,
     ("*-qwen3_moe", "test_moe_models_record_router_logits"): (
         "the test looks for a decorator in the text of the model's own file, and the experts are the stock ones; "
         "test_output_router_logits_from_config does run"

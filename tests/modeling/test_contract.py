@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 import crosshead
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
 
+BACKENDS = ("eager", "sdpa")
+"""Those that every case runs on without an accelerator or a compiler."""
 NEUTRAL_CASES = [(name, index) for name, cases in NEUTRAL.items() for index in range(len(cases))]
 on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
 for_every_case = pytest.mark.parametrize("case", CASES)
@@ -119,7 +121,7 @@ def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
 @for_every_case
 @torch.no_grad()
 def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
-    for backend in backends(case):
+    for backend in BACKENDS:
         model = mixed_model(backbone, CASES[case], backend=backend)
         ids, changed = tokens(), tokens()
         changed[:, 5:] = tokens(seed=2)[:, 5:]
@@ -128,16 +130,11 @@ def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
         assert difference[5:].min() > 1e-3
 
 
-def backends(case: str) -> tuple[str, ...]:
-    """The attention backends that a case runs on without an accelerator or a compiler."""
-    return ("eager",) if "talking" in CASES[case] else ("eager", "sdpa")
-
-
 @on_every_backbone
 @for_every_case
 @torch.no_grad()
 def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
-    for backend in backends(case):
+    for backend in BACKENDS:
         model = mixed_model(backbone, CASES[case], backend=backend)
         long, short = tokens(1, 9), tokens(1, 6, seed=3)
         ids = torch.cat([long, torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1)])
@@ -165,7 +162,7 @@ def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone
 def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
     first, second = tokens(1, 5), tokens(1, 7, seed=4)
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
-    for backend in backends(case):
+    for backend in BACKENDS:
         model = mixed_model(backbone, CASES[case], backend=backend)
         packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
         separate = torch.cat([model(first).logits, model(second).logits], dim=1)
@@ -204,7 +201,7 @@ def test_offloaded_weights(case: str, backbone: str) -> None:
 def test_fully_padded_rows_stay_finite(case: str, dtype: torch.dtype) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1] = 0
-    for backend in backends(case):
+    for backend in BACKENDS:
         model = mixed_model("Qwen3", CASES[case], backend=backend).to(dtype).train()
         labels = tokens().masked_fill(mask == 0, -100)
         out = model(tokens(), attention_mask=mask, labels=labels)

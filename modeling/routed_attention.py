@@ -1,0 +1,189 @@
+"""Attention for chosen queries alone: exact, and on a CPU faster than all of it where enough are left out.
+
+The chosen queries of the heads that read one key/value head form one list, in the order of the tokens. A block of that
+list meets the keys that any of its queries sees, and few others: its scores are one small matrix, made by one large
+product, with a softmax in place, so that hardly any of the work is the machinery's. The fewer the rows of a block, the
+less is computed only to be hidden. The backward pass makes the weights again: memory is linear in the length.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from .eager import repeat_heads
+from .mixer import AttentionCall
+from .visible_keys import VisibleKeys
+
+ROWS = 128
+"""Queries of a block: more meet more keys in vain, fewer make the products too small (64 to 192 differ by 3%)."""
+LEAST_QUERIES = 1024
+"""From here on the products that are saved are worth more than the steps that are added, on several cores too."""
+GREATEST_SHARE = 0.75
+"""Of the queries that are chosen; above, a dense kernel is done with all no later than this with its part."""
+DTYPES = (torch.float32, torch.float64)
+"""Half precision has dense kernels that keep the scores wide; these products would round them."""
+
+
+def pays(query: torch.Tensor, key: torch.Tensor, share: float, call: AttentionCall) -> bool:
+    """Whether `routed_attention` gives what the call's backend would, and sooner, where `share` of queries count."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False  # a graph cannot depend on how many queries count; autocast would round the products
+    if query.device.type != "cpu" or query.dtype not in DTYPES or not call.plain or call.dropout:
+        return False
+    masks = (1, query.shape[2], key.shape[2])
+    if call.mask is not None and (call.mask.dtype != torch.bool or call.mask.shape[1:] != masks):
+        return False
+    return query.shape[2] >= LEAST_QUERIES and share <= GREATEST_SHARE
+
+
+def routed_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, shared: int, call: AttentionCall
+) -> torch.Tensor:
+    """Outputs (B, T, H, d) of the chosen (B, T, H) queries; zeros elsewhere, and where a query sees no key.
+
+    Of the first `shared` heads every query is chosen.
+    """
+    mask = None
+    if call.mask is not None:
+        mask = call.mask[:, 0].expand(query.shape[0], -1, -1)
+        chosen = chosen & mask.any(-1, keepdim=True)
+    seen = VisibleKeys(mask, call.causal, key.shape[2])
+    output: torch.Tensor = RoutedAttention.apply(query, key, value, chosen, shared, seen, call.scaling)
+    return output
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some of the queries of a group, and the keys that they meet."""
+
+    rows: slice
+    keys: slice
+    tokens: torch.Tensor
+    first: int
+    """The first of the tokens."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The chosen queries that read one key/value head of one sequence, in the order of their tokens."""
+
+    sequence: int
+    head: int
+    """Of the keys and values."""
+    within: torch.Tensor
+    """The place of each among all queries that read this head, (T, H / heads) of them."""
+    overall: torch.Tensor
+    """The place of each among all queries, (B, T, H)."""
+    blocks: list[Block]
+
+
+def groups(chosen: torch.Tensor, heads: range, size: int, visible: VisibleKeys) -> Iterator[Group]:
+    """Those that hold anything, by `chosen` (B, T, H), for some key/value heads that `size` query heads read each."""
+    sequences, length, count = chosen.shape
+    for sequence in range(sequences):
+        for head in heads:
+            tokens, reader = chosen[sequence, :, head * size : (head + 1) * size].nonzero().unbind(1)
+            if len(tokens):
+                overall = (sequence * length + tokens) * count + head * size + reader
+                yield Group(sequence, head, tokens * size + reader, overall, _blocks(tokens, sequence, visible))
+
+
+def _blocks(tokens: torch.Tensor, sequence: int, visible: VisibleKeys) -> list[Block]:
+    found, at = [], tokens.tolist()
+    for start in range(0, len(at), ROWS):
+        rows = slice(start, min(start + ROWS, len(at)))
+        keys = visible.span(sequence, at[start], at[rows.stop - 1])
+        found.append(Block(rows, keys, tokens[rows], at[start]))
+    return found
+
+
+class RoutedAttention(torch.autograd.Function):
+    """Softmax attention of the chosen queries: (B, H, T, d) with keys and values (B, heads, S, d) -> (B, T, H, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        chosen: torch.Tensor,
+        shared: int,
+        visible: VisibleKeys,
+        scaling: float,
+    ) -> torch.Tensor:
+        """Group by group; without a mask, whose hidden keys it would not skip, a dense kernel does the whole heads."""
+        ctx.save_for_backward(query, key, value, chosen)
+        ctx.visible, ctx.scaling = visible, scaling
+        heads, size = key.shape[1], query.shape[1] // key.shape[1]
+        output = value.new_zeros(*chosen.shape, value.shape[-1])
+        whole = shared // size if visible.mask is None else 0
+        if whole:
+            found = _dense(query[:, : whole * size], key[:, :whole], value[:, :whole], visible, scaling)
+            output[:, :, : whole * size] = found.transpose(1, 2)
+        space = query.new_empty(ROWS * key.shape[2])
+        for group in groups(chosen, range(whole, heads), size, visible):
+            q, k, v = _taken(query, key, value, group, scaling)
+            found = v.new_empty(len(q), v.shape[-1])
+            for block in group.blocks:
+                weights = _weights(q, k, group, block, visible, space)
+                torch.mm(weights, v[block.keys], out=found[block.rows])
+            output.view(-1, value.shape[-1]).index_copy_(0, group.overall, found)
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Group by group, with the weights made again."""
+        query, key, value, chosen = ctx.saved_tensors
+        heads, size = key.shape[1], query.shape[1] // key.shape[1]
+        gradient = gradient.reshape(-1, value.shape[-1])
+        to_query = query.new_zeros(*chosen.shape, query.shape[-1])
+        to_key, to_value = key.new_zeros(key.shape), value.new_zeros(value.shape)
+        spaces = query.new_empty(2, ROWS * key.shape[2])
+        for group in groups(chosen, range(heads), size, ctx.visible):
+            q, k, v = _taken(query, key, value, group, ctx.scaling)
+            given, found = gradient.index_select(0, group.overall), torch.empty_like(q)
+            to_k, to_v = to_key[group.sequence, group.head], to_value[group.sequence, group.head]
+            for block in group.blocks:
+                weights = _weights(q, k, group, block, ctx.visible, spaces[0])
+                to_v[block.keys].addmm_(weights.t(), given[block.rows])
+                to_scores = spaces[1, : weights.numel()].view_as(weights)
+                torch.mm(given[block.rows], v[block.keys].t(), out=to_scores)
+                torch._softmax_backward_data(to_scores, weights, -1, weights.dtype, grad_input=to_scores)
+                torch.mm(to_scores, k[block.keys], out=found[block.rows])
+                to_k[block.keys].addmm_(to_scores.t(), q[block.rows])
+            to_query.view(-1, query.shape[-1]).index_copy_(0, group.overall, found.mul_(ctx.scaling))
+        return to_query.transpose(1, 2), to_key, to_value, None, None, None, None
+
+
+def _dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: VisibleKeys, scaling: float
+) -> torch.Tensor:
+    """All queries (B, H, T, d) of some heads."""
+    keys = visible.span(0, 0, query.shape[2] - 1)
+    key, value = (repeat_heads(x[:, :, keys], query.shape[1]) for x in (key, value))
+    return scaled_dot_product_attention(query, key, value, is_causal=visible.causal, scale=scaling)
+
+
+def _taken(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Group, scaling: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A group's queries, scaled, and all keys and values of its head."""
+    size = query.shape[1] // key.shape[1]
+    readers = query[group.sequence, group.head * size : (group.head + 1) * size].transpose(0, 1).flatten(0, 1)
+    k, v = (x[group.sequence, group.head].contiguous() for x in (key, value))
+    return readers.index_select(0, group.within).mul_(scaling), k, v
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, group: Group, block: Block, visible: VisibleKeys, space: torch.Tensor
+) -> torch.Tensor:
+    """What a block's queries give to its keys; it lies in `space`."""
+    keys = k[block.keys]
+    scores = space[: len(block.tokens) * len(keys)].view(len(block.tokens), len(keys))
+    torch.mm(q[block.rows], keys.t(), out=scores)
+    visible.hide(scores, group.sequence, block.tokens, block.first, block.keys)
+    return torch.softmax(scores, dim=-1, out=scores)

@@ -1,0 +1,44 @@
+"""Which keys the queries of a sequence see: what a block of queries must meet, and what is hidden in it."""
+
+import torch
+
+STRIPE = 64
+"""Neighbouring rows of a mask whose keys are looked up together."""
+FAR = 1e30
+"""A score this low for each step into the future has no weight in any number format that is used here."""
+
+
+class VisibleKeys:
+    """The keys that each token sees: those of a mask (B, T, S), else all, or all up to its own."""
+
+    def __init__(self, mask: torch.Tensor | None, causal: bool, keys: int) -> None:
+        self.mask = mask
+        self.spans = [] if mask is None else [_spans(of_sequence) for of_sequence in mask]
+        self.causal, self.keys = causal, keys
+        self.places = torch.arange(keys, dtype=torch.float32)
+
+    def span(self, sequence: int, first: int, last: int) -> slice:
+        """All that the tokens from `first` to `last` see lies in here, and little else."""
+        if self.mask is None:
+            return slice(0, min(last + 1, self.keys) if self.causal else self.keys)
+        spans = self.spans[sequence][first // STRIPE : last // STRIPE + 1]
+        return slice(min(start for start, _ in spans), max(stop for _, stop in spans))
+
+    def hide(self, scores: torch.Tensor, sequence: int, tokens: torch.Tensor, first: int, keys: slice) -> None:
+        """Take out of the scores of some tokens, the first of which is given, and a span of keys what is not seen."""
+        if self.mask is not None:
+            seen = self.mask[sequence, :, keys].index_select(0, tokens)
+            scores.masked_fill_(seen.logical_not_(), -torch.inf)
+        elif self.causal:
+            common = first + 1  # up to here all see all
+            behind = tokens.unsqueeze(1) - self.places[common : keys.stop]
+            scores[:, common:].add_(behind.clamp_(max=0), alpha=FAR)
+
+
+def _spans(mask: torch.Tensor) -> list[tuple[int, int]]:
+    """From where to where each stripe of tokens sees keys, by a mask (T, S); an empty span reaches backwards."""
+    found = []
+    for stripe in mask.split(STRIPE):
+        seen = stripe.any(0).nonzero()
+        found.append((int(seen[0]), int(seen[-1]) + 1) if len(seen) else (mask.shape[1], 0))
+    return found

@@ -1,0 +1,120 @@
+"""Talking-Heads in blocks against the slow loops written from the paper, and as part of whole models."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from crosshead.modeling import query_blocks
+from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from toys import BACKBONES, CASES, mixed_model, tokens
+
+TALKING = {name: mixers for name, mixers in (CASES | OPTION_CASES).items() if "talking" in mixers}
+for_every_case = pytest.mark.parametrize("case", TALKING)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(query_blocks, "LARGEST_BLOCK", 3)
+    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+@for_every_case
+def test_layer(case: str, backbone: str) -> None:
+    assert_layer_agrees(Layer(backbone, TALKING[case], backend="sdpa"))
+
+
+@pytest.mark.parametrize("heads", ((4, 4), (4, 1), (6, 2), (1, 1)))
+@for_every_case
+def test_layer_head_counts(case: str, heads: tuple[int, int]) -> None:
+    if heads[0] == 1 and case != "talking":
+        pytest.skip("the other cases count on more heads")
+    assert_layer_agrees(
+        Layer("Llama", TALKING[case], backend="sdpa", num_attention_heads=heads[0], num_key_value_heads=heads[1])
+        if "explicit" not in TALKING[case]
+        else Layer("Llama", TALKING[case], backend="sdpa")
+    )
+
+
+@for_every_case
+def test_layer_with_a_cache(case: str) -> None:
+    layer, cache = Layer("Qwen3", TALKING[case], backend="sdpa"), DynamicCache()
+    parts = ((0, 4), (4, 6), (6, 7))
+    assert_layer_agrees(layer, lambda: torch.cat([layer.ours(cache, *part) for part in parts], dim=1))
+
+
+def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tuple[Any, Any]:
+    """A toy model on eager attention, and the same in blocks."""
+    eager, blocks = (mixed_model("Qwen3", TALKING[case], backend=backend, **changes) for backend in ("eager", "sdpa"))
+    return eager.to(dtype), blocks.to(dtype)
+
+
+@for_every_case
+@torch.no_grad()
+def test_masks_of_models(case: str) -> None:
+    """No padding, padding on either side, packed documents, and a window."""
+    ids, left = tokens(2, 12), torch.ones(2, 12, dtype=torch.long)
+    left[1, :5] = 0
+    packed = torch.tensor([[*range(5), *range(7)]] * 2)
+    window: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    for changes, given in (
+        ({}, {}),
+        ({}, {"attention_mask": left}),
+        ({}, {"attention_mask": left.flip(1)}),
+        ({}, {"position_ids": packed, "use_cache": False}),
+        (window, {}),
+        (window, {"attention_mask": left}),
+    ):
+        eager, blocks = (model(ids, **given).logits for model in sides(case, **changes))
+        real = given.get("attention_mask", torch.ones_like(ids)).bool()
+        assert blocks.isfinite().all()
+        assert (eager - blocks)[real].abs().max() < 1e-4, (changes, given)
+
+
+@for_every_case
+@pytest.mark.parametrize("cache", ("dynamic", "static"))
+def test_generation(case: str, cache: str) -> None:
+    mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
+    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "cache_implementation": cache}
+    if cache == "static":
+        options["disable_compile"] = True
+    eager, blocks = (model.generate(tokens(), attention_mask=mask, **options) for model in sides(case))
+    assert torch.equal(eager, blocks)
+
+
+@pytest.mark.parametrize("case", [case for case in TALKING if "mixture" not in case])  # rounding sends to other heads
+def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None:
+    for dtype, autocast, checkpointing in (
+        (torch.float32, False, True),
+        (torch.float32, True, False),
+        (torch.bfloat16, False, False),
+    ):
+        found = []
+        for model in sides(case, dtype):
+            model.train()
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = model(tokens(), labels=tokens(), use_cache=False).loss
+            loss.backward()
+            found.append({name: x.grad for name, x in model.named_parameters()} | {"loss": loss.detach()})
+        exact = dtype == torch.float32 and not autocast
+        for name, wanted in found[0].items():
+            error = (found[1][name] - wanted).norm() / (wanted.norm() + 1e-3)
+            assert found[1][name].dtype == wanted.dtype
+            assert error < (1e-4 if exact else 0.25), (name, dtype, autocast)
+
+
+def test_a_mask_that_is_given_may_be_of_any_form() -> None:
+    ids = tokens(2, 9)
+    allowed = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
+    allowed[0, :, 4:, 2] = False
+    additive = torch.zeros(allowed.shape).masked_fill(~allowed, -math.inf)
+    eager, blocks = sides("talking")
+    with torch.no_grad():
+        wanted = eager(ids, attention_mask=additive).logits
+        for mask in (allowed, additive):
+            assert (blocks(ids, attention_mask=mask).logits - wanted).abs().max() < 1e-4
