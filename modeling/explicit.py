@@ -7,6 +7,8 @@ combined head, the number `1 / rms(sum_j C_ij B_j)`. With fewer components than 
 attention over `h'` heads, with as many as heads it starts as it was. `norm` is an RMSNorm over each head's output;
 it is not neutral, so it is off in a conversion.
 
+For a query or few, as in decoding, the combined heads are not made: `explicit_decode.py` attends to components.
+
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
 """
 
@@ -16,10 +18,26 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .mixer import CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings, weight_count
+from .explicit_decode import Components, attend_to_components
+from .mixer import (
+    Attended,
+    AttentionCall,
+    CallSizes,
+    HeadLayout,
+    HeadStates,
+    Mixer,
+    MixerLeaf,
+    Settings,
+    weight_count,
+)
 from .numerics import HeadRMSNorm, inverse_rms
 from .options import Count, Flag, Option, Subset
 from .regroup import regrouping
+
+FOLDED_ROWS = 16
+"""Up to how many queries that share a combined head, over heads and tokens, its components are attended to as such.
+
+Products grow with them and combining does not: with 4, it takes 8 times as long (CPU, 8192 keys, 4 components)."""
 
 
 class HeadCombination(MixerLeaf):
@@ -33,9 +51,9 @@ class HeadCombination(MixerLeaf):
         """Each head starts as one component; neighbours share one where there are fewer."""
         init.copy_(self.weight, regrouping(*self.weight.shape).to(self.weight))
 
-    def forward(self, components: torch.Tensor) -> torch.Tensor:
-        """(B, components, S, d) -> (B, heads, S, d)."""
-        return torch.einsum("ij,bjsd->bisd", self.weight, components)
+    def forward(self, components: torch.Tensor | None) -> torch.Tensor:
+        """(B, components, S, d) -> (B, heads, S, d), or the scalars themselves where there is nothing to combine."""
+        return self.weight if components is None else torch.einsum("ij,bjsd->bisd", self.weight, components)
 
 
 class Explicit(Mixer):
@@ -113,6 +131,25 @@ class Explicit(Mixer):
         scale = states.per_key.get("explicit.inverse_rms")
         if scale is not None:
             states.key = states.key * scale.transpose(1, 2).unsqueeze(-1).to(states.key.dtype)
+
+    def attend_cached(self, states: HeadStates, call: AttentionCall) -> Attended | None:
+        """Without combining, for a query or few: `explicit_decode.py` says how."""
+        query, groups = states.query, self.layout.key_value_heads
+        rows = query.shape[1] // groups * query.shape[2]
+        masked = call.mask is not None or query.shape[2] == 1
+        mixed = torch.is_autocast_enabled(query.device.type)
+        if not call.plain or not masked or mixed or call.dropout or rows > FOLDED_ROWS:
+            return None
+        scalars = {side: getattr(self, side)(None) for side in self.settings["on"]}
+        scale = states.per_key.get("explicit.inverse_rms")  # (B, S, h)
+        output = attend_to_components(
+            (query * call.scaling).reshape(len(query), groups, rows, -1),
+            Components(states.key, scalars.get("key")),
+            Components(states.value, scalars.get("value")),
+            None if scale is None else scale.transpose(1, 2).unsqueeze(2),
+            call.mask,
+        )
+        return output.reshape(query.shape).transpose(1, 2), None
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Norm each head's output."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
+from .knocking_fused import FusedMlpKnock
 from .mixer import CallSizes, HeadLayout, HeadStates, LinearLeaf, Mixer, Settings, weight_count
 from .options import Choice, Option, Subset
 
@@ -62,7 +63,15 @@ class MlpKnock(GateKnock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map each head through the shared MLP."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler fuses the plain form itself
+            return self._fused(x)
         return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
+
+    def _fused(self, x: torch.Tensor) -> torch.Tensor:
+        """The same; each weight is what its module makes of the identity, for it may be read in its own call alone."""
+        identity = torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        up, gate, down = self.up(identity), self.gate(identity), self.down(identity)
+        return FusedMlpKnock.apply(x.to(up.dtype), torch.cat([up, gate], dim=1), down)
 
 
 FORMS: dict[str, type[nn.Module]] = {"mlp": MlpKnock, "linear": LinearKnock, "gate": GateKnock}
@@ -99,4 +108,5 @@ class Knocking(Mixer):
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""
         for target, knock in self.named_children():
-            setattr(states, target, knock(getattr(states, target)))
+            heads = getattr(states, target).transpose(1, 2)  # (B, T, heads, d), as the projection leaves it
+            setattr(states, target, knock(heads).transpose(1, 2))
