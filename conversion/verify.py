@@ -138,7 +138,7 @@ def measure(
 
 
 def needs_weights(config: Any) -> bool:
-    """Whether a mechanism does more than the backend's attention, and so agrees to the bit on eager attention alone."""
+    """Whether a mechanism replaces the backend's attention, and so agrees to the bit on the eager one alone."""
     return any(MECHANISMS[name].needs_weights for name in getattr(config, "mixers", ()))
 
 

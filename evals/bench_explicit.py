@@ -59,7 +59,7 @@ def attention_pair(shape: Shape) -> Pair:
     scaling = shape.head_dim**-0.5
     full, half = _turns(shape, heads), _turns(shape, heads // 2)
     scalars = [torch.randn(heads, heads // 2) for _ in range(2)]
-    module = nn.Module()
+    module: Any = nn.Module()
     module.num_key_value_groups = grouped
 
     def ours() -> object:
@@ -70,7 +70,8 @@ def attention_pair(shape: Shape) -> Pair:
 
     def stock() -> object:
         with torch.no_grad():
-            return sdpa_attention_forward(module, query, *next(full), None, scaling=scaling)
+            keys, values = next(full)
+            return sdpa_attention_forward(module, query, keys, values, None, scaling=scaling)
 
     return ours, stock
 
@@ -96,12 +97,13 @@ def model_pair(keys: int) -> Pair:
 
 def cache_bytes(shape: Shape) -> tuple[int, int]:
     """What one token more holds for one sequence, ours and stock, by the tensors that are kept."""
-    sizes = []
+    sizes: list[int] = []
     for heads in (shape.key_value_heads // 2, shape.key_value_heads):
         cache = DynamicCache()
         token = torch.zeros(1, heads, 1, shape.head_dim)
         cache.update(token, token.clone(), 0)
-        sizes.append(sum(x.untyped_storage().nbytes() for x in (cache.layers[0].keys, cache.layers[0].values)))
+        layer: Any = cache.layers[0]
+        sizes.append(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes())
     return sizes[0], sizes[1]
 
 

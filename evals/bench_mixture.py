@@ -81,15 +81,17 @@ def attention_pair(case: Case) -> Pair:
 
 def training_pair(case: Case) -> Pair:
     """Attention and its gradients."""
-    inputs = [x.requires_grad_() for x in _inputs(case)]
+    query, key, value = inputs = [x.requires_grad_() for x in _inputs(case)]
     chosen, call = _routes(case), _call()
     given = torch.randn(1, case.length, HEADS, SIZE)
 
     def ours() -> object:
-        return torch.autograd.grad(routed_attention(*inputs, chosen, case.shared, call), inputs, given)
+        return torch.autograd.grad(
+            routed_attention(query, key, value, chosen, case.shared, call), (query, key, value), given
+        )
 
     def dense() -> object:
-        output = scaled_dot_product_attention(*inputs, is_causal=True)
+        output = scaled_dot_product_attention(query, key, value, is_causal=True)
         return torch.autograd.grad(output.transpose(1, 2), inputs, given)
 
     return ours, dense

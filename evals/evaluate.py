@@ -50,7 +50,7 @@ def evaluate(
         tell("loading the tasks")
         manager = task_manager(chosen.benchmarks, include_path)
         loaded = load_tasks(manager, chosen.benchmarks, confirm_run_unsafe_code)
-        report = {
+        report: dict[str, Any] = {
             "suite": _described(chosen),
             "limit": limit,
             "batch_size": batch_size,

