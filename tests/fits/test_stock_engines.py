@@ -1,0 +1,113 @@
+"""A folded model is a stock one: whatever reads stock checkpoints cannot tell it from one."""
+
+import json
+import re
+
+import gguf
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+import crosshead
+from toy_checkpoints import MANY_SHARDS, write_stock
+from toys import BACKBONES, STOCK, tokens
+
+FOLDABLE = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}, "explicit": {}}
+OLDER_NAMES = {"rope_theta": 10000.0}
+"""Beside what transformers 5 says, as every checkpoint of transformers 4 has it."""
+EXPERTS = {"num_experts": 4}
+ARCHITECTURES = {backbone: getattr(gguf.MODEL_ARCH, backbone.upper()) for backbone in BACKBONES}
+OURS = (b"crosshead", b"mixers", b"auto_map", b"knocking")
+INDEX = "model.safetensors.index.json"
+
+
+def header(file):
+    """What stands before the numbers of a safetensors file."""
+    content = file.read_bytes()
+    return content[: 8 + int.from_bytes(content[:8], "little")]
+
+
+def stored_names(folder):
+    """The tensors of a checkpoint."""
+    return {name for file in folder.glob("*.safetensors") for name in json.loads(header(file)[8:])} - {"__metadata__"}
+
+
+def gguf_names(backbone, names, layers=2):
+    """What llama.cpp calls these tensors; its converter stacks the experts of a layer first."""
+    known = gguf.get_tensor_name_map(ARCHITECTURES[backbone], layers)
+    stacked = {re.sub(r"\.experts\.\d+\.", ".experts.", name) for name in names}
+    return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in stacked}
+
+
+@pytest.fixture(scope="module", params=BACKBONES)
+def backbone(request):
+    return request.param
+
+
+@pytest.fixture(scope="module", params=[None, MANY_SHARDS], ids=["one file", "many files"])
+def folders(backbone, request, tmp_path_factory):
+    """A stock model with all that may lie beside one, a trained one of ours made from it, and that folded."""
+    place = tmp_path_factory.mktemp("models")
+    source, trained, folded = (place / name for name in ("source", "trained", "folded"))
+    write_stock(source, backbone, request.param)
+    GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
+    (source / "chat_template.jinja").write_text("{{ messages }}\n")
+    (source / "LICENSE").write_text("Do as you like.\n")
+    crosshead.convert(source, trained, FOLDABLE, verify=False)
+    generator = torch.Generator().manual_seed(0)
+    for file in trained.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in filter(re.compile(r".*\.mixers\.").match, tensors):
+            tensors[name] += 0.3 * torch.randn(tensors[name].shape, generator=generator)
+        save_file(tensors, file, metadata={"format": "pt"})
+    crosshead.fold(trained, folded, verify=False)
+    return source, trained, folded
+
+
+def test_its_files_are_those_of_a_stock_checkpoint(folders):
+    source, trained, folded = folders
+    files = {file.name: file for file in source.iterdir()}
+    assert {file.name for file in folded.iterdir()} == files.keys()
+    changed = 0
+    for name, file in files.items():
+        if name.endswith(".safetensors"):
+            assert header(folded / name) == header(file)  # names, dtypes, shapes, order and metadata
+            changed += (folded / name).read_bytes() != file.read_bytes()
+        elif name == INDEX:
+            indexes = [json.loads(path.read_text()) for path in (folded / name, file)]
+            assert indexes[0]["weight_map"] == indexes[1]["weight_map"]
+            assert indexes[0]["metadata"]["total_size"] == indexes[1]["metadata"]["total_size"]
+        elif name != "config.json":
+            assert (folded / name).read_bytes() == file.read_bytes(), name
+    assert changed  # or nothing was trained
+    for file in folded.iterdir():
+        assert not [word for word in OURS if word in file.read_bytes()], file.name
+    assert any(word in file.read_bytes() for file in trained.iterdir() for word in OURS)
+
+
+def test_its_config_says_what_the_stock_one_says(backbone, folders):
+    source, _, folded = folders
+    said, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
+    assert said == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
+    read, stock = (AutoConfig.from_pretrained(folder) for folder in (folded, source))
+    assert type(read) is STOCK[backbone][0]
+    assert {**stock.to_dict(), "_name_or_path": ""} == {**read.to_dict(), "_name_or_path": ""}
+
+
+@torch.no_grad()
+def test_the_stock_class_loads_it_whole(backbone, folders):
+    _, trained, folded = folders
+    loaded, report = STOCK[backbone][1].from_pretrained(folded, output_loading_info=True, attn_implementation="eager")
+    assert not any(report.values())
+    expected = AutoModelForCausalLM.from_pretrained(trained, attn_implementation="eager")(tokens()).logits
+    torch.testing.assert_close(loaded(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+    assert type(AutoModelForCausalLM.from_pretrained(folded)) is type(loaded)
+
+
+def test_llama_cpp_knows_every_tensor(backbone, folders):
+    _, trained, folded = folders
+    found = gguf_names(backbone, stored_names(folded))
+    assert None not in found.values()
+    assert len(set(found.values())) == len(found)
+    assert None in gguf_names(backbone, stored_names(trained)).values()  # what it says of ours

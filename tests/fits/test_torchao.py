@@ -1,0 +1,42 @@
+"""torchao's 8-bit weights: the projections shrink, the mechanisms' own small parameters stay as they are."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, TorchAoConfig
+
+from toys import CASES, mixed_model, tokens
+
+quantization = pytest.importorskip(
+    "torchao.quantization", reason="torchao is not installed: `make test-torchao` runs these tests with it"
+)
+PROJECTIONS = [f"self_attn.{side}_proj" for side in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+
+
+def loaded(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options)
+
+
+@pytest.fixture
+def folder(case, tmp_path):
+    mixed_model("Llama", CASES[case]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_eight_bit_weights(case, folder, tmp_path):
+    plain = loaded(folder)
+    config = TorchAoConfig(quantization.Int8WeightOnlyConfig(version=2))
+    model = loaded(folder, quantization_config=config, device_map="cpu")
+    small = {name for name, parameter in model.named_parameters() if type(parameter) is not torch.nn.Parameter}
+    assert small == {f"model.layers.{layer}.{name}.weight" for layer in range(2) for name in PROJECTIONS}
+    stored = dict(plain.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert name in small or torch.equal(parameter, stored[name]), name
+    expected, found = plain(tokens()).logits, model(tokens()).logits
+    assert 1e-4 < (found - expected).norm() / expected.norm() < 0.1
+    options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    written = model.generate(tokens(), **options)
+    assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
+    model.save_pretrained(tmp_path / "small")
+    assert torch.equal(loaded(tmp_path / "small")(tokens()).logits, found)

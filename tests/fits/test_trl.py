@@ -1,0 +1,127 @@
+"""TRL's SFTTrainer: chats, packing, accumulation, adapters, and the balance loss that it must be told to count."""
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, Trainer
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
+
+from toy_checkpoints import character_tokenizer
+from toys import CASES, mixed_model, tokens
+
+trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt trl")
+datasets = pytest.importorskip("datasets")
+
+for_every_case = pytest.mark.parametrize("case", CASES)
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
+ROWS = 8
+BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: left out, it would show
+
+
+class BalancedTrainer(trl.SFTTrainer):
+    """Trains on the model's own loss, as transformers' Trainer does: SFTTrainer's own has no balance loss in it."""
+
+    compute_loss = Trainer.compute_loss
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    """No bars for eight rows of text."""
+    datasets.disable_progress_bars()
+    disable_progress_bar()
+    yield
+    datasets.enable_progress_bars()
+    enable_progress_bar()
+
+
+def chats():
+    """Conversations of different lengths, two or more of which fit into a row of 128 tokens."""
+    texts = [f"what is {index} {'and ' * (index % 3)}{index + 1}" for index in range(ROWS)]
+    messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in texts]
+    return datasets.Dataset.from_list([{"messages": each} for each in messages])
+
+
+def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config: Any = None, **options: Any) -> Any:
+    """An SFTTrainer as its users make it, on the CPU."""
+    tokenizer = character_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token = "<unknown>"
+    tokenizer.chat_template = TEMPLATE
+    small = {"max_steps": 3, "logging_steps": 1, "per_device_train_batch_size": ROWS, "max_length": 128}
+    small |= {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
+    small |= {"learning_rate": 1e-2, "lr_scheduler_type": "constant"}
+    arguments = trl.SFTConfig(output_dir=str(folder), **(small | options))
+    given = {"train_dataset": chats(), "processing_class": tokenizer, "peft_config": peft_config}
+    return kind(model=model, args=arguments, **given)
+
+
+def losses(trainer: Any) -> list[float]:
+    """Of every step."""
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@torch.no_grad()
+def by_hand(model: Any, rows: Any) -> float:
+    """The cross-entropy of all conversations, each alone."""
+    total, predicted = 0.0, 0
+    for row in rows:
+        ids = torch.tensor(row["input_ids"])
+        logits = model(ids[None], use_cache=False).logits[0, :-1]
+        total += functional.cross_entropy(logits, ids[1:], reduction="sum").item()
+        predicted += len(ids) - 1
+    return total / predicted
+
+
+@for_every_case
+def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
+    found = {}
+    for packing in (False, True):
+        model = mixed_model("Llama", CASES[case]).train()
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        trainer = trainer_for(model, tmp_path, packing=packing)
+        assert len(trainer.train_dataset) == ROWS if not packing else len(trainer.train_dataset) <= ROWS // 2
+        if not packing:
+            expected = by_hand(model, trainer.train_dataset)
+        found[packing] = losses(trainer)
+        for name, parameter in model.named_parameters():
+            assert not torch.equal(parameter, before[name]), name
+    for first, second, third in found.values():
+        assert first == pytest.approx(expected, rel=1e-5)
+        assert first > second > third
+    trainer.save_model(tmp_path / "model")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
+    assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
+
+
+@pytest.mark.parametrize("backbone", ("Llama", "Qwen3Moe"))
+@pytest.mark.parametrize("options", [{}, {"packing": True}, {"per_device_train_batch_size": 2}], ids=str)
+def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, options, tmp_path, capfd):
+    options = options | {"gradient_accumulation_steps": ROWS // options.get("per_device_train_batch_size", ROWS)}
+    found = {}
+    for weight in (0.0, BALANCE_WEIGHT):
+        for kind in (trl.SFTTrainer, BalancedTrainer):
+            mixers = {"mixture": CASES["mixture"]["mixture"] | {"balance_weight": weight}}
+            model = mixed_model(backbone, mixers).train()
+            found[weight, kind], *_ = losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
+    own = found[0.0, trl.SFTTrainer]
+    assert found[0.0, BalancedTrainer] == pytest.approx(own, rel=1e-5)  # the experts' balance loss is in both
+    assert found[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer knows nothing of it
+    # Three of four heads are on, two of them always: P_i and f_i are 1/2 for each of the two others if all is even.
+    assert 0.5 * BALANCE_WEIGHT - 0.1 < found[BALANCE_WEIGHT, BalancedTrainer] - own < 0.6 * BALANCE_WEIGHT
+
+
+@for_every_case
+def test_adapters(case, tmp_path, capfd):
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
+    trainer = trainer_for(mixed_model("Llama", CASES[case]), tmp_path, peft_config=lora)
+    trained = losses(trainer)
+    assert trained[0] > trained[-1]
+    trainer.save_model(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(mixed_model("Llama", CASES[case]), tmp_path / "adapter").eval()
+    expected = trainer.model.eval()(tokens()).logits
+    torch.testing.assert_close(loaded(tokens()).logits, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loaded.merge_and_unload()(tokens()).logits, expected, rtol=1e-4, atol=1e-4)
+    assert (mixed_model("Llama", CASES[case])(tokens()).logits - expected).abs().max() > 0.01

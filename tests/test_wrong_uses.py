@@ -1,0 +1,117 @@
+"""Wrong uses of every command: its exit status, one clear line, and nothing left behind."""
+
+import pytest
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
+
+import crosshead
+from broken import run, snapshot
+from crosshead_command.main import app
+from toy_checkpoints import write_stock
+
+RECIPE = "small/smollm2_knocking"
+TEXT = "--text text.txt"
+CASES = {
+    "convrt source out": (2, "No such command 'convrt'. Did you mean 'convert'"),
+    "--jsn": (2, "--jsn"),
+    "convert": (2, "convert [OPTIONS]"),
+    "convert source": (2, "Missing argument 'out'"),
+    "convert source out more --mixer knocking": (2, "more"),
+    "convert source out --mixr knocking": (2, "--mixr (Possible options: --mixer)"),
+    "convert source out --seed one --mixer knocking": (2, "--seed"),
+    "convert source out --mixer": (2, "--mixer"),
+    "convert none out --mixer knocking": (1, "HF_HUB_OFFLINE"),
+    "convert source made --mixer knocking": (1, "made is already there"),
+    "convert source out --mixer knoking": (1, "did you mean 'knocking'?"),
+    "convert source out --mixer knocking:form=mpl": (1, "form='mpl'"),
+    "convert source text.txt/out --mixer knocking": (1, "text.txt/out cannot be written"),
+    "convert made out --mixer knocking": (1, "crosshead fold"),
+    "fold made": (2, "Missing argument 'out'"),
+    "fold source out": (1, "crosshead convert"),
+    "fold trained out": (1, "form='mlp' is not linear"),
+    "fold made made": (1, "are not apart"),
+    "verify source": (2, "Missing argument 'model'"),
+    "verify source none": (1, "none"),
+    "verify source made --text none.txt": (1, "none.txt"),
+    "verify other made": (1, "made from 'source'"),
+    "train": (2, "train [OPTIONS]"),
+    "train small/none": (1, "small/none"),
+    "train text.txt": (1, "text.txt"),
+    f"train {RECIPE} --set train.tokns=1": (1, "did you mean 'tokens'?"),
+    f"train {RECIPE} --set train.tokens": (1, "train.tokens"),
+    f"train {RECIPE} --json": (2, "--dry-run"),
+    f"train {RECIPE} --set output=there.json": (1, "output=there.json cannot be written"),
+    "sweep": (2, "sweep [OPTIONS]"),
+    f"sweep {RECIPE}": (1, "sweep"),
+    "sweep papers/mea_1b_sweep --set sweep.rates=x --toy toy": (1, "sweep has no key 'rates'"),
+    "eval": (2, "eval [OPTIONS]"),
+    "eval none --suite offline": (1, "none"),
+    "eval source --suite best": (1, "best"),
+    "eval source --suite offline --tasks arc_easy": (2, "give --suite or --tasks, not both"),
+    "eval source --suite offline --limit 0": (1, "limit"),
+    "eval source --suite offline --out no/eval.json": (1, "no/eval.json"),
+    "eval source --suite offline --out there.json": (1, "there.json exists"),
+    "inspect source": (2, "Missing option '--text'"),
+    f"inspect source {TEXT} --out page.txt": (1, "page.txt"),
+    "inspect source --text none.txt --out page.html": (1, "none.txt"),
+    f"inspect none {TEXT} --out page.html": (1, "none"),
+    "cost": (2, "cost [OPTIONS]"),
+    "cost none": (1, "none"),
+    "cost source --length 0": (1, "length"),
+    "cost source --mixer mixture:active_heads=9": (1, "active_heads=9"),
+    "probe": (2, "probe [OPTIONS]"),
+    "probe head source": (2, "Did you mean 'heads'?"),
+    "probe heads source --draws 0": (2, "--draws"),
+    "probe layers made": (1, "crosshead_llama"),
+    "bench train nothing": (1, "nothing"),
+    "bench train knocking-mlp --steps 1": (2, "--steps"),
+    "card none": (1, "none"),
+    "card source --eval none.json": (1, "none.json"),
+    "push source": (2, "Missing argument 'REPO_ID'"),
+    "push none me/mine": (1, "none"),
+    "push made me/mine": (1, "made has no card: write one with `crosshead card made`"),
+    "push made a/b/c": (2, "'a/b/c' is no name for the Hub"),
+    "zoo --jsn": (2, "--jsn (Possible options: --json)"),
+    "zoo --write none": (1, "none is no folder"),
+    "demo --tiny --model source": (2, "not both"),
+    "demo --tiny --out source": (1, "source holds files"),
+    "demo --model none": (1, "none"),
+}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Two stock models, one of ours made from the first, the same trained, and files that are in the way."""
+    folder = tmp_path_factory.mktemp("place")
+    write_stock(folder / "source")
+    write_stock(folder / "other", tie_word_embeddings=True)
+    for name in ("made", "trained"):
+        crosshead.convert(folder / "source", folder / name, {"knocking": {}}, verify=False)
+    weights = load_file(folder / "trained" / "model.safetensors")
+    trained = {name: tensor + 0.1 * (".mixers." in name) for name, tensor in weights.items()}
+    save_file(trained, folder / "trained" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "text.txt").write_text("a quick brown fox\n")
+    (folder / "there.json").write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, place, capfd, monkeypatch):
+    expected, words = CASES[command]
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    before = snapshot(place)
+    status, out, err = run(capfd, monkeypatch, command)
+    assert snapshot(place) == before
+    assert (status, out) == (expected, ""), err
+    assert words in err and "Traceback" not in err
+    if expected == 1:
+        assert err.startswith("crosshead: error: ") and err.endswith("\n") and err.count("\n") == 1
+    else:
+        assert err.startswith(("Usage: ", "Error: "))
+
+
+def test_no_command_is_left_out():
+    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
+    assert {command.split()[0] for command in CASES} >= names
+    assert len(CASES) >= 40
