@@ -3,8 +3,7 @@
 Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair
 `p // group size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight
 over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per
-layer. It is computed as ordinary attention of half the heads run four times, each side of the pairs with each half of
-the values: nothing is copied for that, and every backend works.
+layer. It is computed as ordinary attention run twice, once for each half of the values, so every backend works.
 There is no neutral start, and no dropout: the paper defines none for a difference of weights.
 
 Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
@@ -27,6 +26,16 @@ from .options import Flag, Option
 def lambda_start(layer_index: int) -> float:
     """The constant part of lambda; layers count from 0."""
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
+
+
+def split_pairs(x: torch.Tensor) -> torch.Tensor:
+    """(B, heads, T, d): the pairs' first heads, then their second heads."""
+    return torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
+
+
+def join_pairs(x: torch.Tensor) -> torch.Tensor:
+    """Undo `split_pairs`."""
+    return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
 
 
 class Differential(Mixer, MixerLeaf):
@@ -88,23 +97,22 @@ class Differential(Mixer, MixerLeaf):
 
     def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """The difference within each pair, before the norm."""
-        return self._difference(weights[:, 0::2], weights[:, 1::2])
+        first, second = split_pairs(weights).chunk(2, dim=1)
+        return first - self().to(first.dtype) * second
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
-        """Attention of each side of the pairs with each half of the values, then differences."""
-        halves = [states.value[:, half::2] for half in (0, 1)]
-        sides = [(states.query[:, side::2], states.key[:, side::2]) for side in (0, 1)]
+        """Attention once per half of the values, then the difference within each pair."""
+        query, key = split_pairs(states.query), split_pairs(states.key)
+        halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]
         weights = None
         if call.eager:
-            each = [attention_weights(*side, call.mask, call.scaling) for side in sides]
-            outputs = [[weigh_values(of_side, half) for half in halves] for of_side in each]
-            weights = torch.stack(each, dim=2).flatten(1, 2)
+            weights = join_pairs(attention_weights(query, key, call.mask, call.scaling))
+            split = split_pairs(weights)
+            outputs = [weigh_values(split, half) for half in halves]
         else:
-            outputs = [[call.run(*side, half)[0] for half in halves] for side in sides]
-        output = torch.cat([self._difference(*pair) for pair in zip(*outputs, strict=True)], dim=-1)
+            outputs = [call.run(query, key, half)[0] for half in halves]
+        first, second = torch.cat(outputs, dim=-1).chunk(2, dim=2)  # (B, T, pairs, 2d) each
+        output = first - self().to(first.dtype) * second
         if self.settings["norm"]:
             output = (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
         return output, weights
-
-    def _difference(self, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return first - self().to(first.dtype) * second
