@@ -1,37 +1,207 @@
-"""What README and CONTRIBUTING say is true: the example runs, the options and the files they name exist."""
+"""What documents say is true: what they name is there, tables are as the code has it."""
 
+import importlib
+import json
 import re
+import tomllib
+from fnmatch import fnmatch
 
 import pytest
+import torch
 
+import document_commands as shown
+import toys
 from crosshead import MECHANISMS
+from crosshead.conversion.published_folder import code_files
+from crosshead.recipes.load_recipe import shipped_recipes
 from house import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
-NAMED_FILE = re.compile(r"`([\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
-EXAMPLE = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
+README = DOCUMENTS["README.md"].read_text(encoding="utf-8")
+NAMED_FILE = re.compile(r"`(\.?[\w-][\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
+MADE = re.compile(r"(checkpoint-STEP|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|moved)\b")
+"""Names of what commands make, and of metrics."""
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+HEADINGS = (
+    "What it does",
+    "Options",
+    "When to use it",
+    "What it costs",
+    "Conversion and folding",
+    "Backends and speed",
+    "Limits",
+    "Paper",
+)
+"""Of a mechanism's page."""
+HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
-def test_readme_example_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    examples = EXAMPLE.findall(README)
-    assert examples
-    for example in examples:
-        exec(compile(example, "README.md", "exec"), {})
-    assert (tmp_path / "my-model" / "config.json").exists()
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
-def test_readme_lists_every_option():
-    table = README.partition("| mechanism | options")[2].partition("\n\n")[0]
-    rows = [re.findall(r"`(\w+)`", line) for line in table.splitlines()[2:]]
-    assert {name: set(options) for name, *options in rows} == {
+def options_in(table):
+    """The first words of a table's rows, and the words between backquotes behind them."""
+    rows = [line for line in table.splitlines() if line.startswith(("| `", "| [`"))]
+    return {names[0]: names[1:] for names in (re.findall(r"`(\w+)`", row) for row in rows)}
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_files_exist(name):
+    place = DOCUMENTS[name].parent
+    recipes = shipped_recipes()
+    missing = [
+        file
+        for file in NAMED_FILE.findall(DOCUMENTS[name].read_text(encoding="utf-8"))
+        if not (ROOT / file).exists() and not (place / file).exists() and file not in recipes and not MADE.match(file)
+    ]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name):
+    for link in LINK.findall(DOCUMENTS[name].read_text(encoding="utf-8")):
+        if link.startswith("https://"):
+            continue
+        path, _, heading = link.partition("#")
+        target = DOCUMENTS[name].parent / path if path else DOCUMENTS[name]
+        assert target.is_file(), link
+        assert ROOT in target.resolve().parents, link
+        if heading:
+            assert heading in map(anchor, HEADING.findall(target.read_text(encoding="utf-8"))), link
+
+
+def test_every_document_is_reached_from_the_first():
+    seen, todo = set(), [ROOT / "README.md"]
+    while todo:
+        page = todo.pop().resolve()
+        if page not in seen and page.suffix == ".md":
+            seen.add(page)
+            links = [link.partition("#")[0] for link in LINK.findall(page.read_text(encoding="utf-8"))]
+            todo += [page.parent / link for link in links if link and not link.startswith("https://")]
+    assert {path.resolve() for path in DOCUMENTS.values()} <= seen
+
+
+def test_the_first_page_is_short():
+    assert len(README.splitlines()) <= 200
+
+
+def test_all_mechanisms_have_a_page_with_all_options():
+    table = README.partition("## The mechanisms")[2].partition("\n\n##")[0]
+    assert options_in(table).keys() == MECHANISMS.keys()
+    for name, mechanism in MECHANISMS.items():
+        page = DOCUMENTS[f"modeling/docs/{name}.md"].read_text(encoding="utf-8")
+        table = page.partition("## Options")[2].partition("\n\n##")[0]
+        assert options_in(table).keys() == {*mechanism.options, "layers"}
+        assert [heading for heading in HEADINGS if f"\n## {heading}\n" not in page] == []
+
+
+def test_the_table_of_options_is_complete():
+    text = DOCUMENTS["modeling/README.md"].read_text(encoding="utf-8")
+    rows = options_in(text.partition("| mechanism | options")[2].partition("\n\n")[0])
+    assert {name: set(options) for name, options in rows.items()} == {
         name: set(mechanism.options) for name, mechanism in MECHANISMS.items()
     }
 
 
-@pytest.mark.parametrize("document", DOCUMENTS)
-def test_named_files_exist(document):
-    names = NAMED_FILE.findall((ROOT / document).read_text(encoding="utf-8"))
-    assert names
-    assert [name for name in names if not (ROOT / name).exists()] == []
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_pages_name_every_value_that_an_option_may_have(name):
+    page = DOCUMENTS[f"modeling/docs/{name}.md"].read_text(encoding="utf-8")
+    for option, kind in MECHANISMS[name].options.items():
+        values = getattr(kind, "allowed", ())
+        assert [value for value in values if f"`{value}`" not in page] == [], option
+
+
+def test_documents_go_neither_to_the_hub_nor_into_the_wheel():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]
+    folders = dict(project["package-dir"])
+    patterns = [
+        f"{folders.get(package, package)}/{pattern}"
+        for package, found in project["package-data"].items()
+        for pattern in found
+        if package != "*"
+    ]
+    kept = [*DOCUMENTS, "modeling/docs/heads.svg"]
+    assert [(name, pattern) for name in kept for pattern in patterns if fnmatch(name, pattern)] == []
+    assert not any(folder.startswith("modeling/") for folder in folders.values())
+    assert {path.suffix for path in code_files()} == {".py"}
+
+
+@pytest.fixture
+def tables(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
+    return importlib.import_module("tables")
+
+
+def test_generated_tables_are_as_they_would_be_written(tables):
+    for document in tables.documents()[:-1]:
+        text = document.read_text(encoding="utf-8")
+        assert len(tables.BLOCK.findall(text)) == 1, document
+        assert text == tables.renewed(text), f"{document}: make tables"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 4])
+def test_the_table_of_memory_is_as_it_would_be_written(tables, index):
+    """Two rows of it: each takes seconds."""
+    (table,) = tables.BLOCK.finditer(tables.AT_SCALE.read_text(encoding="utf-8"))
+    assert tables.memory_row(*tables.PLANS[index]) == table[0].splitlines()[3 + index], "make tables"
+
+
+def test_a_result_that_is_not_there_is_said_to_be_missing(tables, tmp_path):
+    lines = tables.results_table(tmp_path).splitlines()
+    assert len(lines) == 2 + len(tables.SOURCES)
+    assert all(f"| {tables.NOT_MEASURED} |" in line for line in lines[2:])
+
+
+def test_results_become_lines(tables, tmp_path):
+    speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0]}
+    losses = {"losses": {"0": 3.0, "1": 3.2}, "mean": 3.1, "beside_baseline": -0.05, "spread_beside": 0.01}
+    model = {
+        "name": "knocking",
+        "is": "one map",
+        "scores": {"prose": 30.0, "grammar": 0.75},
+        "kv_bytes_per_token": 384,
+    }
+    reports = {
+        "demo.json": {"models": [model]},
+        "recovery.json": {"explicit": {"source": 3.0, "before": 4.0, "after": 3.25, "tokens": 200_000}},
+        "from_scratch.json": {
+            "losses": {"knocking": losses},
+            "shape": {"num_hidden_layers": 4},
+            "tokens": 1000,
+        },
+        "train.json": {
+            "tokens_per_second": {"knocking-mlp": speeds},
+            "machine": {"accelerator": None, "processor": "a processor", "threads": 2},
+        },
+    }
+    assert reports.keys() == tables.SOURCES.keys()
+    for name, report in reports.items():
+        (tmp_path / name).write_text(json.dumps(report))
+    text = tables.results_table(tmp_path)
+    for words in (
+        "| knocking: one map | perplexity 30.00, grammar 75% right, 384 bytes of KV cache a token | `make demo` |",
+        "4.000 converted, 3.250 after 200,000 tokens; its source 3.000",
+        "4 layers, 1,000 tokens, 2 seeds), knocking: held-out loss | 3.1000 (-0.0500 beside the baseline ± 0.0100)",
+        "0.950 times (0.900 to 1.000), a processor, 2 threads | `crosshead bench train` |",
+    ):
+        assert words in text
+    assert tables.NOT_MEASURED not in text
+
+
+def test_the_mechanism_that_the_guide_adds_works(monkeypatch):
+    (example,) = shown.blocks(DOCUMENTS["modeling/docs/adding.md"], "python")
+    names = {"__name__": "example"}
+    exec(compile(example, "adding.md", "exec"), names)
+    monkeypatch.setitem(MECHANISMS, "scale", names["Scale"])
+    model = toys.mixed_model("Llama", {"scale": {"layers": [1]}})
+    stock = toys.stock_model("Llama")
+    model.load_state_dict(stock.state_dict(), strict=False)
+    weight = model.get_parameter("model.layers.1.self_attn.mixers.scale.factors.weight")
+    assert model.config.mixers == {"scale": {"layers": [1]}}
+    with torch.no_grad():
+        torch.nn.init.ones_(weight)
+        assert torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)
+        weight.mul_(2)
+        assert not torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)

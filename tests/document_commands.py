@@ -1,0 +1,129 @@
+"""What documents show, commands and examples, and what stands for their placeholders at toy size."""
+
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import crosshead
+import toys
+from house import ROOT, project_files
+from toy_eval import write_scorable
+
+GENERATED = "model_cards"
+"""Its pages come from code, and have tests of their own."""
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
+CONTINUED = re.compile(r" *\\\n\s*")
+INLINE = re.compile(r"`(crosshead [^`\n]+)`")
+TOLD = re.compile(r"\s{2,}.*$")
+"""Behind a command, what it does."""
+PLACEHOLDER = re.compile(r"[A-Z][A-Z_]{2,}(?:\.\w+)?")
+OBSERVED = re.compile(r"--layers auto|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
+"""In a conversion that reads text: the default text is long."""
+RESULT = re.compile(r"^runs/\w+/model$")
+"""What a recipe makes; at toy size it lies elsewhere."""
+PROGRAMS = {"crosshead", "make", "pip", "accelerate", "torchrun", "lm_eval", "python", ".ci/run"}
+GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 4}
+TOYS = {
+    "source": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}),
+    "qwen": ("Qwen3", GROUPED),
+    "experts": ("Qwen3Moe", GROUPED),
+}
+"""Stock models on disk, by folder; `source` has the heads of SmolLM2-135M."""
+HUB = {"HuggingFaceTB/SmolLM2-135M": "source", "Qwen/Qwen3-0.6B": "qwen", "Qwen/Qwen3-30B-A3B": "experts"}
+"""Names on the Hub -> a toy of the same family."""
+PLACEHOLDERS = {
+    "SOURCE": "source",
+    "MODEL": "model",
+    "RECIPE.yaml": "recipe.yaml",
+    "MIXERS.yaml": "mixers.yaml",
+    "TEXT.txt": "text.txt",
+    "PARAGRAPH.txt": "paragraph.txt",
+    "FOLDER": "toy",
+    "OUT": "out",
+    "quick": "offline",
+}
+"""Words of documents -> what is there at toy size: MODEL was made from SOURCE, and folds; `quick` needs the Hub."""
+TEXT = "the cat sat on the mat, and the dogs ran down to the river. when it rained, they all came back. "
+
+
+def documents() -> list[Path]:
+    """Every document that is written by hand."""
+    return [path for path in project_files() if path.suffix == ".md" and path.relative_to(ROOT).parts[0] != GENERATED]
+
+
+def name_of(document: Path) -> str:
+    """Its path from the root."""
+    return document.relative_to(ROOT).as_posix()
+
+
+def blocks(document: Path, language: str) -> list[str]:
+    """The examples in one language."""
+    return [block for kind, block in FENCED.findall(document.read_text(encoding="utf-8")) if kind == language]
+
+
+def shown(document: Path) -> Iterator[str]:
+    """Each command in the blocks of a document, on one line, without what is said behind it."""
+    plain = FENCED.sub("", document.read_text(encoding="utf-8"))
+    for block in [*blocks(document, "sh"), *INDENTED.findall(plain)]:
+        lines = [line.strip() for line in CONTINUED.sub(" ", block).splitlines()]
+        if any(line.split()[0] in PROGRAMS for line in lines):  # another block is no block of commands
+            yield from (TOLD.sub("", line) for line in lines)
+
+
+def mentioned(document: Path) -> list[str]:
+    """Commands of ours within sentences."""
+    return INLINE.findall(INDENTED.sub("", FENCED.sub("", document.read_text(encoding="utf-8"))))
+
+
+def ours(command: str) -> list[str] | None:
+    """The words that reach our command line: of the command itself, or of what a launcher starts."""
+    words = shlex.split(command)
+    if words[0] == "crosshead":
+        return words[1:]
+    return words[words.index("crosshead") + 1 :] if "crosshead" in words and words[0] != "pip" else None
+
+
+def at_toy_size(words: list[str]) -> list[str]:
+    """The words with toys in place of what they name; ValueError where a placeholder is not known."""
+    found = [PLACEHOLDERS.get(word, RESULT.sub("model", word)) for word in map(with_toys, words)]
+    for word in found:
+        if PLACEHOLDER.fullmatch(word):
+            raise ValueError(f"{' '.join(words)}: nothing is known for {word}")
+    return found + smaller(found)
+
+
+def with_toys(text: str) -> str:
+    """A text that names no model on the Hub."""
+    for name, toy in HUB.items():
+        text = text.replace(name, toy)
+    return text
+
+
+def smaller(words: list[str]) -> list[str]:
+    """What makes a command quick without making it another one."""
+    command, rest = words[0], words[1:]
+    if command in ("convert", "fold"):
+        reads = OBSERVED.search(" ".join(rest)) and "--calibration" not in rest
+        return ["--no-verify", "--overwrite", *["--calibration", "text.txt"] * bool(reads)]
+    if command == "eval":
+        return ["--overwrite"] if "--limit" in rest else ["--overwrite", "--limit", "2"]
+    if command == "probe":
+        more = {"heads": ["--draws", "1"], "layers": ["--calibration", "text.txt"]}[rest[0]]
+        return ["--windows", "1", "--length", "64", "--overwrite", *more]
+    if command in ("train", "sweep") and not {"--accelerate", "--toy"} & set(rest):
+        return ["--toy", "toy"]
+    return {"inspect": ["--overwrite"], "demo": ["--tiny"]}.get(command, [])
+
+
+def prepare(folder: Path) -> None:
+    """Toy models, a text and recipes, where commands are run."""
+    for name, (backbone, sizes) in TOYS.items():
+        write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
+    (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
+    (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
+    crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)
+    (folder / "recipe.yaml").write_text((ROOT / "recipes" / "small" / "smollm2_knocking.yaml").read_text())
+    (mixers,) = blocks(ROOT / "conversion" / "README.md", "yaml")
+    (folder / "mixers.yaml").write_text(mixers)

@@ -1,0 +1,196 @@
+"""Writes the generated tables of the documents: results into README.md, costs into pages, memory beside accelerate.
+
+usage: PYTHONPATH=tests python -P tests/measure/tables.py
+
+A table stands between two markers. Results come from `evals/results/`, where a file has the name under which a command
+wrote it; one that is not there is a line that says so. Costs are counted from the configurations of shipped recipes.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from crosshead.evals.cost_report import cost_report
+from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.recipes.dry_run import dry_run
+from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+from crosshead.recipes.model_config import model_config
+from crosshead.recipes.sharding import read_sharding
+from house import ROOT
+
+RESULTS = ROOT / "evals" / "results"
+PAGES = ROOT / "modeling" / "docs"
+AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
+LENGTH, DTYPE = 4096, "bfloat16"
+AGAIN = "train.checkpoint_activations=true"
+PLANS = (
+    ("papers/mea_qwen3_30b_full", "", "fsdp2_8_gpus"),
+    ("papers/mea_qwen3_30b_full", "", "fsdp2_many_machines"),
+    ("papers/mea_qwen3_30b_full", "", "deepspeed_zero3_8_gpus"),
+    ("papers/kha_dense_0.61b", "", "one_gpu"),
+    ("papers/kha_dense_0.61b", AGAIN, "one_gpu"),
+    ("papers/kha_dense_0.61b", "", "fsdp2_8_gpus"),
+)
+"""Runs whose memory is told: a recipe, what is changed in it, and accelerate's file."""
+HELD = ("weights", "gradients", "moments")
+BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
+NOT_MEASURED = "not measured yet"
+Content = Mapping[str, Any]
+Rows = Iterator[tuple[str, str]]
+"""What was measured, and what came out."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """A file of results: what it is about, the command that writes it, and its lines in the table."""
+
+    about: str
+    command: str
+    rows: Callable[[Content], Rows]
+
+
+def demo_rows(report: Content) -> Rows:
+    """Each model of the demo beside its source."""
+    for model in report["models"]:
+        perplexity, grammar = model["scores"]["prose"], model["scores"]["grammar"]
+        scores = f"perplexity {perplexity:,.2f}, grammar {grammar:.0%} right"
+        yield f"{model['name']}: {model['is']}", f"{scores}, {model['kv_bytes_per_token']:,} bytes of KV cache a token"
+
+
+def recovery_rows(report: Content) -> Rows:
+    """Losses before and after a short training."""
+    for name, found in report.items():
+        learnt = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
+        yield f"SmolLM2-135M, {name}: loss on held-out text", f"{learnt}; its source {found['source']:.3f}"
+
+
+def scratch_rows(report: Content) -> Rows:
+    """Losses beside the baseline's."""
+    shape, seeds = report["shape"], max(len(found["losses"]) for found in report["losses"].values())
+    trained = f"{shape['num_hidden_layers']} layers, {report['tokens']:,} tokens, {seeds} seeds"
+    for name, found in report["losses"].items():
+        apart = f"{found['mean']:.4f} ({found['beside_baseline']:+.4f} beside the baseline"
+        spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
+        yield f"from scratch ({trained}), {name}: held-out loss", f"{apart}{spread})"
+
+
+def train_rows(report: Content) -> Rows:
+    """Training speeds beside the library's own."""
+    for name, found in report["tokens_per_second"].items():
+        least, most = min(found["ratios"]), max(found["ratios"])
+        ratio = f"{found['median_ratio']:.3f} times ({least:.3f} to {most:.3f})"
+        yield f"training, {name}: tokens a second beside Trainer and the stock model", f"{ratio}, {_machine(report)}"
+
+
+def _machine(report: Content) -> str:
+    machine = report["machine"]
+    return f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
+
+
+SOURCES: Mapping[str, Result] = {
+    "demo.json": Result("SmolLM2-135M, converted three ways, one of them trained shortly", "make demo", demo_rows),
+    "recovery.json": Result(
+        "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
+    ),
+    "from_scratch.json": Result("all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows),
+    "train.json": Result("training speed", "crosshead bench train", train_rows),
+}
+"""The files in `evals/results/` -> what they hold."""
+
+
+def results_table(folder: Path = RESULTS) -> str:
+    """All results that there are; a line for each that there is not."""
+    lines = ["| what was measured | result | by |", "| --- | --- | --- |"]
+    for name, result in SOURCES.items():
+        path = folder / name
+        found: Rows = iter([(result.about, NOT_MEASURED)])
+        if path.is_file():
+            found = result.rows(json.loads(path.read_bytes()))
+        lines += [f"| {what} | {outcome} | `{result.command}` |" for what, outcome in found]
+    return "\n".join(lines) + "\n"
+
+
+def cost_table(mechanism: str) -> str:
+    """The models of the small recipes with one mechanism, beside the same without it."""
+    heads = (
+        "recipe",
+        "options",
+        "new parameters",
+        "KV cache, bytes a token",
+        "FLOPs of a text",
+        "FLOPs of a new token",
+    )
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: |"]
+    for name in shipped_recipes():
+        content = load_recipe(name).model.config or {}
+        if name.startswith("small/") and mechanism in content["mixers"]:
+            lines.append(_cost_row(name, mechanism, content))
+    return "\n".join(lines) + "\n"
+
+
+def _cost_row(name: str, mechanism: str, content: Content) -> str:
+    config = model_config(content)
+    config.dtype = DTYPE
+    report = cost_report(config, LENGTH)
+    cost, stock, over = report["cost"], report["stock"], report["overhead"]
+    options = ", ".join(f"{key}: {_told(value)}" for key, value in content["mixers"][mechanism].items())
+    new = f"{cost['new_parameters']:,} ({cost['new_parameters'] / stock['parameters']:.3%})"
+    cached = f"{cost['kv_bytes_per_token']:,} ({over['kv_bytes_per_token']:+.1%})"
+    work = [f"{over[f'{phase}_flops']:+.2%}" for phase in ("prefill", "decode")]
+    return f"| `{name}` | {options} | {' | '.join([new, cached, *work])} |"
+
+
+def memory_table() -> str:
+    """What each GPU would hold, by `crosshead train --dry-run`."""
+    heads = ("recipe", "where", "weights, gradients, moments", "at work", "activations", "logits", "in all")
+    lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
+    return "\n".join([*lines, *(memory_row(*plan) for plan in PLANS)]) + "\n"
+
+
+def memory_row(name: str, change: str, place: str) -> str:
+    """One run, in GiB."""
+    report = dry_run(load_recipe(name, [change] if change else []), read_sharding(place))
+    memory = report["memory_per_gpu"]
+    parts = [sum(memory[part] for part in HELD), memory["working_copies"] + memory["gradient_buckets"]]
+    parts += [memory[part] for part in ("activations", "logits", "total")]
+    told = f"`{name}`" + (f", `{change}`" if change else "")
+    return f"| {told} | `{place}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
+
+
+TABLES: Mapping[str, Callable[[], str]] = {"results": results_table, "memory": memory_table}
+"""By the names in their markers; any other is a mechanism's."""
+
+
+def _told(value: Any) -> str:
+    return "+".join(value) if isinstance(value, list) else str(value).lower()
+
+
+def renewed(text: str) -> str:
+    """A document with its tables as they should be."""
+
+    def table(found: re.Match[str]) -> str:
+        name = found["name"]
+        return found[1] + (TABLES[name]() if name in TABLES else cost_table(name)) + found[3]
+
+    return BLOCK.sub(table, text)
+
+
+def documents() -> list[Path]:
+    """Those with a generated table."""
+    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), AT_SCALE]
+
+
+def main() -> None:
+    """Write what differs."""
+    for path in documents():
+        text = path.read_text(encoding="utf-8")
+        if text != renewed(text):
+            path.write_text(renewed(text), encoding="utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""Every command that a document shows works: its options exist, and it does its work on toys."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from huggingface_hub import constants
+
+import document_commands as shown
+from broken import run
+from crosshead.recipes import bench_train
+from crosshead_command.main import app
+from house import ROOT
+
+DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
+COMMANDS = {name: list(shown.shown(path)) for name, path in DOCUMENTS.items()}
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
+"""What is measured elsewhere needs no time here."""
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+
+
+def resolved(words):
+    """The command that words name, and the words behind its name."""
+    found = typer.main.get_command(app)
+    while words and words[0] in getattr(found, "commands", {}):
+        found, words = found.commands[words[0]], words[1:]
+    return found, words
+
+
+def options(command):
+    """The options of a command."""
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.fixture(scope="module")
+def toys(tmp_path_factory):
+    """Toys, and the commands that were run on them: a document may go on with what another has made."""
+    folder = tmp_path_factory.mktemp("toys")
+    shown.prepare(folder)
+    return folder, set()
+
+
+@pytest.fixture
+def place(toys, monkeypatch):
+    monkeypatch.chdir(toys[0])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(bench_train, "SHAPE", bench_train.SHAPE | SMALL)
+    monkeypatch.setattr(bench_train, "LENGTH", 32)
+    return toys
+
+
+def with_commands():
+    return [name for name, commands in COMMANDS.items() if any(shown.ours(each) for each in commands)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", with_commands())
+def test_commands_work(name, place, capfd, monkeypatch):
+    _, done = place
+    for command in COMMANDS[name]:
+        words = shown.ours(command)
+        if words is None or command in done:
+            continue
+        done.add(command)
+        small = [f"toy-{len(done)}" if word == "toy" else word for word in shown.at_toy_size(words)]
+        status, _, err = run(capfd, monkeypatch, small)
+        assert status == 0, f"{command}\n{err}"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_within_sentences_exist(name):
+    for command in shown.mentioned(DOCUMENTS[name]):
+        found, rest = resolved(command.split()[1:])
+        assert not hasattr(found, "commands") or not rest, f"{command} is no command"
+        assert {word for word in rest if word.startswith("--")} <= options(found), command
+        assert all(word.startswith("--") for word in rest), f"{command} is to be run: it belongs into a block"
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_options_exist(name):
+    """Also those that are named alone."""
+    known = {"--config_file", "--nproc_per_node"}
+    groups = [typer.main.get_command(app)]
+    while groups:
+        group = groups.pop()
+        known |= options(group)
+        groups += getattr(group, "commands", {}).values()
+    named = re.findall(r"`(--[\w-]+)", DOCUMENTS[name].read_text(encoding="utf-8"))
+    assert [option for option in named if option not in known] == []
+
+
+@pytest.mark.parametrize("name", [name for name in COMMANDS if COMMANDS[name]])
+def test_other_programs_have_what_they_name(name):
+    for command in COMMANDS[name]:
+        program, *words = command.replace("'", "").split()
+        assert program in shown.PROGRAMS, f"{command}: what is {program}?"
+        CHECKS.get(program, lambda words: None)(words)
+
+
+def target(words):
+    assert f"\n{words[0]}:" in MAKEFILE, f"make {words[0]}"
+
+
+def extra(words):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    asked = re.findall(r"\[(.*)\]", words[-1])
+    assert words[:2] == ["install", "-e"] and set(asked) <= extras.keys()
+
+
+def configuration(words):
+    content = yaml.safe_load((ROOT / words[words.index("--config_file") + 1]).read_text())
+    assert content["compute_environment"]
+
+
+def script(words):
+    assert (ROOT / words[0]).is_file()
+
+
+def tasks(words):
+    given = dict(zip(words[::2], words[1::2], strict=True))
+    folder = ROOT / given["--include_path"]
+    assert all((folder / f"{task}.yaml").is_file() for task in given["--tasks"].split(","))
+
+
+CHECKS = {"make": target, "pip": extra, "accelerate": configuration, "python": script, "lm_eval": tasks}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if shown.blocks(DOCUMENTS[name], "python")])
+def test_examples_in_python_work(name, place, tmp_path, monkeypatch):
+    folder, _ = place
+    monkeypatch.chdir(tmp_path)
+    for toy in (*shown.TOYS, "model"):
+        Path(toy).symlink_to(folder / toy)
+    for example in shown.blocks(DOCUMENTS[name], "python"):
+        text = shown.with_toys(example)
+        for word, toy in shown.PLACEHOLDERS.items():
+            text = text.replace(f'"{word}"', f'"{toy}"')
+        exec(compile(text, name, "exec"), {"__name__": "example"})
+    if name == "modeling/README.md":
+        assert Path("my-model", "config.json").is_file()
+
+
+def test_an_unknown_placeholder_is_refused():
+    with pytest.raises(ValueError, match="nothing is known for SOMETHING"):
+        shown.at_toy_size(["convert", "SOMETHING", "OUT"])
+
+
+def test_what_counts_as_a_command(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(
+        "Text with `crosshead eval` in it.\n\n    crosshead fold MODEL OUT    back again\n    make test\n\n"
+        "    a tree/    of folders\n\n"
+        "```sh\naccelerate launch --config_file x \\\n  -m crosshead train RECIPE.yaml\n```\n"
+    )
+    found = list(shown.shown(page))
+    launched = "accelerate launch --config_file x -m crosshead train RECIPE.yaml"
+    assert found == [launched, "crosshead fold MODEL OUT", "make test"]
+    assert shown.ours(launched) == ["train", "RECIPE.yaml"]
+    assert shown.ours("make test") is None
+    assert shown.mentioned(page) == ["crosshead eval"]
