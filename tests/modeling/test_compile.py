@@ -46,7 +46,7 @@ def check(backbone: str, case: str, backend: str, **changes: Any) -> None:
         for each in (model, plain):
             each.set_experts_implementation("batched_mm")  # the one that every supported version can trace
     compiled = run(model, torch.compile(model, fullgraph=True, backend=backend))
-    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(compiled, run(plain, plain), rtol=1e-5, atol=3e-6)  # sums in another order
     torch.testing.assert_close(run(model, model), run(plain, plain), rtol=0, atol=0)
 
 
