@@ -213,7 +213,9 @@ def test_the_extra_brings_what_is_needed():
 
 def stopped(folder, at):
     """The tiny demo, interrupted as soon as it has begun a step; exit status and what it said last."""
-    with subprocess.Popen([*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        [*COMMAND, "--tiny"], cwd=folder, stderr=subprocess.PIPE, text=True, preexec_fn=heeds_interrupts
+    ) as process:
         for told in process.stderr:
             if f"] {at}" in told:
                 process.send_signal(signal.SIGINT)
@@ -226,6 +228,11 @@ def finished(folder):
     """The tiny demo to its end: the steps that it made, and its table."""
     done = subprocess.run([*COMMAND, "--tiny"], cwd=folder, capture_output=True, text=True, check=True)
     return Told(done.stderr.splitlines()).made, done.stdout
+
+
+def heeds_interrupts():
+    """A shell may have Ctrl-C ignored in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @pytest.mark.slow
