@@ -65,6 +65,9 @@ class MlpKnock(GateKnock):
         """Map each head through the shared MLP."""
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler fuses the plain form itself
             return self._fused(x)
+        return self._plain(x)
+
+    def _plain(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
 
     def _fused(self, x: torch.Tensor) -> torch.Tensor:
