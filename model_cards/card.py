@@ -43,8 +43,8 @@ def is_edited(text: str) -> bool:
     return mark is None or _digest(text[: mark.start()]) != mark["digest"]
 
 
-def save_card(folder: Path, facts: Facts, overwrite: bool) -> Path:
-    """Write the card, and the scores that are on it; what the card there knew of its origin is not forgotten."""
+def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
+    """The card, first, and the scores that are on it; what the card there knew of its origin is not forgotten."""
     path = folder / README
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     if before is not None and not overwrite and is_edited(before):
@@ -53,8 +53,7 @@ def save_card(folder: Path, facts: Facts, overwrite: bool) -> Path:
     if facts.evaluations:
         contents[folder / KEPT] = json.dumps(kept(facts.evaluations), indent=2, ensure_ascii=False) + "\n"
     check_card(contents[path], path)
-    _write(contents)
-    return path
+    return contents
 
 
 def check_card(text: str, path: Path) -> ModelCard:
@@ -91,18 +90,3 @@ def _remembered(facts: Facts, before: str | None) -> dict[str, Any]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _write(contents: Mapping[Path, str]) -> None:
-    """Each beside its place first, so that what was there stays until all are complete."""
-    partial = {path: path.with_name(f".{path.name}.partial") for path in contents}
-    try:
-        for path, text in contents.items():
-            partial[path].write_text(text, encoding="utf-8")
-        for path in contents:
-            partial[path].replace(path)
-    except OSError as error:
-        raise CardError(f"{next(iter(contents))} cannot be written: {error.strerror}") from error
-    finally:
-        for path in partial.values():
-            path.unlink(missing_ok=True)

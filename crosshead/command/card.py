@@ -41,16 +41,20 @@ def write_card(
     where that lies which the model was made from (a folder, a GGUF file or a Hub id), for its licence; not needed
     where it came from the Hub. A card that somebody has edited is an error, unless `overwrite`.
 
-    `CardError`, a ValueError, says in one line what is wrong; then nothing was written.
+    A ValueError says in one line what is wrong; then nothing was written.
     """
     from dataclasses import replace
 
-    from crosshead.model_cards.card import save_card
+    from crosshead.evals.whole_files import write_whole
+    from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
 
     facts = read_facts(folder, evaluations)
-    return save_card(folder, replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source)), overwrite)
+    facts = replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source))
+    contents = card_files(folder, facts, overwrite)
+    write_whole(contents)
+    return next(iter(contents))
 
 
 def _cost(facts: Any) -> dict[str, Any]:

@@ -239,7 +239,7 @@ def test_a_card_that_cannot_be_written_leaves_nothing(made, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(CardError, match=r"README.md cannot be written: No space left"):
+    with pytest.raises(ValueError, match=r"README.md cannot be written: No space left"):
         write_card(made)
     assert sorted(os.listdir(made)) == before
 

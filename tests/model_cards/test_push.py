@@ -3,9 +3,9 @@
 import pytest
 from huggingface_hub import constants
 
-from crosshead.model_cards import push as pushing
 from crosshead.model_cards.push import MESSAGE, PushError, push, tag
-from hub_server import Repository, serving
+from hub_client import own_hub
+from hub_server import Repository
 
 TOKEN = "hf_secretsecretsecret"
 FILES = {
@@ -27,14 +27,7 @@ def folder(tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub with nothing in it, and a client that knows no other."""
-    with serving({}) as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
+    with own_hub(monkeypatch, TOKEN) as running:
         yield running
 
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from huggingface_hub import constants
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
 from broken import run, snapshot
@@ -17,7 +16,8 @@ from crosshead.model_cards import push as pushing
 from crosshead.model_cards.push import push as upload
 from crosshead_command.card import write_card
 from crosshead_command.push import release
-from hub_server import Repository, serving
+from hub_client import own_hub
+from hub_server import Repository
 from toy_checkpoints import write_model
 from toys import MECHANISM_CASES, mixed_model, tokens
 
@@ -60,14 +60,7 @@ def line(capfd, monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """A Hub with nothing in it, and a client that knows no other."""
-    with serving({}) as running:
-        monkeypatch.setattr(constants, "ENDPOINT", running.address)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
+    with own_hub(monkeypatch, TOKEN) as running:
         disable_progress_bars()
         yield running
         enable_progress_bars()

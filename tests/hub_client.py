@@ -1,0 +1,24 @@
+"""A Hub on loopback that this process's client takes for the only one."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from crosshead.model_cards import push as pushing
+from hub_server import serving
+
+
+@contextmanager
+def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
+    """With nothing in it; uploads that fail are tried again at once."""
+    with serving({}) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", token)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
+        yield running
