@@ -170,7 +170,7 @@ def test_words_of_a_vocabulary_are_no_paths(made):
     content["model"]["vocab"]["/usr/local"] = 60
     content["model"]["vocab"][ELSEWHERE] = 60
     path.write_text(json.dumps(content))
-    check_folder(made)
+    assert "tokenizer.json" in check_folder(made)
 
 
 def test_one_file_of_weights(tmp_path):
