@@ -1,6 +1,7 @@
 """Several processes that share one disk."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -17,3 +18,16 @@ def in_turn(work: Callable[[], Result]) -> Result:
         result = work()
     processes.wait_for_everyone()
     return result
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Part from the other processes at the end, also of a failure.
+
+    Threads of a group that is still open abort the interpreter when it ends, whatever its exit status was to be.
+    """
+    try:
+        yield
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

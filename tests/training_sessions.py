@@ -50,9 +50,17 @@ class Run:
 
     def finish(self, processes: int = 1, *changes: str) -> None:
         """A session to the end of the run."""
-        statuses = _statuses(self.start(processes, *changes))
+        statuses = self.end(processes, *changes)
         if any(statuses):
-            raise RuntimeError(f"exit statuses {statuses}:\n{self._log.read_text()[-3000:]}")
+            raise RuntimeError(f"exit statuses {statuses}:\n{self.told()[-3000:]}")
+
+    def end(self, processes: int = 1, *changes: str) -> list[int]:
+        """A session, however it ends; returns the exit statuses."""
+        return _statuses(self.start(processes, *changes))
+
+    def told(self) -> str:
+        """What all sessions have printed."""
+        return self._log.read_text()
 
     def kill_behind(self, step: int, delay: float, processes: int = 1) -> bool:
         """A session that is killed so many seconds behind a step; False where it was done before."""
@@ -78,7 +86,7 @@ class Run:
             if lines and int(lines[-1].split()[0]) >= step:
                 return
             if time.monotonic() > deadline:
-                raise RuntimeError(f"step {step} was never reached:\n{self._log.read_text()[-3000:]}")
+                raise RuntimeError(f"step {step} was never reached:\n{self.told()[-3000:]}")
             time.sleep(0.01)
 
     def metrics(self) -> list[dict[str, Any]]:

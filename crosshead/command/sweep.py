@@ -31,21 +31,20 @@ def sweep(
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.load_recipe import load_recipe
-    from crosshead.recipes.processes import in_turn
+    from crosshead.recipes.processes import in_turn, together
     from crosshead.recipes.sweep import PICTURE
     from crosshead.recipes.sweep import sweep as run
     from crosshead.recipes.toy import toy as at_toy_size
 
     disable_progress_bar()
-    asked = load_recipe(recipe, changes or [])
-    if toy is not None:
-        asked = in_turn(partial(at_toy_size, asked, toy))
-    with progress() as show:
+    with together(), progress() as show:
+        asked = load_recipe(recipe, changes or [])
+        if toy is not None:
+            asked = in_turn(partial(at_toy_size, asked, toy))
         report = run(asked, show)
-    processes = PartialState()
-    if processes.is_main_process:
+        is_main = PartialState().is_main_process
+    if is_main:
         _tell(report, Path(asked.output) / PICTURE, as_json)
-    processes.destroy_process_group()
     if report["stopped_by"] is not None:
         sys.exit(STOPPED + report["stopped_by"])
     if report["chosen"] is None:

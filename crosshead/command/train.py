@@ -34,10 +34,11 @@ def train(
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """
+    from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.load_recipe import load_recipe
-    from crosshead.recipes.processes import in_turn
+    from crosshead.recipes.processes import in_turn, together
     from crosshead.recipes.saved_teacher import save_teacher as write_teacher
     from crosshead.recipes.toy import toy as at_toy_size
     from crosshead.recipes.train import train as run
@@ -46,27 +47,24 @@ def train(
     if not dry_run and (accelerate is not None or as_json):
         raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
     disable_progress_bar()
-    asked = load_recipe(recipe, changes or [])
-    if toy is not None:
-        asked = in_turn(partial(at_toy_size, asked, toy))
-    if dry_run:
-        show_dry_run(asked, accelerate, as_json)
-        return
-    with progress() as show:
+    with together(), progress() as show:
+        asked = load_recipe(recipe, changes or [])
+        if toy is not None:
+            asked = in_turn(partial(at_toy_size, asked, toy))
+        if dry_run:
+            show_dry_run(asked, accelerate, as_json)
+            return
         if save_teacher is not None:
             write_teacher(asked, save_teacher, show)
             typer.echo(f"wrote {save_teacher}")
             return
         outcome = run(asked, show)
-    from accelerate import PartialState
-
-    processes = PartialState()
-    if processes.is_main_process:
+        is_main = PartialState().is_main_process
+    if is_main:
         _tell(outcome)
-    processes.destroy_process_group()
     if outcome.model is None:
         sys.exit(STOPPED + (outcome.stopped_by or 0))  # past main(), which has a line of its own for Ctrl-C
-    if asked.hub is not None and processes.is_main_process:
+    if asked.hub is not None and is_main:
         _push(outcome.model, asked.hub)
 
 
