@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 
 import torch
@@ -176,7 +177,11 @@ def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
 def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
     """Write the index of a checkpoint in several files, as transformers writes it."""
     files = {entry.name: file for file, entries in shards.items() for entry in entries}
-    size = sum(entry.size for entries in shards.values() for entry in entries)
-    content = {"metadata": {"total_size": size}, "weight_map": files}
+    entries = [entry for group in shards.values() for entry in group]
+    totals = {
+        "total_parameters": sum(prod(entry.shape) for entry in entries),
+        "total_size": sum(entry.size for entry in entries),
+    }
+    content = {"metadata": totals, "weight_map": files}
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     (folder / INDEX).write_text(text, encoding="utf-8")

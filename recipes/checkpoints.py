@@ -68,6 +68,7 @@ def put(partial: Path, target: Path) -> None:
 @contextmanager
 def only_run(output: Path) -> Iterator[None]:
     """Make the folder, and hold it against other runs; a process that ends, however it ends, lets go."""
+    made = not output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
         file = (output / LOCK).open("a")
@@ -80,7 +81,12 @@ def only_run(output: Path) -> Iterator[None]:
             raise RecipeError(f"another process trains in {output}: wait for it, or choose another output") from None
         except OSError as error:  # not every disk of a cluster knows locks
             logger.warning("%s cannot be locked (%s): nothing else may train there", output, error.strerror)
-        yield
+        try:
+            yield
+        except RecipeError:
+            if made and [path.name for path in output.iterdir()] == [LOCK]:  # refused before it began
+                shutil.rmtree(output)
+            raise
 
 
 def check_run(output: Path, run: Mapping[str, Any]) -> None:

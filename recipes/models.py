@@ -9,8 +9,8 @@ from .errors import RecipeError, one_line
 from .model_config import model_config
 from .schema import ModelOptions, Recipe
 
-BESIDE = ("conversion.json",)
-"""Files of the model that is continued which stay true of the result."""
+BESIDE = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
+"""Patterns of files of the model that is continued which stay true of the result."""
 
 
 def load_tokenizer(recipe: Recipe) -> Any:
@@ -40,6 +40,18 @@ def load_model(recipe: Recipe, tokenizer: Any) -> Any:
     if options.config is not None:
         check_expected(model.config, model_config(options.config))
     return model
+
+
+def files_beside(options: ModelOptions) -> list[Path]:
+    """What `BESIDE` means in the folder of the model to continue."""
+    if options.path is None:
+        return []
+    folder = Path(options.path)
+    if not folder.is_dir():
+        from huggingface_hub import snapshot_download
+
+        folder = Path(snapshot_download(options.path, allow_patterns=list(BESIDE)))
+    return [path for pattern in BESIDE for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
 def vocabulary_of(recipe: Recipe) -> int:

@@ -12,6 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from crosshead.modeling.options import refuse, unknown
 
 NOTHING = ("", "null", "~")
+LONGEST = 100
+"""Characters of what is no recipe at all that a message shows."""
 WORDS = {"true": True, "false": False}
 Section = TypeVar("Section")
 
@@ -69,7 +71,8 @@ SCALARS: dict[Any, tuple[Callable[[str], Any], str]] = {
 def read_section(section: type[Section], content: Any, name: str) -> Section:
     """A dataclass from a mapping of text; `name` is where it stands in the file, nothing for the whole of it."""
     if not isinstance(content, dict):
-        raise refuse(name or "the recipe", content, "use a mapping, one `key: value` a line")
+        said = content if len(str(content)) < LONGEST else f"{str(content)[:LONGEST]}..."
+        raise refuse(name or "the recipe", said, "use a mapping, one `key: value` a line")
     kinds = get_type_hints(section, include_extras=True)
     for key in content:
         if key not in kinds:

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from typing import Any
 from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
 from .errors import RecipeError
-from .models import BESIDE, load_model, load_teacher, load_tokenizer
+from .models import files_beside, load_model, load_teacher, load_tokenizer
 from .processes import in_turn
 from .run_trainer import RunTrainer
 from .schema import Recipe
@@ -54,7 +54,7 @@ def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
 def _run(recipe: Recipe, arguments: Any, processes: Any, progress: Progress) -> Outcome:
     output = Path(recipe.output)
     tokenizer = load_tokenizer(recipe)
-    models = _models(recipe, tokenizer)
+    models, beside = _models(recipe, tokenizer), files_beside(recipe.model)
     data = open_data(recipe.data, tokenizer, models[0].config.vocab_size, progress)
     in_turn(partial(_claim, output, identity(recipe, data), processes.is_main_process))
     if (output / MODEL / RESULT).is_file():
@@ -68,7 +68,7 @@ def _run(recipe: Recipe, arguments: Any, processes: Any, progress: Progress) -> 
         trainer.train(resume_from_checkpoint=str(newest) if newest else None)
     if trainer.state.global_step < recipe.steps:
         return Outcome(trainer.state.global_step, recipe.steps, request.signal, None, MetricsFile.last(output))
-    _finish(recipe, trainer, tokenizer)
+    _finish(recipe, trainer, tokenizer, beside)
     return _done(recipe)
 
 
@@ -136,7 +136,7 @@ def _trainer(
     )
 
 
-def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
+def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, beside: Sequence[Path]) -> None:
     """Write the result beside the checkpoints."""
     output = Path(recipe.output)
     partial = output / PARTIAL / MODEL
@@ -144,10 +144,8 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any) -> None:
         trainer.save_result(partial)
         if trainer.is_world_process_zero():
             tokenizer.save_pretrained(str(partial))
-            for name in BESIDE:
-                beside = Path(recipe.model.path or "", name)
-                if recipe.model.path is not None and beside.is_file():
-                    shutil.copyfile(beside, partial / name)
+            for path in beside:
+                shutil.copyfile(path, partial / path.name)
             content = {"recipe": without_places(asdict(recipe)), "processes": trainer.args.world_size}
             content |= {"metrics": MetricsFile.last(output)}
             (partial / RESULT).write_text(json.dumps(content, indent=2), encoding="utf-8")

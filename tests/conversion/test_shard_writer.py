@@ -1,4 +1,3 @@
-import json
 import time
 from functools import partial
 from threading import Lock
@@ -90,8 +89,7 @@ def test_index_as_the_library_writes_it(tmp_path):
     theirs = (tmp_path / INDEX).read_text()
     store = SafetensorsStore(tmp_path)
     write_index(tmp_path, {file: [store.entries[name] for name in names] for file, names in store.shards.items()})
-    parameters = json.loads(theirs)["metadata"]["total_parameters"]
-    assert (tmp_path / INDEX).read_text() == theirs.replace(f'    "total_parameters": {parameters},\n', "")
+    assert (tmp_path / INDEX).read_text() == theirs
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -241,6 +241,14 @@ def test_a_model_from_scratch_ends_documents_as_its_tokenizer_does(tmp_path):
     assert end == model.config.eos_token_id == model.generation_config.eos_token_id
 
 
+def test_what_is_refused_leaves_nothing(tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path)
+    refused = replace(recipe, model=replace(recipe.model, path=str(tmp_path / "nowhere")))
+    with pytest.raises(RecipeError, match="nowhere"):
+        train(refused)
+    assert not Path(recipe.output).exists()
+
+
 def test_two_runs_at_once(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
 
@@ -257,8 +265,11 @@ def test_two_runs_at_once(tmp_path):
 
 def test_what_stays_true_of_the_source_is_carried_along(tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, steps=2)
-    Path(recipe.model.path, "conversion.json").write_text("{}")
-    assert (train(recipe).model / "conversion.json").read_text() == "{}"
+    beside = {"conversion.json": "{}", "LICENSE": "do as you please", "NOTICE.txt": "made by others"}
+    for name, text in beside.items():
+        Path(recipe.model.path, name).write_text(text)
+    folder = train(recipe).model
+    assert {name: (folder / name).read_text() for name in beside} == beside
 
 
 def test_a_stock_model_is_trained_as_well(tmp_path):
