@@ -66,7 +66,7 @@ def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
     else:
         left_out.append(f"explicit is left out: with {key_value} key/value head there is none to spare")
     if active < query:
-        told = f"{active} of {query} query heads on for each token"
+        told = f"{active} of {query} query heads on for each token; it wants the training that it did not get here"
         found.append(Conversion("mixture", told, f"mixture:active_heads={ROUTED}%,shared=calibrated"))
     else:
         left_out.append(f"mixture is left out: with {query} query heads, {ROUTED}% are all of them")
