@@ -1,129 +1,111 @@
 """`explicit` with half the component heads, decoding one token, beside stock attention on all heads.
 
 The keys and values of several layers take turns, as in a model: by the time a layer's turn comes again, nothing of it
-is left in the processor's cache. A model is measured with all it does for a token.
+is left in the processor's cache. Without a mask, the library has stock attention's query heads share keys inside the
+kernel, which on a CPU is slow; with one, as for a padded batch, it repeats the keys.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import cycle
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from crosshead.modeling.explicit_decode import Components, attend_to_components
-from crosshead.modeling.modeling_crosshead import CrossheadLlamaForCausalLM
+from crosshead.modeling.explicit import Explicit
+from crosshead.modeling.mixer import HeadLayout, HeadStates
 
-Pair = tuple[Callable[[], object], Callable[[], object]]
-"""Ours and the rival."""
+from .bench_attention import SEED, mixed, stock
+from .bench_case import TOLD, Case
+from .bench_models import SHAPE, model, next_token
+from .bench_models import STOCK as STOCK_MODEL
+from .bench_pairs import Run
+
 COLD_BYTES = 2**28
 """Of the rival's keys and values, in all turns together: more than a processor's cache holds."""
-LAYERS = 2
+HEADS = {
+    "grouped": {"query_heads": 32, "key_value_heads": 8, "head_dim": 128},
+    "ungrouped": {"query_heads": 16, "key_value_heads": 16, "head_dim": 64},
+    "few": {"query_heads": 14, "key_value_heads": 2, "head_dim": 64},
+}
+STOCK = "stock sdpa attention on all heads"
+TURNS = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The heads of a layer, and how much it has seen."""
+def decoding(
+    ours: bool, query_heads: int, key_value_heads: int, head_dim: int, tokens: int, batch: int, padded: bool = False
+) -> Run:
+    """Attention of one query; the combination of half as many components is part of ours."""
+    torch.manual_seed(SEED)
+    query = torch.randn(batch, query_heads, 1, head_dim)
+    rival = 2 * batch * key_value_heads * tokens * head_dim * query.element_size()
+    heads = key_value_heads // 2 if ours else key_value_heads
+    size, turns = (batch, heads, tokens, head_dim), max(1, -(-COLD_BYTES // rival))
+    past: TURNS = cycle([(torch.randn(size), torch.randn(size)) for _ in range(turns)])
+    settings = {"on": ["key", "value"], "key_heads": heads, "value_heads": heads, "norm": False}
+    explicit = Explicit(HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim), settings)
+    for scalars in explicit.parameters():
+        torch.nn.init.normal_(scalars)
 
-    query_heads: int
-    key_value_heads: int
-    head_dim: int
-    keys: int
-    batch: int
+    mask = torch.arange(tokens) >= tokens // 16 if padded else None
+    mask = None if mask is None else mask.expand(batch, 1, 1, tokens)
 
-    @property
-    def name(self) -> str:
-        """As a row of a table starts."""
-        heads = f"{self.query_heads} query heads, {self.key_value_heads} KV heads of {self.head_dim}"
-        return f"{heads}, {self.keys} tokens, batch {self.batch}"
+    def attend() -> object:
+        with torch.no_grad():
+            key, value = next(past)
+            if ours:
+                return mixed(explicit, HeadStates(query, query, query, key, value), mask)
+            return stock(query, key, value, mask)
+
+    return attend
 
 
-TARGETS = tuple(Shape(32, 8, 128, keys, batch) for keys in (8192, 32768) for batch in (1, 8))
-"""Where half of stock's time is wanted."""
-OTHERS = (
-    *(Shape(16, 16, 64, keys, batch) for keys in (512, 2048, 8192) for batch in (1, 8)),
-    *(Shape(32, 8, 128, keys, batch) for keys in (128, 512, 2048) for batch in (1, 8)),
-    *(Shape(32, 4, 128, keys, 1) for keys in (2048, 8192)),
-    *(Shape(14, 2, 64, keys, 1) for keys in (2048, 8192)),
+def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
+    """What a model's cache holds of one sequence, by the tensors that are kept."""
+    evaluated, ids = model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
+
+    def count() -> int:
+        with torch.no_grad():
+            layers = evaluated(ids).past_key_values.layers
+        return sum(x.numel() * x.element_size() for layer in layers for x in (layer.keys, layer.values))
+
+    return count
+
+
+def _case(heads: str, tokens: int, batch: int, target: float, padded: bool = False) -> Case:
+    shape = HEADS[heads] | {"tokens": tokens, "batch": batch, "padded": padded}
+    told = "{query_heads} query and {key_value_heads} KV heads of {head_dim}".format_map(shape)
+    what = f"explicit, one token after {tokens}, batch {batch}{', padded' * padded}, {told}"
+    length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
+    name = f"{heads}-{length}" + f"-batch-{batch}" * (batch > 1) + "-padded" * padded
+    return Case(name, what, STOCK, decoding, shape, {"cpu": target, "cuda": target})
+
+
+_GROUPED = SHAPE | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+_HALF = {"mixers": {"explicit": {"key_heads": 4, "value_heads": 4, "norm": False}}}
+_MODEL = _GROUPED | _HALF | {"tokens": 16384}
+_CACHE = _GROUPED | _HALF | {"tokens": 16}
+CASES = (
+    *(_case("grouped", tokens, batch, 0.5) for tokens in (8192, 32768) for batch in (1, 8)),
+    *(_case("grouped", tokens, batch, 1.0) for tokens in (128, 512, 2048) for batch in (1, 8)),
+    *(_case("ungrouped", tokens, batch, 1.0) for tokens in (128, 512, 2048, 8192, 32768) for batch in (1, 8)),
+    *(_case("few", tokens, 1, 1.0) for tokens in (2048, 8192)),
+    *(_case("grouped", tokens, 1, 1.0, padded=True) for tokens in (8192, 32768)),
+    Case(
+        "model-16k",
+        "explicit, a token after 16384 others, whole model, 32 query and 8 KV heads of 128",
+        STOCK_MODEL,
+        next_token,
+        _MODEL,
+        {"cpu": 0.9, "cuda": 0.9},
+    ),
+    Case(
+        "cache",
+        "explicit, bytes of KV cache of a sequence, 4 component heads for 8",
+        STOCK_MODEL,
+        cache_bytes,
+        _CACHE,
+        {"cpu": 0.5, "cuda": 0.5},
+        TOLD,
+        "bytes",
+    ),
 )
-"""Where no shape may be slower."""
-
-
-def attention_pair(shape: Shape) -> Pair:
-    """Attention alone: the combination is part of it."""
-    heads, grouped = shape.key_value_heads, shape.query_heads // shape.key_value_heads
-    query = torch.randn(shape.batch, shape.query_heads, 1, shape.head_dim)
-    scaling = shape.head_dim**-0.5
-    full, half = _turns(shape, heads), _turns(shape, heads // 2)
-    scalars = [torch.randn(heads, heads // 2) for _ in range(2)]
-    module: Any = nn.Module()
-    module.num_key_value_groups = grouped
-
-    def ours() -> object:
-        with torch.no_grad():
-            keys, values = (Components(x, c) for x, c in zip(next(half), scalars, strict=True))
-            rows = (query * scaling).reshape(shape.batch, heads, grouped, shape.head_dim)
-            return attend_to_components(rows, keys, values, None, None)
-
-    def stock() -> object:
-        with torch.no_grad():
-            keys, values = next(full)
-            return sdpa_attention_forward(module, query, keys, values, None, scaling=scaling)
-
-    return ours, stock
-
-
-def model_pair(keys: int) -> Pair:
-    """One more token through a model of hidden size 1024; the cache is cut back to its length every time."""
-    shape: dict[str, Any] = {
-        "hidden_size": 1024,
-        "intermediate_size": 2816,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 1024,
-        "max_position_embeddings": 2 * keys,
-        "attn_implementation": "sdpa",
-    }
-    mixers = {"explicit": {"key_heads": 4, "value_heads": 4, "norm": False}}
-    ours = CrossheadLlamaForCausalLM(AutoConfig.for_model("crosshead_llama", **shape, mixers=mixers)).eval()
-    stock = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape)).eval()
-    return _decoder(ours, keys, heads=4), _decoder(stock, keys, heads=8)
-
-
-def cache_bytes(shape: Shape) -> tuple[int, int]:
-    """What one token more holds for one sequence, ours and stock, by the tensors that are kept."""
-    sizes: list[int] = []
-    for heads in (shape.key_value_heads // 2, shape.key_value_heads):
-        cache = DynamicCache()
-        token = torch.zeros(1, heads, 1, shape.head_dim)
-        cache.update(token, token.clone(), 0)
-        layer: Any = cache.layers[0]
-        sizes.append(layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes())
-    return sizes[0], sizes[1]
-
-
-def _turns(shape: Shape, heads: int) -> Any:
-    """Keys and values of as many layers as it takes to be cold, for ever."""
-    size = (shape.batch, heads, shape.keys, shape.head_dim)
-    rival = 8 * shape.batch * shape.key_value_heads * shape.keys * shape.head_dim
-    return cycle([(torch.randn(size), torch.randn(size)) for _ in range(max(1, -(-COLD_BYTES // rival)))])
-
-
-def _decoder(model: Any, keys: int, heads: int) -> Callable[[], object]:
-    cache = DynamicCache(config=model.config)
-    for layer in range(LAYERS):
-        cache.update(torch.randn(1, heads, keys, 128), torch.randn(1, heads, keys, 128), layer)
-    token = torch.ones(1, 1, dtype=torch.long)
-
-    def decode() -> object:
-        with torch.no_grad():
-            output = model(token, past_key_values=cache)
-        cache.crop(-1)
-        return output
-
-    return decode

@@ -1,137 +1,60 @@
-"""`mixture` that skips work beside all of the work: attention alone, its training step, and a whole model's prefill.
+"""`mixture`'s attention, which leaves out what does not count, beside all of it.
 
-Attention is given the same queries, keys and values as torch's dense causal kernel, and routes drawn at random, which
-is how a router starts. The model's rival is the stock one of the same shape, whose heads all count.
+Both have the same queries, keys and values; routes are drawn at random, which is how a router starts.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
-
 import torch
-from torch.nn.functional import scaled_dot_product_attention
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from crosshead.modeling.mixer import AttentionCall
-from crosshead.modeling.modeling_crosshead import CrossheadLlamaForCausalLM
-from crosshead.modeling.routed_attention import routed_attention
+from crosshead.modeling.mixer import HeadLayout, HeadStates
+from crosshead.modeling.mixture import Mixture
 
-HEADS, SIZE = 16, 64
-SHAPE: dict[str, Any] = {
-    "hidden_size": HEADS * SIZE,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "num_key_value_heads": HEADS,
-    "vocab_size": 1024,
-    "max_position_embeddings": 8192,
-}
-Pair = tuple[Callable[[], object], Callable[[], object]]
-"""Ours and the rival."""
+from .bench_attention import SEED, attention, dense, mixed
+from .bench_case import Case
+from .bench_pairs import Run
+
+HEADS = {"heads": 16, "head_dim": 64}
+DENSE = "torch's fastest dense causal attention on the same queries, keys and values"
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is measured: how many tokens, and how many of the heads count, some of them always."""
+def routed(
+    ours: bool, tokens: int, heads: int, head_dim: int, active: int, shared: int, gradients: bool = False
+) -> Run:
+    """Attention of the queries that are routed to, or of all."""
+    if not ours:
+        return attention(dense, tokens, heads, head_dim, gradients)
+    settings = Mixture.complete({"active_heads": active, "shared_heads": shared, "router": "query_norm"})
+    mixture = Mixture(HeadLayout(heads * head_dim, heads, heads, head_dim, output_heads=heads), settings)
+    gates = routes(tokens, heads, active, shared)
 
-    what: str
-    """"forward" or "forward and backward" of attention, or "prefill" of a model."""
-    length: int
-    active: int
-    shared: int
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return mixed(mixture, HeadStates(query, key, query, key, value, gates=gates))
 
-    @property
-    def name(self) -> str:
-        """As a row of a table starts."""
-        return f"{self.what}, {self.length} tokens, {self.active} of {HEADS} heads, {self.shared} shared"
+    return attention(attend, tokens, heads, head_dim, gradients)
 
-    def pair(self) -> Pair:
-        """Both sides, ready to be timed."""
-        return MAKERS[self.what](self)
+
+def routes(tokens: int, heads: int, active: int, shared: int) -> torch.Tensor:
+    """Gates (1, T, H): 1 for the heads that count for a token, which the first `shared` always do, and 0."""
+    torch.manual_seed(SEED)
+    drawn = torch.rand(1, tokens, heads)
+    drawn[..., :shared] = 2.0
+    return torch.zeros_like(drawn).scatter(-1, drawn.topk(active, dim=-1).indices, 1.0)
+
+
+def _case(name: str, tokens: int, active: int, shared: int, gradients: bool = False, **targets: float) -> Case:
+    what = f"{active} of 16 heads active, {shared} of them always, {tokens} tokens, forward"
+    what = f"mixture attention, {what}" + " and backward" * gradients
+    shape = HEADS | {"tokens": tokens, "active": active, "shared": shared, "gradients": gradients}
+    return Case(f"mixture-{name}-{tokens}", what, DENSE, routed, shape, targets)
 
 
 CASES = (
-    Case("forward", 2048, 8, 4),
-    Case("forward", 4096, 8, 4),
-    Case("forward", 2048, 8, 0),
-    Case("forward", 4096, 8, 0),
-    Case("forward", 2048, 12, 6),
-    Case("forward", 4096, 12, 6),
-    Case("forward and backward", 2048, 8, 4),
-    Case("forward and backward", 4096, 8, 4),
-    Case("prefill", 4096, 8, 4),
+    _case("half", 2048, 8, 4, cpu=0.75),
+    _case("half", 4096, 8, 4, cpu=0.65, cuda=0.60),
+    _case("half", 8192, 8, 4, cuda=0.60),
+    _case("half-unshared", 2048, 8, 0, cpu=0.75),
+    _case("half-unshared", 4096, 8, 0, cpu=0.65, cuda=0.60),
+    _case("three-quarters", 2048, 12, 6, cpu=0.95, cuda=0.80),
+    _case("three-quarters", 4096, 12, 6, cpu=0.95, cuda=0.80),
+    _case("gradients", 2048, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
+    _case("gradients", 4096, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
 )
-
-
-def attention_pair(case: Case) -> Pair:
-    """Attention without gradients."""
-    query, key, value = _inputs(case)
-    chosen, call = _routes(case), _call()
-
-    def ours() -> object:
-        with torch.no_grad():
-            return routed_attention(query, key, value, chosen, case.shared, call)
-
-    def dense() -> object:
-        with torch.no_grad():
-            return scaled_dot_product_attention(query, key, value, is_causal=True)
-
-    return ours, dense
-
-
-def training_pair(case: Case) -> Pair:
-    """Attention and its gradients."""
-    query, key, value = inputs = [x.requires_grad_() for x in _inputs(case)]
-    chosen, call = _routes(case), _call()
-    given = torch.randn(1, case.length, HEADS, SIZE)
-
-    def ours() -> object:
-        return torch.autograd.grad(
-            routed_attention(query, key, value, chosen, case.shared, call), (query, key, value), given
-        )
-
-    def dense() -> object:
-        output = scaled_dot_product_attention(query, key, value, is_causal=True)
-        return torch.autograd.grad(output.transpose(1, 2), inputs, given)
-
-    return ours, dense
-
-
-def model_pair(case: Case) -> Pair:
-    """A prompt through a model, up to the logits of its last token."""
-    mixers = {"mixture": {"active_heads": case.active, "shared_heads": case.shared}}
-    config = AutoConfig.for_model("crosshead_llama", **SHAPE, mixers=mixers, attn_implementation="sdpa")
-    stock = AutoConfig.for_model("llama", **SHAPE, attn_implementation="sdpa")
-    models = [CrossheadLlamaForCausalLM(config).eval(), AutoModelForCausalLM.from_config(stock).eval()]
-    ids = torch.randint(0, SHAPE["vocab_size"], (1, case.length))
-
-    def prefill(model: Any) -> object:
-        with torch.no_grad():
-            return model(ids, logits_to_keep=1)
-
-    return lambda: prefill(models[0]), lambda: prefill(models[1])
-
-
-MAKERS: dict[str, Callable[[Case], Pair]] = {
-    "forward": attention_pair,
-    "forward and backward": training_pair,
-    "prefill": model_pair,
-}
-
-
-def _inputs(case: Case) -> list[torch.Tensor]:
-    return [torch.randn(1, HEADS, case.length, SIZE) for _ in range(3)]
-
-
-def _routes(case: Case) -> torch.Tensor:
-    """Which heads count for each token: (1, T, H)."""
-    drawn = torch.rand(1, case.length, HEADS)
-    drawn[..., : case.shared] = 2.0
-    return torch.zeros_like(drawn).scatter(-1, drawn.topk(case.active, dim=-1).indices, 1.0) > 0
-
-
-def _call() -> AttentionCall:
-    def unused(*_: torch.Tensor) -> Any:
-        raise NotImplementedError("the routed attention does without the backend")
-
-    return AttentionCall(unused, False, None, SIZE**-0.5, 0.0, plain=True)

@@ -1,23 +1,159 @@
 """`crosshead bench`: speeds beside a named rival, measured in turn in one run."""
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from crosshead_command.screen import progress
+
+if TYPE_CHECKING:
+    from crosshead.conversion.bench_convert import Synthetic
+    from crosshead.evals.bench_case import Case
 
 app = typer.Typer(
     help="Measure speed: each figure beside that of a named rival, in turn, in one run.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+Names = Annotated[list[str] | None, typer.Argument(help="Names from the list above; all if none is named.")]
+Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu in float32, cuda in bfloat16.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; of memory, 3 at most.")]
+Out = Annotated[Path | None, typer.Option(help="Also write all figures, machine and versions as JSON.")]
 
 
 @app.callback()
 def options() -> None:
     """What holds for every measurement."""
+
+
+@app.command()
+def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
+    """Attention of each mechanism, and models with it: time, and peak memory.
+
+    Attention has 16 heads of 64, models two layers of 1024. Memory on a CPU is the system's count of a process of its
+    own, on a GPU the allocator's. Each name is a figure:
+
+    \b
+    mixture-half-2048, mixture-half-4096, mixture-half-8192
+        tokens; 8 heads of 16 active, 4 of these always; beside torch's dense attention
+    mixture-half-unshared-2048, mixture-half-unshared-4096
+        8 heads active, none always
+    mixture-three-quarters-2048, mixture-three-quarters-4096
+        12 heads active, 6 of these always
+    mixture-gradients-2048, mixture-gradients-4096
+        8 heads active, 4 of these always, forward and backward
+    talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
+        4096 tokens; beside eager attention that mixes heads too
+    talking-forward-beside-sdpa, talking-gradients-beside-sdpa
+    talking-forward-memory-beside-sdpa, talking-gradients-memory-beside-sdpa
+        the same, beside stock attention, which does not
+    mixture-prompt, knocking-linear-prompt, knocking-linear-token
+        a prompt of 4096 or 2048 tokens, a token after 2048; beside the stock model
+    knocking-step, explicit-step, mixture-step, talking-step, differential-step
+    knocking-step-memory, explicit-step-memory, mixture-step-memory, talking-step-memory, differential-step-memory
+        a training step of a model, 2048 tokens; beside the stock model
+
+    A figure takes half a minute or less on two cores; eager attention, steps and memory one to three minutes; all of
+    them half an hour, and 6 GB of memory. Times mean something only where nothing else runs. For example:
+
+    crosshead bench attention mixture-half-4096 talking-forward --out attention.json
+    """
+    from crosshead.evals.bench_cases import ATTENTION
+
+    _measure("attention", ATTENTION, cases, device, rounds, out)
+
+
+@app.command()
+def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
+    """Decoding one token with `explicit`, half as many component heads as KV heads; beside stock attention on all.
+
+    Each name is a figure, with the tokens that the new one meets:
+
+    \b
+    grouped-128, grouped-512, grouped-2k, grouped-8k, grouped-32k
+    grouped-128-batch-8, grouped-512-batch-8, grouped-2k-batch-8, grouped-8k-batch-8, grouped-32k-batch-8
+        32 query heads and 8 KV heads of 128; of eight sequences
+    grouped-8k-padded, grouped-32k-padded
+        with the mask of a padded sequence
+    ungrouped-128, ungrouped-512, ungrouped-2k, ungrouped-8k, ungrouped-32k
+    ungrouped-128-batch-8, ungrouped-512-batch-8, ungrouped-2k-batch-8, ungrouped-8k-batch-8, ungrouped-32k-batch-8
+        16 query heads and 16 KV heads of 64; of eight sequences
+    few-2k, few-8k
+        14 query heads and 2 KV heads of 64
+    model-16k
+        a whole model with two layers of 1024, 32 query heads and 8 KV heads of 128; beside the stock model
+    cache
+        bytes of that model's cache
+
+    A figure takes a quarter of a minute on two cores, all of them seven minutes, and 5 GB of memory. Times mean
+    something only where nothing else runs. For example:
+
+    crosshead bench decode grouped-8k cache --rounds 5 --out decode.json
+    """
+    from crosshead.evals.bench_cases import DECODE
+
+    _measure("decode", DECODE, cases, device, rounds, out)
+
+
+@app.command()
+def convert(
+    cases: Names = None,
+    gigabytes: Annotated[
+        float, typer.Option(min=0.01, max=1000, help="Size of the checkpoint that is made for it.")
+    ] = 1.0,
+    rounds: Rounds = 3,
+    out: Out = None,
+) -> None:
+    """Conversion of a Llama-shaped bf16 checkpoint, made for this; beside `cp -r` of its folder.
+
+    \b
+    neutral          knocking: every tensor is copied, some are added
+    calibration      what virtual heads learn from 1024 tokens of text, and nothing else
+    virtual-heads    half as many component heads as KV heads, from a saved calibration
+
+    It needs three times the size of the checkpoint where temporary files are (TMPDIR). For each GB, a round of neutral
+    takes some ten seconds on two cores, of calibration half a minute, of virtual-heads some minutes. For example:
+
+    crosshead bench convert neutral --gigabytes 8 --out convert.json
+    """
+    from tempfile import TemporaryDirectory
+
+    from crosshead.conversion.bench_convert import Synthetic
+    from crosshead.evals.bench_case import chosen
+    from crosshead.evals.bench_run import bench
+    from crosshead.recipes.toy import write_tokenizer
+
+    _check(out)
+    with TemporaryDirectory() as scratch, progress() as show:
+        checkpoint = Synthetic(Path(scratch), gigabytes)
+        wanted = chosen(_conversions(checkpoint), cases or [], "bench convert")
+        show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
+        checkpoint.write(write_tokenizer)
+        report = bench(wanted, rounds, progress=show)
+    _tell(report, out)
+
+
+def _conversions(checkpoint: "Synthetic") -> list["Case"]:
+    from crosshead.conversion.bench_convert import MIXERS
+    from crosshead.evals.bench_case import TOLD, Case
+
+    config = checkpoint.config
+    fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    shape = {"bytes": checkpoint.size} | {field: getattr(config, field) for field in fields}
+    target = {"neutral": {"cpu": 1.5}}
+
+    def case(name: str) -> "Case":
+        def make(ours: bool, **_: Any) -> Any:
+            return (lambda: checkpoint.convert(name)["seconds"]) if ours else checkpoint.copy
+
+        what = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
+        rival, work = "cp -r of the same folder", checkpoint.size
+        return Case(name, what, rival, make, shape, target.get(name, {}), TOLD, dtype="bfloat16", work=work)
+
+    return [case(name) for name in MIXERS]
 
 
 @app.command()
@@ -30,7 +166,7 @@ def train(
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 5,
     steps: Annotated[int, typer.Option(min=2, help="Training steps of a run; the first is not timed.")] = 11,
-    out: Annotated[Path | None, typer.Option(help="Also write all figures, machine and versions as JSON.")] = None,
+    out: Out = None,
 ) -> None:
     """Training: our trainer and model beside transformers' Trainer and the stock model, same shape, same settings.
 
@@ -41,15 +177,49 @@ def train(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.evals.whole_files import check_targets, write_whole
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
-    if out is not None:
-        check_targets([out], overwrite=True)
+    _check(out)
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
+    _write(report, out)
+    _print(bench_train_lines(report))
+
+
+def _measure(
+    name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
+) -> None:
+    from crosshead.evals.bench_case import chosen
+    from crosshead.evals.bench_run import bench
+
+    wanted = chosen(list(known), cases or [], f"bench {name}")
+    _check(out)
+    with progress() as show:
+        report = bench(wanted, rounds, device, show)
+    _tell(report, out)
+
+
+def _check(out: Path | None) -> None:
+    from crosshead.evals.whole_files import check_targets
+
+    check_targets([] if out is None else [out], overwrite=True)
+
+
+def _tell(report: dict[str, Any], out: Path | None) -> None:
+    from crosshead.evals.bench_run import bench_lines
+
+    _write(report, out)
+    _print(bench_lines(report))
+
+
+def _write(report: dict[str, Any], out: Path | None) -> None:
+    from crosshead.evals.whole_files import write_whole
+
     if out is not None:
         write_whole({out: json.dumps(report, indent=2) + "\n"})
-    for line in bench_train_lines(report):
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
         print(line)

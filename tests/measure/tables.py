@@ -1,4 +1,5 @@
-"""Writes the generated tables of the documents: results into README.md, costs into pages, memory beside accelerate.
+"""Writes the generated tables of the documents: results into README.md, costs into pages, memory beside accelerate,
+speeds into their page.
 
 usage: PYTHONPATH=tests python -P tests/measure/tables.py
 
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crosshead.evals.bench_run import amount, spread, verdict
 from crosshead.evals.cost_report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.dry_run import dry_run
@@ -24,6 +26,7 @@ from house import ROOT
 RESULTS = ROOT / "evals" / "results"
 PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
+SPEED = ROOT / "evals" / "SPEED.md"
 LENGTH, DTYPE = 4096, "bfloat16"
 AGAIN = "train.checkpoint_activations=true"
 PLANS = (
@@ -160,7 +163,46 @@ def memory_row(name: str, change: str, place: str) -> str:
     return f"| {told} | `{place}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
 
 
-TABLES: Mapping[str, Callable[[], str]] = {"results": results_table, "memory": memory_table}
+SPEEDS = {"attention": "Attention and models", "decode": "Decoding", "convert": "Conversion"}
+"""What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
+
+
+def speed_tables(folder: Path = RESULTS) -> str:
+    """Every figure of the bench command beside its rival and its target."""
+    parts = []
+    for name, title in SPEEDS.items():
+        path = folder / f"{name}.json"
+        found = f"`crosshead bench {name}`: {NOT_MEASURED}.\n"
+        if path.is_file():
+            found = "\n".join(speed_lines(json.loads(path.read_bytes()))) + "\n"
+        parts.append(f"### {title}\n\n{found}")
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def speed_lines(report: Content) -> Iterator[str]:
+    """One report's table, and what it was measured on."""
+    yield "| case | what | beside | ours | rival | ratio (quartiles) | at most |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
+    for name, found in report["cases"].items():
+        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "rival")]
+        if "bytes_per_second" in found:
+            speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
+            sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
+        ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
+        yield f"| `{name}` | {found['what']} | {found['beside']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
+    cases, machine = list(report["cases"].values()), report["machine"]
+    where = machine["accelerator"] if report["device"] == "cuda" else machine["processor"]
+    rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
+    versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
+    yield ""
+    yield f"{where}, {machine['threads']} threads, {versions}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
+
+
+TABLES: Mapping[str, Callable[[], str]] = {
+    "results": results_table,
+    "memory": memory_table,
+    "speed": speed_tables,
+}
 """By the names in their markers; any other is a mechanism's."""
 
 
@@ -180,7 +222,7 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), AT_SCALE]
+    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, AT_SCALE]
 
 
 def main() -> None:

@@ -1,0 +1,185 @@
+"""Conversions of a synthetic checkpoint of any size, beside copying its folder.
+
+usage: python -P -m crosshead.conversion.bench_convert JOB, as JSON; writes seconds and bytes to stdout
+
+Each conversion runs in a process of its own and is timed within it: what is counted is the work, without the start of
+Python and its libraries. The values of the weights do not matter, only that they are finite.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from .convert import Options, _job, convert
+from .errors import ConversionError
+from .families import stock_shapes
+from .job import silent
+from .shard_writer import tensor_chunks, write_index, write_shard
+from .sources import open_source
+from .store import Entry
+
+SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
+    (4, {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}),
+    (0.5, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32000}),
+    (0, {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 16, "vocab_size": 2000}),
+)
+"""From how many gigabytes on -> the shape; layers make the rest."""
+KEY_VALUE_HEADS = 8
+SHARD = 2_000_000_000
+ROOM = 3
+"""Times the checkpoint: itself, its conversion, and what is observed of it."""
+TEXT = "the quick brown fox jumps over the lazy dog. " * 24
+"""One window of tokens, where a token is a byte."""
+HALF = {"explicit": {"key_heads": "50%", "value_heads": "50%"}}
+MIXERS: Mapping[str, dict[str, Any]] = {"neutral": {"knocking": {}}, "calibration": HALF, "virtual-heads": HALF}
+"""What is measured -> the mechanisms that are asked for."""
+STATUS = Path("/proc/self/status")
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """A Llama-shaped bf16 checkpoint of about so many gigabytes, in a folder where everything else lies beside it."""
+
+    folder: Path
+    gigabytes: float
+    layers: list[int] | None = None
+    """Those that get virtual heads; all of them without."""
+
+    @property
+    def source(self) -> Path:
+        """The checkpoint."""
+        return self.folder / "source"
+
+    @cached_property
+    def config(self) -> Any:
+        """Its configuration."""
+        shape = next(shape for least, shape in SHAPES if self.gigabytes >= least)
+        sizes = [_size(_config(shape, layers)) for layers in (1, 2)]
+        return _config(shape, 1 + max(0, round((self.gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))))
+
+    @property
+    def size(self) -> int:
+        """Bytes of its tensors."""
+        return _size(self.config)
+
+    def write(self, write_tokenizer: Callable[[Path], object]) -> None:
+        """Make it, in shards; `ConversionError` where the disk is too small for what follows."""
+        free = shutil.disk_usage(self.folder).free
+        if free < ROOM * self.size:
+            raise ConversionError(
+                f"{ROOM * self.size / 1e9:.3g} GB are needed in {self.folder.parent}, where {free / 1e9:.3g} GB are "
+                "free: name another place in TMPDIR, or a smaller --gigabytes"
+            )
+        self.source.mkdir()
+        self.config.save_pretrained(self.source)
+        write_tokenizer(self.source)
+        groups: list[list[Entry]] = [[]]
+        for entry in _entries(self.config):
+            if sum(other.size for other in groups[-1]) + entry.size > SHARD:
+                groups.append([])
+            groups[-1].append(entry)
+        shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        for file, entries in shards.items():
+            items = [(entry, lambda entry=entry: tensor_chunks(_random(entry))) for entry in entries]
+            write_shard(self.source / file, items)
+        write_index(self.source, shards)
+
+    def copy(self) -> float:
+        """Seconds of `cp -r`."""
+        out, start = self._fresh("copy"), time.perf_counter()
+        _run(["cp", "-r", str(self.source), str(out)])
+        seconds = time.perf_counter() - start
+        self._fresh("copy")
+        return seconds
+
+    def convert(self, name: str) -> dict[str, float]:
+        """Seconds, and the peak of the process's memory: of a conversion, or of the calibration before it alone."""
+        saved = self.folder / "calibration.safetensors"
+        if name == "calibration":
+            saved.unlink(missing_ok=True)
+        elif name == "virtual-heads" and not saved.exists():
+            self.convert("calibration")
+        job: dict[str, Any] = {"name": name, "source": str(self.source), "saved": str(saved)}
+        job["out"] = str(self._fresh("out"))
+        mixers = {mechanism: {"layers": self.layers} | given for mechanism, given in MIXERS[name].items()}
+        job |= {"mixers": mixers if self.layers else MIXERS[name], "threads": torch.get_num_threads()}
+        found: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
+        self._fresh("out")
+        return found
+
+    def _fresh(self, name: str) -> Path:
+        """A path where nothing is."""
+        shutil.rmtree(self.folder / name, ignore_errors=True)
+        return self.folder / name
+
+
+def _config(shape: Mapping[str, Any], layers: int) -> Any:
+    config = LlamaConfig(**shape, num_hidden_layers=layers, num_key_value_heads=KEY_VALUE_HEADS, dtype="bfloat16")
+    config.architectures = ["LlamaForCausalLM"]
+    return config
+
+
+def _entries(config: Any) -> list[Entry]:
+    return [Entry(name, "BF16", shape) for name, shape in stock_shapes(config).items()]
+
+
+def _size(config: Any) -> int:
+    return sum(entry.size for entry in _entries(config))
+
+
+def _random(entry: Entry) -> torch.Tensor:
+    """Small values, different for each tensor."""
+    generator = torch.Generator().manual_seed(sum(entry.name.encode()))
+    return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
+
+
+def _run(command: list[str]) -> bytes:
+    """What a process says."""
+    # In a group of its own, so that Ctrl-C reaches this process alone, which then ends that one.
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as process:
+        try:
+            said, complaint = process.communicate()
+        finally:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        reason = (complaint.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
+        raise ConversionError(f"{Path(command[0]).name} ended with status {process.returncode}: {reason}")
+    return said
+
+
+def main(job: dict[str, Any]) -> dict[str, float]:
+    """One conversion, or what comes before its first byte."""
+    torch.set_num_threads(job["threads"])
+    saved, text = Path(job["saved"]), Path(job["saved"]).with_name("text.txt")
+    text.write_text(TEXT, encoding="utf-8")
+    start = time.perf_counter()
+    if job["name"] == "calibration":
+        with TemporaryDirectory() as scratch:
+            source = open_source(job["source"], None, scratch=Path(scratch))
+            _job(source, job["mixers"], Options(calibration=text)).prepare(saved, silent)
+    else:
+        options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
+        convert(job["source"], job["out"], job["mixers"], verify=False, **options)
+    return {"seconds": time.perf_counter() - start, "peak_bytes": _peak()}
+
+
+def _peak() -> int:
+    """Of resident memory; as the system counts it for a process and not, as `getrusage` does, for its parent too."""
+    lines = STATUS.read_text(encoding="utf-8").splitlines() if STATUS.exists() else []
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))))

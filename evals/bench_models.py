@@ -1,0 +1,129 @@
+"""Whole models with a mechanism beside stock ones of the same shape: training steps, prompts and single tokens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from crosshead.modeling.modeling_crosshead import CrossheadLlamaForCausalLM
+
+from .bench_attention import SEED
+from .bench_case import WHOLE_MEMORY, Case
+from .bench_pairs import Run
+
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "vocab_size": 1024,
+}
+MIXERS: dict[str, dict[str, Any]] = {
+    "knocking": {"form": "mlp"},
+    "explicit": {},
+    "mixture": {"active_heads": 8, "shared_heads": 4},
+    "talking": {},
+    "differential": {},
+}
+STOCK = "stock Llama of the same shape, sdpa"
+
+
+def model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> Any:
+    """A model for this many tokens at least: ours, or the stock one of the same shape."""
+    torch.manual_seed(SEED)
+    shape |= {"max_position_embeddings": 2 * tokens, "attn_implementation": "sdpa"}
+    if ours:
+        return CrossheadLlamaForCausalLM(AutoConfig.for_model("crosshead_llama", **shape, mixers=mixers))
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape))
+
+
+def training_step(ours: bool, tokens: int, **shape: Any) -> Run:
+    """Loss, gradients and the optimiser's step on one text."""
+    trained = model(ours, tokens=tokens, **shape).train()
+    optimiser = torch.optim.AdamW(trained.parameters(), lr=1e-4)
+    ids = torch.randint(shape["vocab_size"], (1, tokens))
+
+    def run() -> object:
+        trained(ids, labels=ids, use_cache=False).loss.backward()
+        optimiser.step()
+        return optimiser.zero_grad()
+
+    return run
+
+
+def prompt(ours: bool, tokens: int, **shape: Any) -> Run:
+    """A prompt, up to the logits of its last token."""
+    evaluated = model(ours, tokens=tokens, **shape).eval()
+    ids = torch.randint(shape["vocab_size"], (1, tokens))
+
+    def run() -> object:
+        with torch.no_grad():
+            return evaluated(ids, logits_to_keep=1)
+
+    return run
+
+
+def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
+    """One more token after many, again and again: the cache, of random numbers, is cut back to its length."""
+    evaluated = model(ours, tokens=tokens, **shape).eval()
+    cache, token = DynamicCache(config=evaluated.config), torch.ones(1, 1, dtype=torch.long)
+    with torch.no_grad():
+        past = evaluated(token).past_key_values
+    for index, layer in enumerate(past.layers):  # of whatever form the mechanism keeps
+        keys, values = (torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (layer.keys, layer.values))
+        cache.update(keys, values, index)
+
+    def run() -> object:
+        with torch.no_grad():
+            output = evaluated(token, past_key_values=cache)
+        cache.crop(-1)
+        return output
+
+    return run
+
+
+def _step(name: str, **targets: float) -> Case:
+    shape = SHAPE | {"tokens": 2048, "mixers": {name: MIXERS[name]}}
+    return Case(
+        f"{name}-step", f"training step of a model with {name}, 2048 tokens", STOCK, training_step, shape, targets
+    )
+
+
+def _memory(name: str, most: float) -> Case:
+    shape = SHAPE | {"tokens": 2048, "mixers": {name: MIXERS[name]}}
+    what = f"peak memory of that step with {name}: weights, gradients, moments, activations"
+    targets = {"cpu": most, "cuda": most}
+    return Case(f"{name}-step-memory", what, STOCK, training_step, shape, targets, WHOLE_MEMORY, "bytes")
+
+
+_LINEAR = SHAPE | {"tokens": 2048, "mixers": {"knocking": {"form": "linear"}}}
+_MIXTURE = SHAPE | {"tokens": 4096, "mixers": {"mixture": MIXERS["mixture"]}}
+_SAME, _LESS = {"cpu": 1.0, "cuda": 1.0}, {"cpu": 0.85, "cuda": 0.85}
+CASES = (
+    Case(
+        "mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", STOCK, prompt, _MIXTURE, _LESS
+    ),
+    Case(
+        "knocking-linear-prompt",
+        "a prompt of 2048 tokens, knocking linear, in evaluation",
+        STOCK,
+        prompt,
+        _LINEAR,
+        _SAME,
+        within_noise=True,
+    ),
+    Case(
+        "knocking-linear-token",
+        "a token after 2048 others, knocking linear, in evaluation",
+        STOCK,
+        next_token,
+        _LINEAR,
+        _SAME,
+        within_noise=True,
+    ),
+    _step("knocking", cpu=1.05, cuda=1.02),
+    *map(_step, ("explicit", "mixture", "talking", "differential")),
+    *(_memory(name, 1.3 if name == "talking" else 1.05) for name in MIXERS),
+)

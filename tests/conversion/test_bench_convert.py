@@ -1,0 +1,129 @@
+"""Conversions of a checkpoint that is made to be converted, beside a copy of it."""
+
+import json
+import subprocess
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from broken import run
+from crosshead.conversion import bench_convert
+from crosshead.conversion.bench_convert import MIXERS, Synthetic
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.safetensors_store import SafetensorsStore
+from toy_checkpoints import character_tokenizer
+
+
+@pytest.fixture
+def checkpoint(tmp_path, monkeypatch):
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 16, "vocab_size": 70}
+    monkeypatch.setattr(bench_convert, "SHAPES", ((0, sizes),))
+    monkeypatch.setattr(bench_convert, "SHARD", 60_000)
+    made = Synthetic(tmp_path, 2e-4)
+    made.write(character_tokenizer().save_pretrained)
+    return made
+
+
+@pytest.mark.parametrize(("gigabytes", "hidden"), [(0.01, 512), (0.49, 512), (1, 2048), (3.9, 2048), (8, 4096)])
+def test_the_size_is_about_what_is_asked_for(gigabytes, hidden, tmp_path):
+    made = Synthetic(tmp_path, gigabytes)
+    assert made.config.hidden_size == hidden
+    assert made.size == pytest.approx(gigabytes * 1e9, rel=0.1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_checkpoint_is_whole_and_finite(checkpoint):
+    store = SafetensorsStore(checkpoint.source)
+    assert sum(entry.size for entry in store.entries.values()) == checkpoint.size == pytest.approx(2e5, rel=0.2)
+    assert {entry.dtype for entry in store.entries.values()} == {"BF16"}
+    assert len(list(checkpoint.source.glob("*.safetensors"))) > 2
+    first, second = (store.read(f"model.layers.{layer}.self_attn.q_proj.weight") for layer in (0, 1))
+    assert first.isfinite().all() and not torch.equal(first, second)
+
+
+@pytest.mark.slow
+def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
+    kept = []
+    fresh = Synthetic._fresh
+
+    def keep(self, name):
+        record = self.folder / name / "conversion.json"
+        kept.append(json.loads(record.read_text()) if record.exists() else None)
+        return fresh(self, name)
+
+    monkeypatch.setattr(Synthetic, "_fresh", keep)
+    figures = {name: checkpoint.convert(name) for name in ("neutral", "virtual-heads", "calibration")}
+    for found in figures.values():
+        assert found["seconds"] > 0 and found["peak_bytes"] > 100e6
+    neutral, virtual = (record for record in kept if record is not None)
+    assert list(neutral["options"]["mixers"]) == ["knocking"] and neutral["counts"]["rewritten"] == 0
+    assert virtual["options"]["mixers"]["explicit"]["key_heads"] == 4
+    assert virtual["calibration"]["saved"] == "calibration.safetensors"
+    left = {path.name for path in checkpoint.folder.iterdir()}
+    assert left == {"source", "text.txt", "calibration.safetensors"}
+    assert checkpoint.copy() > 0 and {path.name for path in checkpoint.folder.iterdir()} == left
+
+
+def test_a_copy_is_whole(checkpoint, monkeypatch):
+    copied = []
+    run_process = bench_convert._run
+
+    def note(command):
+        said = run_process(command)
+        out = Path(command[-1])
+        copied.append({path.name: path.read_bytes() for path in out.iterdir()})
+        return said
+
+    monkeypatch.setattr(bench_convert, "_run", note)
+    checkpoint.copy()
+    assert copied == [{path.name: path.read_bytes() for path in checkpoint.source.iterdir()}]
+
+
+def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_convert.shutil, "disk_usage", lambda place: SimpleNamespace(free=2.5e9))
+    with pytest.raises(ConversionError, match=r"^2\.98 GB are needed in .*, where 2\.5 GB are free: .*TMPDIR"):
+        Synthetic(tmp_path, 1).write(lambda folder: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_conversion_leaves_no_process(checkpoint, monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self):
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.convert("neutral")
+    assert started[0].returncode == -9
+
+
+@pytest.mark.distributed
+def test_a_process_that_fails_is_one_clear_line(checkpoint):
+    (checkpoint.source / "config.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"^python.* ended with status 1: .*ConversionError: .*config\.json"):
+        checkpoint.convert("neutral")
+
+
+@pytest.mark.slow
+def test_the_command(checkpoint, tmp_path, monkeypatch, capfd):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setattr(bench_convert, "SHAPES", ((0, bench_convert.SHAPES[0][1] | {"vocab_size": 300}),))
+    status, out, err = run(
+        capfd, monkeypatch, f"bench convert neutral --gigabytes 0.01 --rounds 1 --out {tmp_path}/a.json"
+    )
+    assert status == 0, err
+    report = json.loads((tmp_path / "a.json").read_text())
+    found = report["cases"]["neutral"]
+    assert found["shape"]["bytes"] == pytest.approx(1e7, rel=0.1) and found["dtype"] == "bfloat16"
+    assert found["bytes_per_second"][1] == found["shape"]["bytes"] / found["median_rival"]
+    assert (found["beside"], found["target"]) == ("cp -r of the same folder", 1.5)
+    assert out.splitlines()[1].startswith("neutral ") and list(scratch.iterdir()) == []
+    assert list(MIXERS) == ["neutral", "calibration", "virtual-heads"]

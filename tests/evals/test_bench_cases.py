@@ -1,0 +1,165 @@
+"""What `crosshead bench` measures: both sides do the same work on the same tensors, at any shape."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crosshead.evals import bench_explicit, bench_mixture, bench_models
+from crosshead.evals.bench_attention import attention, dense, stock
+from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, placed
+from crosshead.evals.bench_cases import ATTENTION, DECODE
+from crosshead.modeling import explicit_decode, routed_attention
+
+SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
+CASES = {case.name: case for case in (*ATTENTION, *DECODE)}
+
+
+def small(name, **shape):
+    case = CASES[name]
+    shape = {"tokens": 40} | shape
+    return replace(case, shape=case.shape | (SMALL if "hidden_size" in case.shape else {}) | shape)
+
+
+def test_names_and_words_tell_cases_apart():
+    assert len(CASES) == len(ATTENTION) + len(DECODE)
+    told = {(case.what, case.rival) for case in CASES.values()}
+    assert len(told) == len(CASES)
+    for case in CASES.values():
+        assert case.unit == ("bytes" if case.measured in (MEMORY, WHOLE_MEMORY) or case.name == "cache" else "seconds")
+
+
+def test_the_targets_are_those_that_were_set():
+    wanted = {
+        "mixture-half-2048": (0.75, None),
+        "mixture-half-4096": (0.65, 0.60),
+        "mixture-half-8192": (None, 0.60),
+        "mixture-three-quarters-2048": (0.95, 0.80),
+        "mixture-gradients-4096": (0.80, 0.65),
+        "mixture-prompt": (0.85, 0.85),
+        "talking-forward": (0.25, 0.25),
+        "talking-gradients": (0.5, 0.5),
+        "talking-forward-memory": (1 / 32, 1 / 32),
+        "talking-forward-beside-sdpa": (2.0, 2.0),
+        "talking-gradients-beside-sdpa": (None, None),
+        "knocking-step": (1.05, 1.02),
+        "knocking-linear-prompt": (1.0, 1.0),
+        "talking-step-memory": (1.3, 1.3),
+        "differential-step-memory": (1.05, 1.05),
+        "grouped-8k": (0.5, 0.5),
+        "grouped-32k-batch-8": (0.5, 0.5),
+        "ungrouped-8k": (1.0, 1.0),
+        "model-16k": (0.9, 0.9),
+        "cache": (0.5, 0.5),
+    }
+    assert {name: tuple(CASES[name].targets.get(device) for device in ("cpu", "cuda")) for name in wanted} == wanted
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured != MEMORY])
+def test_both_sides_run(name, monkeypatch):
+    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 1)
+    for run in small(name).pair():
+        run()
+        run()
+
+
+def test_inputs_are_the_same_whoever_attends():
+    seen = []
+
+    def attend(query, key, value):
+        seen.append([query, key, value])
+        return dense(query, key, value)
+
+    for _ in range(2):
+        torch.rand(3)
+        attention(attend, 8, 2, 4, gradients=False)()
+    for one, other in zip(*seen, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(*seen[0][:2])
+
+
+def test_mixture_is_dense_attention_where_heads_count(monkeypatch):
+    monkeypatch.setattr(routed_attention, "LEAST_QUERIES", 8)
+    called = []
+    made = routed_attention.RoutedAttention.apply
+    monkeypatch.setattr(routed_attention.RoutedAttention, "apply", lambda *given: called.append(1) or made(*given))
+    ours, rival = small("mixture-half-2048").pair()
+    gates = bench_mixture.routes(40, 16, 8, 4)
+    assert gates.sum(-1).eq(8).all() and gates[..., :4].eq(1).all()
+    torch.testing.assert_close(ours(), rival() * gates[..., None])
+    for gradients in (run() for run in small("mixture-gradients-2048").pair()):
+        assert [x.shape for x in gradients] == [(1, 16, 40, 64)] * 3
+    assert len(called) == 2
+
+
+def test_mixture_is_measured_as_a_layer_attends():
+    """It is free to take the dense way, here because the text is short."""
+    ours, rival = small("mixture-half-2048").pair()
+    torch.testing.assert_close(ours(), rival())
+
+
+@pytest.mark.parametrize("name", ["talking-forward", "talking-gradients"])
+def test_talking_in_blocks_is_eager_talking(name):
+    found, wanted = (run() for run in small(name).pair())
+    if name == "talking-forward":
+        found, wanted = [found], [wanted]
+    assert len(found) == (1 if name == "talking-forward" else 5)  # with the gradients of both maps
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+    assert not torch.equal(small("talking-forward").side(False)(), small("talking-forward-beside-sdpa").side(False)())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_explicit_attends_to_components(padded, monkeypatch):
+    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 1)
+    case, seen = small("grouped-8k", padded=padded), {}
+    attend = explicit_decode.attend_to_components
+    names = ("rows", "keys", "values", "scale", "mask")
+
+    def note(*given):
+        seen.update(zip(names, given, strict=True))
+        return attend(*given)
+
+    monkeypatch.setattr("crosshead.modeling.explicit.attend_to_components", note)
+    found = case.side(True)()
+    keys, values = (
+        torch.einsum("ij,bjsd->bisd", seen[side].scalars, seen[side].heads).detach() for side in ("keys", "values")
+    )
+    assert seen["keys"].heads.shape == (1, 4, 40, 128) and keys.shape == (1, 8, 40, 128)
+    assert (seen["mask"] is None) is not padded
+    query = seen["rows"].reshape(1, 32, 1, 128) * 128**0.5
+    torch.testing.assert_close(found, stock(query, keys, values, seen["mask"]), rtol=1e-3, atol=1e-4)
+
+
+def test_as_many_places_as_it_takes_to_be_cold(monkeypatch):
+    made = []
+    monkeypatch.setattr(bench_explicit, "cycle", lambda turns: made.append(len(turns)) or iter(turns * 9))
+    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 5 * 2 * 8 * 40 * 128 * 4 - 1)
+    small("grouped-8k").pair()
+    assert made == [5, 5]
+
+
+def test_a_token_meets_as_many_as_it_should():
+    shape = small("model-16k").shape
+    for ours in (True, False):
+        run = bench_models.next_token(ours, **shape)
+        caches = [cell.cell_contents for cell in run.__closure__ if hasattr(cell.cell_contents, "layers")]
+        (cache,) = caches
+        assert run().logits.shape == (1, 1, 50)
+        assert [layer.keys.shape[2] for layer in cache.layers] == [40]
+        assert cache.layers[0].keys.shape[1] == (4 if ours else 8)
+
+
+def test_the_cache_is_counted_in_a_model():
+    ours, stock_bytes = (run() for run in small("cache", tokens=7).pair())
+    assert stock_bytes == 2 * 8 * 7 * 128 * 4 and 2 * ours == stock_bytes
+
+
+def test_what_is_made_is_of_the_devices_dtype(monkeypatch):
+    with placed("cpu"):
+        assert torch.randn(1).dtype == torch.float32
+    monkeypatch.setitem(placed.__wrapped__.__globals__["DTYPES"], "cpu", torch.bfloat16)
+    with pytest.raises(KeyError), placed("cpu"):
+        assert torch.randn(1).dtype == torch.bfloat16
+        raise KeyError
+    assert torch.randn(1).dtype == torch.float32

@@ -1,0 +1,197 @@
+"""`crosshead bench attention` and `decode`: the report, the table, and wrong uses."""
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from broken import run
+from crosshead.conversion.bench_convert import MIXERS
+from crosshead.evals import bench_cases, bench_run
+from crosshead.evals.bench_case import TOLD, Case
+from crosshead.evals.bench_cases import ATTENTION, DECODE
+from crosshead.evals.bench_run import amount, bench, bench_lines
+from house import ROOT
+
+KNOWN = {
+    "attention": {case.name for case in ATTENTION},
+    "decode": {case.name for case in DECODE},
+    "convert": {*MIXERS},
+}
+
+
+def told(name, ours, rival, **fields):
+    """A case whose sides say what they took."""
+    readings = {True: iter(ours), False: iter(rival)}
+
+    def make(side, **shape):
+        return lambda: next(readings[side])
+
+    return Case(name, f"{name} in words", "a rival", make, {"tokens": 3}, measured=TOLD, **fields)
+
+
+@pytest.fixture
+def three():
+    return [
+        told("quick", [1, 2, 3], [4, 4, 4], targets={"cpu": 0.5}),
+        told("slow", [5, 2, 6], [2, 4, 4], targets={"cpu": 1.25}, work=8_000_000_000, dtype="bfloat16"),
+        told("even", [9, 11, 12], [10, 10, 10], targets={"cpu": 1.0}, within_noise=True, unit="bytes"),
+    ]
+
+
+def test_a_report_has_all_that_is_needed_to_judge(three):
+    seen = []
+    report = bench(three, 3, "cpu", lambda *told: seen.append(told))
+    assert report["device"] == "cpu" and report["machine"]["torch"] == torch.__version__ and "took_seconds" in report
+    quick, slow, even = report["cases"].values()
+    assert quick == {
+        "what": "quick in words",
+        "beside": "a rival",
+        "shape": {"tokens": 3},
+        "dtype": "float32",
+        "unit": "seconds",
+        "rounds": 3,
+        "ours": [1, 2, 3],
+        "rival": [4, 4, 4],
+        "median_ours": 2,
+        "median_rival": 4,
+        "ratios": [0.25, 0.5, 0.75],
+        "median_ratio": 0.5,
+        "quartile_ratios": [0.375, 0.625],
+        "least_ratio": 0.25,
+        "greatest_ratio": 0.75,
+        "target": 0.5,
+        "within_noise": False,
+        "met": True,
+    }
+    assert (slow["median_ratio"], slow["met"], slow["dtype"]) == (1.5, False, "bfloat16")
+    assert slow["bytes_per_second"] == [1.6e9, 2e9]
+    assert (even["median_ratio"], even["quartile_ratios"][0], even["met"]) == (1.1, 1.0, True)
+    assert seen[0] == ("measuring", 0, 9, "quick") and seen[-1] == ("measuring", 9, 9, "even")
+    lines = list(bench_lines(report))
+    assert [re.split(" {2,}", line) for line in lines] == [
+        ["cpu", "ours", "rival", "ratio", "quartiles", "target"],
+        ["quick", "2 s", "4 s", "0.500", "0.375 to 0.625", "0.5, met"],
+        ["slow", "5 s", "4 s", "1.500", "1.000 to 2.000", "1.25, missed"],
+        ["even", "11 B", "10 B", "1.100", "1.000 to 1.150", "1 within noise, met"],
+    ]
+
+
+def test_without_a_target_nothing_is_met_or_missed(three):
+    report = bench([replace(three[0], targets={"cuda": 0.1})], 3)
+    assert report["cases"]["quick"]["met"] is None
+    assert next(line for line in bench_lines(report) if "quick" in line).endswith("  none")
+
+
+def test_memory_takes_few_rounds(monkeypatch):
+    sides = []
+    monkeypatch.setattr(bench_run, "peak_bytes", lambda case, ours, device: sides.append(ours) or 2 + ours)
+    case = next(case for case in ATTENTION if case.name == "talking-step-memory")
+    found = bench([case], 9)["cases"]["talking-step-memory"]
+    assert found["rounds"] == 3 and found["ratios"] == [1.5] * 3 and found["unit"] == "bytes"
+    assert sides == [False, True, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "words"),
+    [
+        (2.5, "seconds", "2.5 s"),
+        (0.0123456, "seconds", "12.3 ms"),
+        (3e-5, "seconds", "30 us"),
+        (4.2e9, "bytes", "4.2 GB"),
+        (65536, "bytes", "65.5 kB"),
+        (0, "bytes", "0 B"),
+        (-7, "bytes", "-7 B"),
+    ],
+)
+def test_amounts(value, unit, words):
+    assert amount(value, unit) == words
+
+
+def test_the_commands(tmp_path, monkeypatch, capfd):
+    small = {"tokens": 40}
+    monkeypatch.setattr(bench_cases, "ATTENTION", [replace(case, shape=case.shape | small) for case in ATTENTION[:2]])
+    status, out, err = run(capfd, monkeypatch, f"bench attention mixture-half-4096 --rounds 2 --out {tmp_path}/a.json")
+    assert status == 0 and out.splitlines()[1].startswith("mixture-half-4096 ")
+    assert err == "measuring 0 of 2: mixture-half-4096\n"
+    report = json.loads((tmp_path / "a.json").read_text())
+    assert list(report["cases"]) == ["mixture-half-4096"] and report["cases"]["mixture-half-4096"]["rounds"] == 2
+    status, out, err = run(capfd, monkeypatch, "bench decode cache --rounds 1")
+    assert status == 0 and out.splitlines()[1].split()[:7] == ["cache", "131", "kB", "262", "kB", "0.500", "0.500"]
+
+
+@pytest.mark.parametrize(
+    ("command", "status", "words"),
+    [
+        (
+            "attention mixture-haf-2048",
+            1,
+            "bench attention has no case 'mixture-haf-2048' (its --help lists all); did",
+        ),
+        ("decode cash", 1, "bench decode has no case 'cash' (its --help lists all); did you mean 'cache'?"),
+        ("decode grouped-8k cache x", 1, "no case 'x' (its --help lists all)\n"),
+        ("convert neutrl", 1, "did you mean 'neutral'?"),
+        ("decode cache --device cuda", 1, "--device cuda: no CUDA device is here"),
+        ("decode cache --device tpu", 2, "'tpu' is not one of 'cpu', 'cuda'"),
+        ("decode cache --out none/a.json", 1, "is in a folder that does not exist"),
+        ("attention --rounds 0", 2, "--rounds"),
+        ("convert --gigabytes 0", 2, "--gigabytes"),
+        ("convert --device cpu", 2, "--device"),
+        ("convert --gigabytes 1e9", 2, "--gigabytes"),
+    ],
+)
+def test_wrong_uses(command, status, words, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found, out, err = run(capfd, monkeypatch, f"bench {command}")
+    assert (found, out) == (status, "") and words in err and "Traceback" not in err
+    if status == 1:
+        assert err.splitlines()[-1].startswith("crosshead: error: ")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench_run, "in_turn", interrupted)
+    status, out, err = run(capfd, monkeypatch, "bench decode cache --out a.json")
+    assert (status, out) == (130, "") and err.endswith("crosshead: interrupted\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_help_names_every_case_and_no_other_and_needs_no_library(name):
+    code = "import sys; sys.argv = ['crosshead', 'bench', sys.argv[1], '--help']\n"
+    code += "from crosshead_command.main import main\ntry:\n    main()\n"
+    code += "finally:\n    print(*{'torch', 'crosshead'} & sys.modules.keys(), file=sys.stderr)"
+    environment = os.environ | {"COLUMNS": "200"}
+    command = [sys.executable, "-P", "-c", code, name]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stderr.split() == []
+    listed = {
+        word.strip(",") for line in re.findall(r"^  (?! )(.*)", done.stdout, re.MULTILINE) for word in line.split()
+    }
+    assert KNOWN[name] <= listed
+    head = done.stdout.partition("Arguments:")[0]
+    named = set(re.findall(r"\b[a-z]+(?:-[a-z0-9]+)+\b", head)) - {"beside-sdpa"}
+    assert named <= KNOWN[name]
+
+
+def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
+    tables = importlib.import_module("tables")
+    (tmp_path / "decode.json").write_text(json.dumps(bench(three, 3)))
+    text = tables.speed_tables(tmp_path)
+    assert "### Attention and models\n\n`crosshead bench attention`: not measured yet.\n" in text
+    row = "| `slow` | slow in words | a rival | 5 s, 1.6 GB/s | 4 s, 2 GB/s | 1.500 (1.000 to 2.000) | 1.25, missed |"
+    assert row in text
+    assert f"torch {torch.__version__}, " in text and "; bfloat16 or float32; 3 rounds.\n" in text

@@ -1,0 +1,72 @@
+"""Memory is that of one run, counted by the system in a process of its own."""
+
+import json
+import subprocess
+from dataclasses import replace
+
+import pytest
+import torch
+
+from crosshead.evals import bench_memory, bench_talking
+from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, Case
+from crosshead.evals.bench_memory import Counter, added, peak_bytes
+from crosshead.evals.errors import EvalError
+
+EAGER = next(case for case in bench_talking.CASES if case.name == "talking-forward-memory")
+
+
+@pytest.mark.parametrize(("measured", "expected"), [(MEMORY, 30), (WHOLE_MEMORY, 1030)])
+def test_what_counts(measured, expected):
+    """A side holds 1000 once it is made, and a run takes 30 more; a warm-up is smaller and leaves 5."""
+    held = {"now": 7, "peak": 7}
+
+    def hold(more, kept):
+        held["peak"] = max(held["peak"], held["now"] + more)
+        held["now"] += more if kept else 0
+
+    def make(ours, tokens):
+        hold(5 if tokens == 128 else 1000, kept=True)
+        return lambda: hold(2 if tokens == 128 else 30, kept=False)
+
+    case = Case("a", "", "", make, {"tokens": 4096}, measured=measured)
+    assert added(case, True, Counter(lambda: held["now"], lambda: held["peak"])) == expected
+
+
+@pytest.mark.distributed
+def test_eager_attention_takes_what_its_weights_take():
+    case = replace(EAGER, shape=EAGER.shape | {"tokens": 1024})
+    ours, eager = (peak_bytes(case, side, "cpu") for side in (True, False))
+    weights = 16 * 1024 * 1024 * 4
+    assert eager > 2 * weights
+    assert ours < weights / 2
+
+
+@pytest.mark.distributed
+def test_a_side_that_fails_is_one_clear_line():
+    case = replace(EAGER, shape=EAGER.shape | {"heads": -1})
+    with pytest.raises(EvalError, match=r"^talking-forward-memory: its process ended with status 1: \w+Error: .*-1"):
+        peak_bytes(case, True, "cpu")
+
+
+def test_an_interrupted_measurement_leaves_no_process(monkeypatch):
+    started = []
+
+    class Interrupted(subprocess.Popen):
+        def communicate(self):
+            started.append(self)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        peak_bytes(EAGER, True, "cpu")
+    assert started[0].returncode == -9
+    job = json.loads(started[0].args[-1])
+    assert (job["maker"], job["measured"], job["threads"]) == ("talking", "memory", torch.get_num_threads())
+
+
+def test_the_system_counts_what_is_held():
+    counter = bench_memory._system_counter()
+    before = counter.now()
+    held = torch.ones(30_000_000)
+    assert 0.9 < (counter.now() - before) / (4 * len(held)) < 1.1
+    assert counter.peak() >= counter.now()
