@@ -25,7 +25,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help demo test test-oldest test-published test-torchao lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-oldest test-published test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -50,6 +50,11 @@ test-published: $(READY) .venv-bare/ready ## saved models load where only torch 
 test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
 	$(PYTHON) -m pip install --quiet --no-deps --target build/torchao -c constraints.txt torchao
 	PYTHONPATH=build/torchao $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py
+
+# Apart as well: Triton decides whether to interpret when it is imported. ARGS="-m slow" runs the many other shapes.
+test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
+	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels -m "not slow" $(ARGS)
 
 lint: $(READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .

@@ -1,4 +1,6 @@
-"""Attention for chosen queries alone: exact, and on a CPU faster than all of it where enough are left out.
+"""Attention for chosen queries alone: exact, and faster than all of it where enough are left out.
+
+On a GPU `routed_triton` does it where asked for; this file has the way of CPUs, and says when either pays.
 
 The chosen queries of the heads that read one key/value head form one list, in the order of the tokens. A block of that
 list meets the keys that any of its queries sees, and few others: its scores are one small matrix, made by one large
@@ -16,6 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .eager import repeat_heads
 from .mixer import AttentionCall
 from .visible_keys import VisibleKeys
+from .where_triton_runs import runs_triton
 
 ROWS = 128
 """Queries of a block: more meet more keys in vain, fewer make the products too small (64 to 192 differ by 3%)."""
@@ -23,20 +26,26 @@ LEAST_QUERIES = 1024
 """From here on the products that are saved are worth more than the steps that are added, on several cores too."""
 GREATEST_SHARE = 0.75
 """Of the queries that are chosen; above, a dense kernel is done with all no later than this with its part."""
+LEAST_QUERIES_OF_GPU = 2048
+"""The same on a GPU, where a short call is over before its kernels are all started; a guess that awaits measuring."""
+MOST_FEATURES_OF_GPU = 256
+"""Of a head: more do not fit in the memory of a GPU's processors."""
 DTYPES = (torch.float32, torch.float64)
 """Half precision has dense kernels that keep the scores wide; these products would round them."""
 
 
 def pays(query: torch.Tensor, key: torch.Tensor, share: float, call: AttentionCall) -> bool:
     """Whether `routed_attention` gives what the call's backend would, and sooner, where `share` of queries count."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False  # a graph cannot depend on how many queries count; autocast would round the products
-    if query.device.type != "cpu" or query.dtype not in DTYPES or not call.plain or call.dropout:
+    if not call.plain or call.dropout or share > GREATEST_SHARE:
         return False
     masks = (1, query.shape[2], key.shape[2])
     if call.mask is not None and (call.mask.dtype != torch.bool or call.mask.shape[1:] != masks):
         return False
-    return query.shape[2] >= LEAST_QUERIES and share <= GREATEST_SHARE
+    if runs_triton(query):
+        return query.shape[2] >= LEAST_QUERIES_OF_GPU and query.shape[3] <= MOST_FEATURES_OF_GPU
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False  # a graph cannot depend on how many queries count; autocast would round the products
+    return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[2] >= LEAST_QUERIES
 
 
 def routed_attention(
@@ -46,6 +55,11 @@ def routed_attention(
 
     Of the first `shared` heads every query is chosen.
     """
+    if runs_triton(query):
+        from .routed_triton import attend_chosen
+
+        mask = None if call.mask is None else call.mask[:, 0]
+        return attend_chosen(query, key, value, chosen, mask, call.scaling, call.causal)
     mask = None
     if call.mask is not None:
         mask = call.mask[:, 0].expand(query.shape[0], -1, -1)

@@ -5,9 +5,9 @@ map, never before. Both maps start as the identity (as copies and averages of ne
 from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the latter
 are cached beside the keys.
 
-The backend "eager" materialises all weights and returns them. "sdpa" works in blocks (`talking_blocks`), in memory
-that grows linearly with the sequence, but for a single query and for dropout in training, which take the plain way.
-Others have masks of their own and are refused.
+The backend "eager" materialises all weights and returns them. "sdpa" works in blocks (`talking_blocks`; where asked
+for on a GPU, forward, in `talking_triton`), in memory that grows linearly with the sequence, but for a single query
+and for dropout in training, which take the plain way. Others have masks of their own and are refused.
 
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """

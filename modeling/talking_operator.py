@@ -1,4 +1,4 @@
-"""Talking-Heads in blocks as one operator: autograd and `torch.compile` see it from outside.
+"""Talking-Heads in blocks, or on a GPU by Triton, as one operator: autograd and `torch.compile` see it from outside.
 
 The compiler would unroll the loop over blocks, anew for each length. The operator's name is that of this module,
 because each copy of the code that a process loads, with a published model, needs its own.
@@ -13,6 +13,7 @@ from transformers.utils.generic import maybe_autocast
 from .numerics import widened
 from .talking_blocks import TalkingCall, attend_in_blocks
 from .talking_gradients import INPUTS, gradients_in_blocks
+from .where_triton_runs import runs_triton
 
 NAMESPACE = re.sub(r"\W", "_", __name__)
 
@@ -34,6 +35,12 @@ def talking_attention(
     call = TalkingCall(
         query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal
     )
+    if runs_triton(query):
+        from .talking_triton import attend_in_tiles, fits
+
+        if fits(call):
+            with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+                return attend_in_tiles(call)
     with maybe_autocast(query.device.type, enabled=False):
         return attend_in_blocks(call)
 

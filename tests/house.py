@@ -26,6 +26,8 @@ ARROWS: dict[str, set[str]] = {
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
 OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft"}
+KERNELS = "_triton"
+"""How the names of files end that need Triton: they import it in a `try`, and only functions import them."""
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
@@ -126,14 +128,29 @@ def portable(source: Source, siblings: set[str] | None = None) -> list[str]:
     for node in relative:
         if node.level > 1 or not node.module or "." in node.module:
             found.append(f"line {node.lineno}: the Hub saver follows `from .x import y` alone")
+    found += kernels(source)
     for node, name, level in imports(source.tree):
-        if not level and name.split(".")[0] not in PORTABLE:
+        if not level and name.split(".")[0] not in PORTABLE | {"triton"}:
             found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
     for match in SAVER_IMPORT.finditer(source.text):
         module = match[1] or match[2]
         if module not in known - {"__init__"}:
             line = source.text.count("\n", 0, match.start(match.lastindex or 0)) + 1
             found.append(f"line {line}: the Hub saver would look for modeling/{module}.py, even from a docstring")
+    return found
+
+
+def kernels(source: Source) -> list[str]:
+    """A model loads without Triton: its loader passes over a `try`, and nobody asks for files of kernels at once."""
+    ours = PurePosixPath(source.path).stem.endswith(KERNELS)
+    tried = {id(child) for node in ast.walk(source.tree) if isinstance(node, ast.Try) for child in ast.walk(node)}
+    inner = {id(child) for function in functions(source.tree) for child in ast.walk(function)}
+    found = []
+    for node, name, level in imports(source.tree):
+        if not level and name.split(".")[0] == "triton" and not (ours and id(node) in tried):
+            found.append(f"line {node.lineno}: only files *{KERNELS}.py import Triton, in a `try`")
+        if level and name.split(".")[0].endswith(KERNELS) and not ours and id(node) not in inner:
+            found.append(f"line {node.lineno}: `{name}` needs Triton: import it in a function")
     return found
 
 

@@ -45,6 +45,9 @@ BROKEN = [
     (house.portable, "modeling/a.py", '"""Use it so:\n\n    from .missing import d\n"""'),
     (house.portable, "modeling/a.py", "from .__init__ import d"),
     (house.portable, "modeling/kernels/a.py", "import torch"),
+    (house.portable, "modeling/a.py", "try:\n    import triton\nexcept ImportError:\n    raise"),
+    (house.portable, "modeling/a_triton.py", "import triton.language as tl"),
+    (house.portable, "modeling/a.py", "from .b_triton import c"),
     (house.lazy, "recipes/a.py", "import datasets"),
     (house.lazy, "recipes/a.py", "try:\n    from peft import LoraConfig\nexcept ImportError:\n    LoraConfig = None"),
     (house.lazy, "evals/a.py", "class A:\n    import lm_eval.api"),
@@ -74,6 +77,9 @@ FINE = [
     (house.arrows, "crosshead/cli.py", "from crosshead.recipes import train\nfrom .modeling import mixer"),
     (house.arrows, "tests/a.py", "from crosshead.recipes import train"),
     (house.portable, "modeling/a.py", "import math\nimport torch.nn.functional as F\nfrom .b import (\n    c,\n)"),
+    (house.portable, "modeling/a.py", "def f():\n    from .b_triton import c"),
+    (house.portable, "modeling/a_triton.py", "try:\n    import triton\nexcept ImportError:\n    raise"),
+    (house.portable, "modeling/a_triton.py", "from .b_triton import c"),
     (house.lazy, "recipes/a.py", "def f():\n    import datasets"),
     (house.lazy, "recipes/a.py", "if TYPE_CHECKING:\n    from datasets import Dataset"),
     (house.file_length, "evals/a.py", "x = 1\n" * 300),
@@ -109,13 +115,13 @@ def test_file_names_no_machine(path):
 
 @pytest.mark.parametrize(("rule", "path", "text"), named(BROKEN))
 def test_rule_catches(rule, path, text):
-    extra = {"siblings": {"__init__", "a", "b"}} if rule is house.portable else {}
+    extra = {"siblings": {"__init__", "a", "b", "b_triton"}} if rule is house.portable else {}
     assert rule(Source(path, text), **extra)
 
 
 @pytest.mark.parametrize(("rule", "path", "text"), named(FINE))
 def test_rule_lets_pass(rule, path, text):
-    extra = {"siblings": {"__init__", "a", "b"}} if rule is house.portable else {}
+    extra = {"siblings": {"__init__", "a", "b", "b_triton"}} if rule is house.portable else {}
     assert rule(Source(path, text), **extra) == []
 
 

@@ -1,0 +1,215 @@
+"""Attention for chosen queries alone on a GPU, by Triton: `routed_attention` asks for it where that can run.
+
+Each head meets the keys with the queries that chose it alone, forward and backward; the scores of a block never leave
+the chip, and of the weights the backward pass needs one number for each query. Nothing waits for the GPU to say how
+many queries there are, and to autograd and `torch.compile` the whole is one operator, named after this module because
+each copy of the code that a process loads, with a published model, needs its own.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+try:  # what looks through this file for packages that it must have passes over a `try`
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .routed_gradients_triton import key_gradients, query_gradients
+from .routed_kernels_triton import attend, list_tokens
+from .visible_triton import seen_keys
+from .where_triton_runs import product_precision
+
+NAMESPACE = re.sub(r"\W", "_", __name__)
+MOST_TOKENS = 4096
+"""That one program looks at at once."""
+FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+"""What the factors of products are, by the dtype of queries, keys and values."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How many queries and keys meet at a time, and by how many warps."""
+
+    queries: int
+    keys: int
+    warps: int
+
+
+TILES = {
+    64: (Tile(128, 64, 4), Tile(64, 64, 4)),
+    128: (Tile(128, 64, 8), Tile(64, 64, 8)),
+    256: (Tile(64, 32, 4), Tile(32, 32, 4)),
+}
+"""Of the forward and the backward pass in half precision, up to so many features; for an H100."""
+
+
+def tiles_of(features: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """Those of the forward and of the backward pass."""
+    forward, backward = TILES[min((size for size in TILES if size >= features), default=max(TILES))]
+    if dtype == torch.float32:
+        small = [Tile(min(tile.queries, 64) // 2, tile.keys // 2, tile.warps) for tile in (forward, backward)]
+        return small[0], small[1]
+    return forward, backward
+
+
+@dataclass(frozen=True)
+class RoutedCall:
+    """Queries (B, H, T, d), keys and values (B, groups, S, d), a mask (B, T, S) or none, as kernels take them."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scaling: float
+    causal: bool
+
+    @cached_property
+    def heads(self) -> list[torch.Tensor]:
+        """Queries, keys and values, the features of each one behind the other."""
+        return [x if x.stride(3) == 1 else x.contiguous() for x in (self.query, self.key, self.value)]
+
+    @property
+    def features(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.query.shape[3], self.value.shape[3]
+
+    def tiles(self) -> tuple[Tile, Tile]:
+        """Of the forward and of the backward pass."""
+        return tiles_of(max(self.features), self.query.dtype)
+
+    def spans(self) -> torch.Tensor:
+        """The `seen_keys` of the mask; empty without one."""
+        if self.mask is None:
+            return torch.empty(0, dtype=torch.int32, device=self.query.device)
+        return seen_keys(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
+
+    def rest(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
+        """From the mask on, what all kernels take."""
+        (batch, count, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
+        mask, strides = spans, [stride for x in self.heads for stride in x.stride()[:3]]
+        if self.mask is None:  # then it is not read
+            strides += (0, 0)
+        else:
+            mask = self.mask if self.mask.stride(2) == 1 else self.mask.contiguous()
+            strides += mask.expand(batch, -1, -1).stride()[:2]
+        sizes = (queries, keys, count, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
+        padded = (max(16, triton.next_power_of_2(size)) for size in self.features)
+        dtype = self.query.dtype
+        formats = FACTORS[dtype], product_precision(dtype)
+        return (mask, *strides, *sizes, *self.features, *padded, tile.queries, tile.keys, *formats)
+
+
+def attend_chosen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    chosen: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> torch.Tensor:
+    """Outputs (B, T, H, d) of `routed_attention`, in the dtype of autocast where that is on; the mask: (B, T, S)."""
+    kind = value.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    heads = [x.to(dtype) for x in (query, key, value)]
+    return routed(*heads, chosen, mask, scaling, causal)[0]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
+def routed(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    chosen: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> list[torch.Tensor]:
+    """Outputs (B, T, H, d), and what the backward pass needs: norms, tokens, places and spans."""
+    call = RoutedCall(query, key, value, mask, scaling, causal)
+    (batch, heads, queries, _), device = query.shape, query.device
+    output = value.new_zeros(batch, queries, heads, value.shape[3])
+    norms = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    tokens = torch.empty(batch, heads, queries, dtype=torch.int32, device=device)
+    places = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
+    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+        spans, tile = call.spans(), call.tiles()[0]
+        lists, sizes = (tokens, places, spans), (queries, heads, batch * queries)
+        list_tokens[(batch * heads,)](
+            chosen.contiguous(), spans, tokens, places, *sizes, mask is not None, _part(queries)
+        )
+        grid = (triton.cdiv(queries, tile.queries), batch * heads)
+        attend[grid](*call.heads, output, norms, *lists, *call.rest(spans, tile), num_warps=tile.warps)
+    return [output, norms, *lists]
+
+
+@torch.library.custom_op(f"{NAMESPACE}::gradients", mutates_args=())
+def _gradients(
+    given: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    output: torch.Tensor,
+    norms: torch.Tensor,
+    tokens: torch.Tensor,
+    places: torch.Tensor,
+    spans: torch.Tensor,
+    scaling: float,
+    causal: bool,
+) -> list[torch.Tensor]:
+    call = RoutedCall(query, key, value, mask, scaling, causal)
+    (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
+    given, shifts, tile = given.contiguous(), torch.empty_like(norms), call.tiles()[1]
+    to_query = query.new_zeros(batch, queries, heads, size)
+    to_key, to_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    lists, rest = (tokens, places, spans), call.rest(spans, tile)
+    with torch.cuda.device_of(query):
+        grid = (triton.cdiv(queries, tile.queries), batch * heads)
+        tensors = (*call.heads, output, norms, given, shifts, to_query)
+        query_gradients[grid](*tensors, *lists, *rest, num_warps=tile.warps)
+        grid = (triton.cdiv(keys, tile.keys), batch * groups)
+        tensors = (*call.heads, norms, given, shifts, to_key, to_value)
+        key_gradients[grid](*tensors, *lists, *rest, _part(queries), num_warps=tile.warps)
+    return [to_query.transpose(1, 2), to_key, to_value]
+
+
+def _part(tokens: int) -> int:
+    return min(MOST_TOKENS, triton.next_power_of_2(tokens))
+
+
+@routed.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, *rest: Any) -> Any:
+    batch, heads, queries, _ = query.shape
+    return [
+        value.new_empty(batch, queries, heads, value.shape[3]),
+        query.new_empty(batch, heads, queries, dtype=torch.float32),
+        query.new_empty(batch, heads, queries, dtype=torch.int32),
+        query.new_empty(batch, heads, queries + 1, dtype=torch.int32),
+        query.new_empty((0,) if rest[0] is None else (3, batch, 1, queries), dtype=torch.int32),
+    ]
+
+
+@_gradients.register_fake
+def _(given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+    batch, heads, queries, size = query.shape
+    to_query = query.new_empty(batch, queries, heads, size).transpose(1, 2)
+    return [to_query, key.new_empty(key.shape), value.new_empty(value.shape)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    query, key, value, _, mask, ctx.scaling, ctx.causal = inputs
+    ctx.save_for_backward(query, key, value, mask, *output)
+    ctx.set_materialize_grads(False)  # nothing comes back to what only the backward pass reads
+
+
+def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
+    return (*_gradients(grads[0], *ctx.saved_tensors, ctx.scaling, ctx.causal), None, None, None, None)
+
+
+routed.register_autograd(_backward, setup_context=_keep)

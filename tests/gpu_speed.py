@@ -1,0 +1,210 @@
+"""The kernels on a GPU: that they are exact, then what they take beside their rivals.
+
+usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS]
+
+Random calls in float32 and bfloat16 are compared with the plain computation in float64, outputs and gradients. Then
+the cases of `crosshead bench attention` that name `mixture` or `talking` are measured, in turn with their rivals: as
+called, which is what a loop of calls takes, and by the GPU's own clock once the work has been handed over, which is
+what the kernels take. Prints tables, writes all figures, and exits with 1 where a call differs; without a GPU or
+without Triton it says so and exits with 0.
+"""
+
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosshead.evals.bench_case import TIME, Case, placed
+from crosshead.evals.bench_mixture import CASES as MIXTURE
+from crosshead.evals.bench_pairs import Reading, Run, in_turn
+from crosshead.evals.bench_run import bench, bench_lines
+from crosshead.evals.bench_talking import CASES as TALKING
+from crosshead.modeling.eager import repeat_heads
+from crosshead.modeling.mixer import AttentionCall
+from crosshead.modeling.routed_attention import routed_attention
+from crosshead.modeling.talking_operator import talking_attention
+from crosshead.modeling.where_triton_runs import runs_triton
+
+CALLS = 30
+"""Random ones of each mechanism and dtype."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+"""Of the norm of what differs, beside the norm of what is wanted."""
+SCALING = 0.2
+LONGER = 8192
+LEAD = 20_000_000
+"""Cycles that the GPU waits, so that work is handed over before it begins: some 10 ms."""
+Call = Callable[..., torch.Tensor]
+Checked = tuple[Call, Call, list[torch.Tensor]]
+"""Ours and the plain computation, and the inputs of both that have gradients."""
+
+
+def a_mask(sizes: tuple[int, int], length: int, device: str) -> torch.Tensor | None:
+    """None for causal, padding on either side, a window or documents: (B, 1, T, T), and every token sees itself."""
+    causal = torch.ones(*sizes, length, dtype=torch.bool, device=device).tril()[:, None]
+    places, kind = torch.arange(length, device=device), random.choice(("causal", "padded", "window", "documents"))
+    if kind == "causal":
+        return None
+    if kind == "window":
+        return causal.triu(-random.randint(1, length))
+    if kind == "padded":
+        real = places >= torch.randint(0, length, (sizes[0], 1), device=device)
+        real = real if random.random() < 0.5 else real.flip(1)
+        return causal & (real[:, None, None, :] | (places[:, None] == places))
+    document = (torch.rand(sizes[0], length, device=device) < 4 / length).cumsum(-1)
+    return causal & (document[:, None, :, None] == document[:, None, None, :])
+
+
+def drawn(device: str, longest: int) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+    """Query, key and value in float64, a mask, and which keys each query sees."""
+    batch, groups, length = random.randint(1, 2), random.randint(1, 4), random.randint(2, longest)
+    heads, size = groups * random.choice((1, 2, 4)), random.choice((20, 64, 128))
+    shapes = ((batch, heads, length, size), (batch, groups, length, size), (batch, groups, length, size))
+    inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
+    mask = a_mask((batch, length), length, device)
+    causal = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device).tril()
+    return inputs, mask, causal if mask is None else mask
+
+
+def a_mixture(device: str, longest: int) -> Checked:
+    """Attention of chosen queries; to some heads nothing is routed, to others everything."""
+    inputs, mask, seen = drawn(device, longest)
+    batch, heads, length, _ = inputs[0].shape
+    shares = torch.tensor(random.choices((0.0, 0.5, 0.75, 1.0), k=heads), device=device)
+    chosen = torch.rand(batch, length, heads, device=device) < shares
+    call = AttentionCall(_unused, False, mask, SCALING, 0.0, plain=True)
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
+
+    return lambda q, k, v: routed_attention(q, k, v, chosen, 0, call), plain, inputs
+
+
+def a_talking(device: str, longest: int) -> Checked:
+    """Attention with mixed heads, some with maps of each query and key."""
+    inputs, mask, seen = drawn(device, longest)
+    batch, heads, length, _ = inputs[0].shape
+    own = random.random() < 0.5
+    of_queries = (batch, length) if own else (1, 1)
+    maps = [torch.randn(*of_queries, heads, heads, device=device) / heads for _ in range(2)]
+    more = [torch.randn(batch, length, heads, heads, device=device) / heads if own else None for _ in range(2)]
+
+    def mixed(x: torch.Tensor, stage: int) -> torch.Tensor:
+        found = torch.einsum("btij,bjts->bits", maps[stage].to(x.dtype).expand(batch, length, -1, -1), x)
+        of_keys = more[stage]
+        return found if of_keys is None else found + torch.einsum("bsij,bjts->bits", of_keys.to(x.dtype), x)
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        logits = mixed(SCALING * query @ repeat_heads(key, heads).transpose(2, 3), 0)
+        weights = mixed(logits.masked_fill(~seen, -torch.inf).softmax(-1), 1)
+        return (weights @ repeat_heads(value, heads)).transpose(1, 2)
+
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return talking_attention(query, key, value, maps[0], more[0], maps[1], more[1], mask, SCALING, True)
+
+    return ours, plain, inputs
+
+
+def _unused(*_: torch.Tensor) -> Any:
+    raise NotImplementedError
+
+
+def error(checked: Checked, dtype: torch.dtype) -> float:
+    """The greatest relative error of the outputs and of a gradient."""
+    ours, plain, exact = checked
+    inputs = [x.to(dtype).requires_grad_() for x in exact]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found, expected = ours(*inputs), plain(*exact)
+    given = torch.randn_like(expected).to(dtype)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, inputs, given), torch.autograd.grad(expected, exact, given.double()), strict=True
+    )
+    least = 0.01 * given.double().norm()  # some gradients are zero, but for rounding
+    return max(((mine - theirs).norm() / (theirs.norm() + least)).item() for mine, theirs in pairs)
+
+
+MAKERS: dict[str, Callable[[str, int], Checked]] = {"mixture": a_mixture, "talking": a_talking}
+
+
+def checks(device: str, longest: int, calls: int) -> Iterator[tuple[str, float, bool]]:
+    """The worst error of each mechanism and dtype, and whether that is too great."""
+    for mechanism, make in MAKERS.items():
+        for dtype, tolerance in TOLERANCES.items():
+            random.seed(0)
+            torch.manual_seed(0)
+            errors = [error(make(device, longest), dtype) for _ in range(calls)]
+            worst = max(errors) if all(x == x for x in errors) else float("nan")
+            yield f"{mechanism} {str(dtype).removeprefix('torch.')}", worst, worst < tolerance
+
+
+def cases() -> list[Case]:
+    """Those of both mechanisms, and mixture's at the greater length too."""
+    wanted = [case for case in MIXTURE if "cuda" in case.targets]
+    longer = [
+        replace(case, name=case.name.replace("4096", str(LONGER)), what=case.what.replace("4096", str(LONGER)))
+        for case in wanted
+        if case.name.endswith("4096")
+    ]
+    longer = [replace(case, shape=dict(case.shape) | {"tokens": LONGER}) for case in longer]
+    return [*{case.name: case for case in (*wanted, *longer)}.values(), *TALKING]
+
+
+def by_the_gpu(run: Run) -> Reading:
+    """A run's seconds by the GPU's clock; as long as the work is handed over sooner than it waits."""
+    run()
+
+    def read() -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LEAD)
+        start.record()
+        run()
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    return read
+
+
+def queued(report: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The timed cases of a report once more, by the GPU's clock."""
+    found = {}
+    for case in cases():
+        if case.measured == TIME:
+            with placed("cuda"):
+                ours, rival = (by_the_gpu(side) for side in case.pair())
+                figures = report["cases"][case.name] | in_turn(ours, rival, rounds)
+            target = figures["target"]
+            found[case.name] = figures | {"met": None if target is None else figures["median_ratio"] <= target}
+    return {"device": "cuda, queued", "cases": found}
+
+
+def main(out: Path, rounds: int) -> int:
+    """Check, measure, print and write."""
+    if not torch.cuda.is_available() or not runs_triton(torch.zeros(1, device="cuda")):
+        print("no CUDA device, no Triton, or no CROSSHEAD_TRITON=1: nothing checked")
+        return 0
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found = list(checks("cuda", 700, CALLS))
+    for name, worst, holds in found:
+        print(f"{name:20} {worst:.2e} {'ok' if holds else 'DIFFERS'}", flush=True)
+    called = bench(cases(), rounds, "cuda")
+    by_its_clock = queued(called, rounds)
+    for report in (called, by_its_clock):
+        print("", *bench_lines(report), sep="\n", flush=True)
+    report = {"checks": {name: worst for name, worst, _ in found}, "called": called, "queued": by_its_clock}
+    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(holds for *_, holds in found) else 1
+
+
+if __name__ == "__main__":
+    if len(sys.argv) not in (2, 3):
+        raise SystemExit(__doc__)
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 20))
