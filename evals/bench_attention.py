@@ -1,6 +1,7 @@
 """One attention call, of a mechanism or of the library, on random queries, keys and values."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,8 @@ from .bench_pairs import Run
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query, key and value (B, heads, T, d) to outputs (B, T, H, d)."""
 SEED = 0
+COLD_BYTES = 2**28
+"""Of the rival's keys and values, in all turns together: more than a processor's cache holds."""
 
 
 def attention(
@@ -52,6 +55,18 @@ def stock(
     """As a stock model attends with "sdpa": query heads may share keys."""
     layer: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
     return sdpa_attention_forward(layer, query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
+
+
+def layers_in_turn(
+    batch: int, heads: int, tokens: int, head_dim: int, rivals: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of as many layers as are cold by the time that their turn comes again, as in a model.
+
+    `rivals` are the heads of the rival, which has as many layers.
+    """
+    size, held = (batch, heads, tokens, head_dim), torch.get_default_dtype().itemsize
+    turns = max(1, -(-COLD_BYTES // (2 * batch * rivals * tokens * head_dim * held)))
+    return cycle([(torch.randn(size), torch.randn(size)) for _ in range(turns)])
 
 
 def mixed(mixer: Mixer, states: HeadStates, mask: torch.Tensor | None = None, eager: bool = False) -> torch.Tensor:

@@ -1,12 +1,9 @@
 """`explicit` with half the component heads, decoding one token, beside stock attention on all heads.
 
-The keys and values of several layers take turns, as in a model: by the time a layer's turn comes again, nothing of it
-is left in the processor's cache. Without a mask, the library has stock attention's query heads share keys inside the
-kernel, which on a CPU is slow; with one, as for a padded batch, it repeats the keys.
+Without a mask, the library has stock attention's query heads share keys inside the kernel, which on a CPU is slow;
+with one, as for a padded batch, it repeats the keys.
 """
 
-from collections.abc import Iterator
-from itertools import cycle
 from typing import Any
 
 import torch
@@ -14,21 +11,18 @@ import torch
 from crosshead.modeling.explicit import Explicit
 from crosshead.modeling.mixer import HeadLayout, HeadStates
 
-from .bench_attention import SEED, mixed, stock
+from .bench_attention import SEED, layers_in_turn, mixed, stock
 from .bench_case import TOLD, Case
 from .bench_models import SHAPE, model, next_token
 from .bench_models import STOCK as STOCK_MODEL
 from .bench_pairs import Run
 
-COLD_BYTES = 2**28
-"""Of the rival's keys and values, in all turns together: more than a processor's cache holds."""
 HEADS = {
     "grouped": {"query_heads": 32, "key_value_heads": 8, "head_dim": 128},
     "ungrouped": {"query_heads": 16, "key_value_heads": 16, "head_dim": 64},
     "few": {"query_heads": 14, "key_value_heads": 2, "head_dim": 64},
 }
 STOCK = "stock sdpa attention on all heads"
-TURNS = Iterator[tuple[torch.Tensor, torch.Tensor]]
 
 
 def decoding(
@@ -37,10 +31,8 @@ def decoding(
     """Attention of one query; the combination of half as many components is part of ours."""
     torch.manual_seed(SEED)
     query = torch.randn(batch, query_heads, 1, head_dim)
-    rival = 2 * batch * key_value_heads * tokens * head_dim * query.element_size()
     heads = key_value_heads // 2 if ours else key_value_heads
-    size, turns = (batch, heads, tokens, head_dim), max(1, -(-COLD_BYTES // rival))
-    past: TURNS = cycle([(torch.randn(size), torch.randn(size)) for _ in range(turns)])
+    past = layers_in_turn(batch, heads, tokens, head_dim, rivals=key_value_heads)
     settings = {"on": ["key", "value"], "key_heads": heads, "value_heads": heads, "norm": False}
     explicit = Explicit(HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim), settings)
     for scalars in explicit.parameters():

@@ -22,14 +22,19 @@ def routed(
     """Attention of the queries that are routed to, or of all."""
     if not ours:
         return attention(dense, tokens, heads, head_dim, gradients)
-    settings = Mixture.complete({"active_heads": active, "shared_heads": shared, "router": "query_norm"})
-    mixture = Mixture(HeadLayout(heads * head_dim, heads, heads, head_dim, output_heads=heads), settings)
+    mixture = router(heads, head_dim, active, shared)
     gates = routes(tokens, heads, active, shared)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return mixed(mixture, HeadStates(query, key, query, key, value, gates=gates))
 
     return attention(attend, tokens, heads, head_dim, gradients)
+
+
+def router(heads: int, head_dim: int, active: int, shared: int) -> Mixture:
+    """A layer's."""
+    settings = Mixture.complete({"active_heads": active, "shared_heads": shared, "router": "query_norm"})
+    return Mixture(HeadLayout(heads * head_dim, heads, heads, head_dim, output_heads=heads), settings)
 
 
 def routes(tokens: int, heads: int, active: int, shared: int) -> torch.Tensor:

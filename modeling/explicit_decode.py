@@ -8,6 +8,7 @@ Here queries are scaled, and stand by the combined head that they share: (B, h, 
 for one token.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,14 @@ class Components:
     """Keys or values: (B, heads, S, d), and the scalars (h, heads) that combine them, None where nothing does."""
 
     heads: torch.Tensor
+    scalars: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class OneSequence:
+    """The same without the first dimension: heads (S, d), which may lie anywhere."""
+
+    heads: Sequence[torch.Tensor]
     scalars: torch.Tensor | None
 
 
@@ -67,11 +76,11 @@ def attend_to_components(
         return _at_once(query, keys, values, scale, mask)
     parts = []
     for row in range(len(query)):  # a sequence at a time: its logits are still in the cache when they are used
-        row_keys = Components(keys.heads[row], keys.scalars)
-        row_values = Components(values.heads[row], values.scalars)
+        row_keys = OneSequence(list(keys.heads[row]), keys.scalars)
+        row_values = OneSequence(list(values.heads[row]), values.scalars)
         row_scale = None if scale is None else scale[row]
         row_mask = None if mask is None else mask.expand(len(query), -1, -1, -1)[row]
-        parts.append(_in_blocks(query[row], row_keys, row_values, row_scale, row_mask, blocks))
+        parts.append(in_blocks(query[row], row_keys, row_values, row_scale, row_mask, blocks))
     return torch.stack(parts)
 
 
@@ -87,17 +96,18 @@ def _at_once(
     return unfold_outputs(torch.matmul(weights, values.heads), values.scalars)
 
 
-def _in_blocks(
+def in_blocks(
     query: torch.Tensor,
-    keys: Components,
-    values: Components,
+    keys: OneSequence,
+    values: OneSequence,
     scale: torch.Tensor | None,
     mask: torch.Tensor | None,
     blocks: Blocks,
 ) -> torch.Tensor:
-    """The same of one sequence, without its dimension. Components are read where they lie, each once."""
+    """The same of one sequence, (h, rows, d) of queries. Components are read where they lie, each once."""
     rows = fold_queries(query[None], keys.scalars)[0].unsqueeze(1).expand(-1, blocks.count, -1, -1)
-    pairs = list(zip(rows, blocks.cut(keys.heads, 1), strict=True))  # of (blocks, rows, d) and (blocks, d, keys)
+    parts = [blocks.cut(head, 0) for head in keys.heads]
+    pairs = list(zip(rows, parts, strict=True))  # of (blocks, rows, d) and (blocks, d, keys)
     logits = _summed(pairs) if keys.scalars is not None else torch.cat([torch.bmm(*pair) for pair in pairs], dim=1)
     logits = _settled(
         logits.unflatten(1, (len(query), -1)),
@@ -110,11 +120,11 @@ def _in_blocks(
     weights = weights.to(query.dtype)
     if values.scalars is not None:
         weights, shares = weights.flatten(1, 2).unsqueeze(1), shares.flatten(1, 2).unsqueeze(1)
-    heads = blocks.cut(values.heads, 1).transpose(2, 3)  # (components, blocks, keys, d)
     met = []
-    for index, head in enumerate(heads):  # every row meets every component, or else a head's rows their own
+    for index, head in enumerate(values.heads):  # every row meets every component, or else a head's rows their own
         of_head = index % weights.shape[1]
-        met.append((torch.bmm(weights[:, of_head], head) * shares[:, of_head]).sum(0))
+        products = torch.bmm(weights[:, of_head], blocks.cut(head, 0).transpose(1, 2))  # (blocks, rows, d)
+        met.append((products * shares[:, of_head]).sum(0))
     return unfold_outputs(torch.stack(met)[None], values.scalars)[0]
 
 

@@ -2,9 +2,10 @@
 
 linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
 identity and `G` as zero, so that a model starts exactly as it was. The map comes before QK-norm and RoPE, so the
-cache holds mapped heads and attention itself is untouched: every backend works. With `explicit`, whichever of the two
-comes first in the config, components are mapped and then combined, since the cache holds components. The gate form
-lowers quality in the paper and is here for the comparison; so is the random start.
+cache holds mapped heads and attention itself is untouched: every backend works. In evaluation, the linear form is
+folded into the projection where this mechanism is the layer's first (`folded_projection.py`). With `explicit`,
+whichever of the two comes first in the config, components are mapped and then combined, since the cache holds
+components. The gate form lowers quality in the paper and is here for the comparison; so is the random start.
 
 Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 """
@@ -108,8 +109,14 @@ class Knocking(Mixer):
         }
         return sum(heads[target] * weight_count(knock) for target, knock in self.named_children())
 
+    def linear_map(self, side: str) -> nn.Module | None:
+        """The linear form of a target."""
+        return getattr(self, side) if self.settings["form"] == "linear" and side in self.settings["on"] else None
+
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""
         for target, knock in self.named_children():
+            if target in states.folded:
+                continue
             heads = getattr(states, target).transpose(1, 2)  # (B, T, heads, d), as the projection leaves it
             setattr(states, target, knock(heads).transpose(1, 2))

@@ -1,7 +1,7 @@
 """The one attention forward of all backbones: projection, mechanisms, positions, cache, attention, output."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from .eager import eager_attention
+from .folded_projection import FoldedProjection, folds
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
 from .mixer import MASKED_HERE, Attended, AttentionCall, HeadStates, Mixer
@@ -51,6 +52,7 @@ class MixedAttention(nn.Module):
             divides = any(mixer.divides_keys for mixer in self._mixers())
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
             self.k_norm = (HeadScaleRMSNorm if divides else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
+        self._folded = {side: FoldedProjection() for side in ("query", "key", "value")}
 
     def _mixers(self) -> list[Mixer]:
         return list(self.mixers.values())  # type: ignore[arg-type]
@@ -93,9 +95,31 @@ class MixedAttention(nn.Module):
 
     def _project(self, hidden: torch.Tensor) -> HeadStates:
         sides = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}
-        heads = {side: projection(hidden) for side, projection in sides.items()}
-        heads = {side: split_heads(x, x.shape[-1] // self.head_dim) for side, x in heads.items()}
-        return HeadStates(hidden=hidden, memory=hidden, **heads)
+        folded: set[str] = set()
+        heads: dict[str, torch.Tensor] = {}
+        for side, projection in sides.items():
+            behind = None if self.training else self._mixers()[0].linear_map(side)
+            if behind is not None and folds(projection, behind):
+                folded.add(side)
+                x = self._folded[side](projection, behind, self.head_dim, hidden)
+            else:
+                x = projection(hidden)
+            heads[side] = split_heads(x, x.shape[-1] // self.head_dim)
+        return HeadStates(hidden, hidden, heads["query"], heads["key"], heads["value"], folded=frozenset(folded))
+
+    def train(self, mode: bool = True) -> Self:
+        """What was folded for evaluation is let go."""
+        self._unfold()
+        return super().train(mode)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        """The same where weights move."""
+        self._unfold()
+        return super()._apply(fn, recurse)
+
+    def _unfold(self) -> None:
+        for folded in self._folded.values():
+            folded.clear()
 
     def _place(self, states: HeadStates, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
         if hasattr(self, "q_norm"):

@@ -63,6 +63,8 @@ class HeadStates:
     """(B, T, heads): how much each head's output counts."""
     router_scores: torch.Tensor | None = None
     """(B, T, routed heads): the probabilities that the gates were made of."""
+    folded: frozenset[str] = frozenset()
+    """Of "query", "key", "value": whose `linear_map` the projection has applied already."""
 
 
 Attended = tuple[torch.Tensor, torch.Tensor | None]
@@ -196,6 +198,13 @@ class Mixer(nn.Module):
     def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """How much of each value is in each head output, from the weights (B, maps, T, S) that attention returns."""
         return weights
+
+    def linear_map(self, side: str) -> nn.Module | None:
+        """What it does to each head of "query", "key" or "value" in `on_projected`, where that is one linear map.
+
+        The layer may fold it into the projection if this mechanism is its first, and says so in `states.folded`.
+        """
+        return None
 
     def on_projected(self, states: HeadStates) -> None:
         """Queries, keys and values are projected."""

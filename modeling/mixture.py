@@ -6,7 +6,8 @@ two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 
 `softmax(||q_i|| / std(||q||))` over the routed heads, shared heads simply count. `gate_scale` "unit" renormalises
 so that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate
 1 or 0 and passes its gradient straight through to the score, the formula's gate, of the heads that count; the scale
-means nothing to it. This file computes every head and multiplies, except where skipping pays: `routed_attention.py`.
+means nothing to it. This file computes every head and multiplies, except where skipping pays: `routed_attention.py`
+and, for the next token of a long text, `routed_decode.py`.
 
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 but for the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
@@ -35,6 +36,7 @@ from .mixer import (
 from .numerics import widened
 from .options import Choice, Count, Number, Option
 from .routed_attention import pays, routed_attention
+from .routed_decode import attend_to_needed, reads_less
 
 
 class RouterMap(LinearLeaf):
@@ -174,11 +176,16 @@ class Mixture(Mixer):
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended | None:
         """By the queries that count alone, where that is sooner."""
-        share = self.settings["active_heads"] / self.layout.output_heads
-        if states.gates is None or not pays(states.query, states.key, share, call):
+        if states.gates is None:
             return None
-        chosen = states.gates != 0
-        return routed_attention(states.query, states.key, states.value, chosen, self.shared_heads, call), None
+        heads, chosen = (states.query, states.key, states.value), states.gates != 0
+        if reads_less(states.query, states.key, call):
+            output = attend_to_needed(*heads, chosen, call)
+            return None if output is None else (output, None)
+        share = self.settings["active_heads"] / self.layout.output_heads
+        if not pays(states.query, states.key, share, call):
+            return None
+        return routed_attention(*heads, chosen, self.shared_heads, call), None
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Weigh each head's output."""

@@ -68,9 +68,9 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
 
 @app.command()
 def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
-    """Decoding one token with `explicit`, half as many component heads as KV heads; beside stock attention on all.
+    """Decoding one token with `explicit`, or with `mixture`; beside stock attention on all heads.
 
-    Each name is a figure, with the tokens that the new one meets:
+    Each name is a figure, with the tokens that the new one meets. `explicit` has half as many components as KV heads.
 
     \b
     grouped-128, grouped-512, grouped-2k, grouped-8k, grouped-32k
@@ -87,6 +87,9 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
         a whole model with two layers of 1024, 32 query heads and 8 KV heads of 128; beside the stock model
     cache
         bytes of that model's cache
+    mixture-2k, mixture-8k, mixture-32k
+    mixture-2k-batch-8, mixture-8k-batch-8, mixture-32k-batch-8
+        `mixture` with 8 of 16 heads of 64 active, 4 of them always
 
     A figure takes a quarter of a minute on two cores, all of them seven minutes, and 5 GB of memory. Times mean
     something only where nothing else runs. For example:

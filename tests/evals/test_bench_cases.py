@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crosshead.evals import bench_explicit, bench_mixture, bench_models
+from crosshead.evals import bench_attention, bench_mixture, bench_models
 from crosshead.evals.bench_attention import attention, dense, stock
 from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, placed
 from crosshead.evals.bench_cases import ATTENTION, DECODE
-from crosshead.modeling import explicit_decode, routed_attention
+from crosshead.modeling import explicit_decode, routed_attention, routed_decode
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
 CASES = {case.name: case for case in (*ATTENTION, *DECODE)}
@@ -57,7 +57,7 @@ def test_the_targets_are_those_that_were_set():
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured != MEMORY])
 def test_both_sides_run(name, monkeypatch):
-    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 1)
+    monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
     for run in small(name).pair():
         run()
         run()
@@ -111,7 +111,7 @@ def test_talking_in_blocks_is_eager_talking(name):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_explicit_attends_to_components(padded, monkeypatch):
-    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 1)
+    monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
     case, seen = small("grouped-8k", padded=padded), {}
     attend = explicit_decode.attend_to_components
     names = ("rows", "keys", "values", "scale", "mask")
@@ -131,10 +131,21 @@ def test_explicit_attends_to_components(padded, monkeypatch):
     torch.testing.assert_close(found, stock(query, keys, values, seen["mask"]), rtol=1e-3, atol=1e-4)
 
 
+def test_mixture_leaves_heads_unread(monkeypatch):
+    monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
+    monkeypatch.setattr(explicit_decode, "BLOCK", 8)
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 8)
+    ours, rival = small("mixture-8k-batch-8").pair()
+    found, wanted = ours(), rival()
+    read = found.abs().sum((0, 1, 3)) > 0
+    assert read.sum() == 8 and read[:4].all()
+    torch.testing.assert_close(found, wanted * read[:, None])
+
+
 def test_as_many_places_as_it_takes_to_be_cold(monkeypatch):
     made = []
-    monkeypatch.setattr(bench_explicit, "cycle", lambda turns: made.append(len(turns)) or iter(turns * 9))
-    monkeypatch.setattr(bench_explicit, "COLD_BYTES", 5 * 2 * 8 * 40 * 128 * 4 - 1)
+    monkeypatch.setattr(bench_attention, "cycle", lambda turns: made.append(len(turns)) or iter(turns * 9))
+    monkeypatch.setattr(bench_attention, "COLD_BYTES", 5 * 2 * 8 * 40 * 128 * 4 - 1)
     small("grouped-8k").pair()
     assert made == [5, 5]
 

@@ -12,6 +12,7 @@ import toys
 from crosshead.conversion.exactness import cache_bytes
 from crosshead.evals.cost import FLOPS, model_cost, on_meta
 from crosshead.evals.cost_report import cost_report
+from crosshead.modeling import mixed_attention
 from crosshead.modeling.knocking import MlpKnock
 
 LENGTH = 9
@@ -64,6 +65,12 @@ def test_parameters_are_those_of_the_built_model(backbone, case):
     idle = sum(count for name, count in held.items() if ".experts." in name) // 2  # two of four are chosen
     assert cost.active_parameters == cost.parameters - idle
     assert bool(idle) == (backbone == "Qwen3Moe")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_folds(monkeypatch):
+    """The cost is that of the mechanisms as such."""
+    monkeypatch.setattr(mixed_attention, "folds", lambda *_: False)
 
 
 @on_every_backbone

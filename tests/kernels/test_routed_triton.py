@@ -2,7 +2,6 @@
 
 import os
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,66 +16,30 @@ import triton.language as tl
 
 import oracle_layers
 from crosshead.modeling import routed_attention, routed_triton
-from crosshead.modeling.mixer import AttentionCall
 from crosshead.modeling.routed_attention import pays
 from crosshead.modeling.routed_triton import Tile, attend_chosen
-from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from routed_cases import (
+    INPUTS,
+    MASKS,
+    MIXTURES,
+    SCALING,
+    SKIPPING,
+    WINDOW,
+    call_of,
+    check,
+    check_layer,
+    logits_and_gradients,
+    logits_in_parts,
+    lower,
+    plain,
+    routes,
+    seen_under,
+    window,
+)
 from toys import mixed_model, tokens
 
-Sizes = tuple[int, int, int]
-"""Sequences, queries and keys of each."""
-MIXTURES = {name: mixers for name, mixers in OPTION_CASES.items() if "mixture" in mixers}
-SKIPPING = {"mixture": {"shared_heads": 1, "active_heads": 2}}
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TILES = (Tile(16, 16, 1), Tile(4, 16, 1), Tile(16, 4, 1))
-
-
-def unused(*_: torch.Tensor) -> Any:
-    raise NotImplementedError
-
-
-def lower(sizes: Sizes) -> torch.Tensor:
-    """The last query sees the last key."""
-    return torch.ones(sizes, dtype=torch.bool).tril(sizes[2] - sizes[1])
-
-
-def padded(sizes: Sizes, left: bool) -> torch.Tensor:
-    real = torch.arange(sizes[2]) < torch.randint(1, sizes[2] + 1, (sizes[0], 1))
-    return lower(sizes) & (real.flip(1) if left else real)[:, None, :]
-
-
-def documents(sizes: Sizes) -> torch.Tensor:
-    """Packed: a token sees its own document; queries are the last of the keys."""
-    document = (torch.rand(sizes[0], sizes[2]) < 0.2).cumsum(-1)
-    return lower(sizes) & (document[:, -sizes[1] :, None] == document[:, None, :])
-
-
-def window(sizes: Sizes) -> torch.Tensor:
-    return lower(sizes).triu(sizes[2] - sizes[1] - random.randint(0, 9))
-
-
-MASKS: dict[str, Callable[[Sizes], torch.Tensor] | None] = {
-    "causal": None,
-    "all": None,
-    "padded left": lambda sizes: padded(sizes, True),
-    "padded right": lambda sizes: padded(sizes, False),
-    "documents": documents,
-    "window": window,
-    "scattered": lambda sizes: torch.rand(sizes) < random.choice((0.02, 0.5)),  # some queries see nothing
-}
-
-
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """All of attention by the book, then zeros where a query was not chosen or sees nothing."""
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    logits = (0.4 * q @ k.transpose(2, 3)).masked_fill(~seen[:, None], torch.finfo(q.dtype).min)
-    counts = chosen & seen.any(-1, keepdim=True)
-    return (logits.softmax(-1) @ v).transpose(1, 2) * counts[..., None]
-
-
-def routes(sizes: Sizes, heads: int) -> torch.Tensor:
-    """Some heads get nothing, some everything, most something."""
-    return torch.rand(sizes[0], sizes[1], heads) < torch.tensor(random.choices((0.0, 0.3, 0.7, 1.0), k=heads))
 
 
 def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -84,18 +47,6 @@ def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype)
     dims = random.choice(((0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims)).to(dtype)
     return whole.permute(*(dims.index(i) for i in range(4))).requires_grad_()
-
-
-def check(found: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, seen: torch.Tensor) -> None:
-    """Outputs and gradients against float64."""
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = plain(*exact, chosen, seen)
-    direction = torch.randn_like(expected).to(found.dtype)
-    ours = torch.autograd.grad(found, inputs, direction)
-    truth = torch.autograd.grad(expected, exact, direction.double())
-    for mine, theirs in zip((found, *ours), (expected, *truth), strict=True):
-        assert mine.dtype == found.dtype
-        assert (mine - theirs).abs().max() <= TOLERANCES[found.dtype] * max(1.0, theirs.abs().max().item())
 
 
 def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
@@ -106,8 +57,8 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     q = heads_of(sizes[0], groups * size, queries, features, dtype)
     k, v = (heads_of(sizes[0], groups, sizes[2], of_side, dtype) for of_side in (features, of_values))
     chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
-    seen = (torch.ones(sizes, dtype=torch.bool) if kind == "all" else lower(sizes)) if mask is None else mask
-    check(attend_chosen(q, k, v, chosen, mask, 0.4, kind != "all"), [q, k, v], chosen, seen)
+    found = attend_chosen(q, k, v, chosen, mask, SCALING, kind != "all")
+    check(found, [q, k, v], chosen, seen_under(kind, sizes, mask), TOLERANCES[dtype])
 
 
 @pytest.fixture(autouse=True)
@@ -144,15 +95,16 @@ def test_many_random_shapes(kind: str, dtype: torch.dtype) -> None:
 def test_nothing_and_everything(chosen: bool) -> None:
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
     routed = torch.full((1, 40, 2), chosen)
-    found = attend_chosen(q, k, v, routed, None, 0.4, True)
+    found = attend_chosen(q, k, v, routed, None, SCALING, True)
     assert bool(found.any()) == chosen
-    check(found, [q, k, v], routed, lower((1, 40, 40)))
+    check(found, [q, k, v], routed, lower((1, 40, 40)), TOLERANCES[q.dtype])
 
 
 def test_a_mask_of_one_sequence_holds_for_all() -> None:
     q, k, v = (torch.randn(3, 2, 20, 8, requires_grad=True) for _ in range(3))
     mask, chosen = window((1, 20, 20)), routes((3, 20, 20), 2)
-    check(attend_chosen(q, k, v, chosen, mask, 0.4, True), [q, k, v], chosen, mask.expand(3, -1, -1))
+    found = attend_chosen(q, k, v, chosen, mask, SCALING, True)
+    check(found, [q, k, v], chosen, mask.expand(3, -1, -1), TOLERANCES[q.dtype])
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
@@ -161,7 +113,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     mask, chosen = lower((1, 64, 64)) & (torch.arange(64) >= 32), torch.ones(1, 64, 1, dtype=torch.bool)
     k[:, :, :32] = v[:, :, :32] = torch.nan
     expected = plain(q[:, :, 32:], k[:, :, 32:], v[:, :, 32:], chosen[:, 32:], lower((1, 32, 32)))
-    found = attend_chosen(q, k, v, chosen, mask, 0.4, True)
+    found = attend_chosen(q, k, v, chosen, mask, SCALING, True)
     torch.testing.assert_close(found[:, 32:], expected)
     assert not found[:, :32].any()
 
@@ -185,7 +137,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 
 
 def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, call = torch.zeros(1, 2, 2048, 64).bfloat16(), AttentionCall(unused, False, None, 0.4, 0.0, plain=True)
+    q, call = torch.zeros(1, 2, 2048, 64).bfloat16(), call_of(None)
     assert not pays(q, q, 0.5, call)  # on a CPU, in half precision
     monkeypatch.setattr(routed_attention, "runs_triton", lambda x: True)
     assert pays(q, q, 0.5, call)
@@ -200,58 +152,26 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", MIXTURES)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[torch.Size]) -> None:
     """Against the oracle, with a mask and without."""
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    layer = Layer("Qwen3", MIXTURES[case], padding or (0, 0), **sizes)
-    layer.attention.config._attn_implementation = "sdpa"
-    mask = None if padding is None else layer.allowed[:, None]
-
-    def run() -> torch.Tensor:
-        output, _ = layer.attention(layer.inputs, (layer.cos, layer.sin), mask)
-        return output
-
-    assert_layer_agrees(layer, run)
+    check_layer(case, heads, padding)
     assert len(asked) == ("differential" not in case)
-
-
-PADDING = torch.tensor([[1] * 12, [0] * 3 + [1] * 9])
-INPUTS: dict[str, dict[str, Any]] = {
-    "causal": {},
-    "padded left": {"attention_mask": PADDING},
-    "padded right": {"attention_mask": PADDING.flip(1)},
-    "packed": {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)},
-}
-WINDOW = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
 
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_model(kind: str, asked: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole model, one layer of which has a window, as the library makes its masks."""
     model = mixed_model("Qwen3", SKIPPING, "sdpa", **WINDOW)
-    inputs = {"input_ids": tokens(2, 12), **INPUTS[kind]}
-    real = INPUTS[kind].get("attention_mask", torch.ones(2, 12)).bool()
-
-    def logits_and_gradients() -> list[torch.Tensor]:
-        logits = model(**inputs, use_cache=False).logits[real]
-        return [logits.detach(), *torch.autograd.grad(logits.square().mean(), [*model.parameters()])]
-
-    found = logits_and_gradients()
+    found = logits_and_gradients(model, kind)
     assert len(asked) == 2
     monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 0.0)
-    for ours, dense in zip(found, logits_and_gradients(), strict=True):
+    for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-5 * max(1.0, dense.abs().max().item()))
     assert len(asked) == 2
 
 
-@torch.no_grad()
 def test_a_prompt_in_parts(asked: list[torch.Size]) -> None:
-    model = mixed_model("Llama", SKIPPING, "sdpa")
-    ids, cache = tokens(2, 12), None
-    found = []
-    for part in ids.split((5, 6, 1), dim=1):
-        output = model(part, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), model(ids).logits, rtol=1e-4, atol=1e-5)
+    model, ids = mixed_model("Llama", SKIPPING, "sdpa"), tokens(2, 12)
+    found = logits_in_parts(model, ids, (5, 6, 1))
+    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
     assert [shape[2] for shape in asked] == [5, 5, 6, 6, 12, 12]
 
 
@@ -260,7 +180,7 @@ def test_autocast_gives_its_dtype() -> None:
     q, k, v = torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8).bfloat16()
     chosen = torch.ones(1, 20, 2, dtype=torch.bool)
     with torch.autocast("cpu", torch.bfloat16):
-        found = attend_chosen(q, k, v, chosen, None, 0.4, True)
+        found = attend_chosen(q, k, v, chosen, None, SCALING, True)
     assert found.dtype == torch.bfloat16
     assert (found - plain(q, k, v.float(), chosen, lower((1, 20, 20)))).abs().max() < 0.05
 

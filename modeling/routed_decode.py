@@ -1,0 +1,47 @@
+"""Decoding under a mixture: the keys and values of heads that no active query head reads are left unread.
+
+A token chooses its heads, so that which of them the cache must give up changes from token to token; they are read
+where they lie, block by block as in `explicit_decode.py`. What a needed head's other readers get counts as little as
+what the heads left out get: the gates are zero.
+"""
+
+import torch
+
+from .explicit_decode import OneSequence, in_blocks, key_blocks
+from .mixer import AttentionCall
+
+LEAST_KEYS = 2048
+"""From here on what is left unread is worth the steps that are added."""
+GREATEST_PART = 0.75
+"""Of the heads that are needed; above, a dense kernel that reads all is as soon done."""
+
+
+def reads_less(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> bool:
+    """Whether this is decoding where heads may be left unread."""
+    if query.device.type != "cpu" or query.shape[2] != 1 or key.shape[2] < LEAST_KEYS:
+        return False
+    if not call.plain or call.dropout or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+        return False
+    return call.mask is None or call.mask.dtype == torch.bool
+
+
+def attend_to_needed(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch.Tensor, call: AttentionCall
+) -> torch.Tensor | None:
+    """Outputs (B, 1, H, d) of one query for each head, zeros of heads left unread; None where most are needed.
+
+    `chosen` (B, 1, H) says which queries count.
+    """
+    needed = chosen.view(len(query), key.shape[1], -1).any(-1)  # (B, heads)
+    blocks = key_blocks(key)
+    if blocks is None or float(needed.float().mean()) > GREATEST_PART:
+        return None
+    rows = (query * call.scaling).reshape(*needed.shape, -1, query.shape[-1])
+    output = value.new_zeros(*rows.shape[:3], value.shape[-1])
+    for sequence, heads in enumerate(needed):
+        read = heads.nonzero().flatten()
+        if len(read):
+            keys, values = (OneSequence([x[sequence, head] for head in read.tolist()], None) for x in (key, value))
+            mask = None if call.mask is None else call.mask.expand(len(query), -1, -1, -1)[sequence]
+            output[sequence, read] = in_blocks(rows[sequence, read], keys, values, None, mask, blocks)
+    return output.flatten(1, 2).unsqueeze(1)

@@ -1,0 +1,161 @@
+"""A linear knock folded into its projection in evaluation: the same outputs, and never those of weights that were."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import toys
+from crosshead.modeling import mixed_attention
+
+LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
+TOKENS = torch.arange(1, 15).view(2, 7)
+
+
+def unfolded(model: Any) -> torch.Tensor:
+    """Logits of the plain path: with gradients, nothing folds."""
+    with torch.enable_grad():
+        return model(TOKENS).logits.detach()
+
+
+def folded(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def holds(model: Any) -> list[list[str]]:
+    """Which sides each layer has folded."""
+    layers = [getattr(layer.self_attn, "_folded", {}) for layer in model.model.layers]
+    return [[side for side, kept in layer.items() if kept._weight is not None] for layer in layers]
+
+
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("case", ("linear", "knocking+mixture", "with components", "one layer"))
+def test_equals_unfolded(backbone: str, case: str) -> None:
+    more = {"with components": {"explicit": {"key_heads": 1, "value_heads": 1}}}.get(case, {})
+    layers = {"layers": [1]} if case == "one layer" else {}
+    mixers = toys.COMPOSITIONS.get(case, {"knocking": LINEAR["knocking"] | layers} | more)
+    model = toys.mixed_model(backbone, mixers)
+    precise = backbone != "Qwen3Moe"  # torch's product for experts knows no float64
+    model, bound = (model.double(), 1e-9) if precise else (model, 1e-4)
+    expected = unfolded(model)
+    for _ in range(2):
+        torch.testing.assert_close(folded(model), expected, rtol=bound, atol=bound)
+    everything = ["query", "key", "value"]
+    assert holds(model) == [[] if case == "one layer" else everything, everything]
+
+
+def test_half_precision() -> None:
+    model = toys.mixed_model("Qwen2", LINEAR).double().eval()
+    expected = unfolded(model)
+    model.bfloat16()
+    plain, ours = ((logits.double() - expected).norm() for logits in (unfolded(model), folded(model)))
+    assert holds(model)[0] and ours <= 1.5 * plain
+
+
+def test_neutral_is_bit_for_bit() -> None:
+    stock = toys.stock_model("Llama").eval()
+    model = toys.mixed_model("Llama", LINEAR)
+    model.load_state_dict(stock.state_dict(), strict=False)
+    for name, weight in model.named_parameters():
+        if "knocking" in name:
+            nn.init.eye_(weight)
+    assert torch.equal(folded(model), folded(stock)) and holds(model)[0]
+
+
+def _in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.model.layers[0].self_attn.mixers["knocking"].value.weight.mul_(1.5)
+
+
+def _by_step(model: Any) -> None:
+    model(TOKENS, labels=TOKENS).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def _by_state(model: Any) -> None:
+    model.load_state_dict({name: tensor + 0.1 for name, tensor in model.state_dict().items()})
+
+
+def _by_data(model: Any) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = module.weight.data * 1.1
+
+
+def _by_data_in_training(model: Any) -> None:
+    model.train()
+    model.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
+    model.eval()
+
+
+@pytest.mark.parametrize("change", (_in_place, _by_step, _by_state, _by_data, _by_data_in_training))
+def test_follows_the_weights(change: Callable[[Any], None]) -> None:
+    model = toys.mixed_model("Llama", LINEAR).double().eval()
+    before = folded(model)
+    change(model)
+    after = folded(model)
+    assert not torch.allclose(after, before)
+    torch.testing.assert_close(after, unfolded(model), rtol=1e-9, atol=1e-9)
+
+
+def test_lets_go() -> None:
+    model = toys.mixed_model("Llama", LINEAR).eval()
+    for let_go in (model.train, model.double, lambda: model.to("meta")):
+        model.eval()
+        folded(model)
+        assert all(holds(model))
+        let_go()
+        assert not any(holds(model))
+
+
+def test_copies_and_files_hold_none_of_it(tmp_path: Path) -> None:
+    model = toys.mixed_model("Llama", LINEAR).eval()
+    names = set(model.state_dict())
+    logits = folded(model)
+    assert set(model.state_dict()) == names
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert not any(holds(twin)) and torch.equal(folded(twin), logits)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    assert torch.equal(folded(loaded), logits)
+
+
+def test_leaves_alone_what_is_watched_wrapped_or_not_first() -> None:
+    model = toys.mixed_model("Llama", LINEAR).eval()
+    first, second = (layer.self_attn for layer in model.model.layers)
+    seen: list[str] = []
+    first.v_proj.register_forward_hook(lambda *_: seen.append("projection"))
+    first.mixers["knocking"].key.register_forward_pre_hook(lambda *_: seen.append("map"))
+    first.q_proj.forward = first.q_proj.forward
+    second.k_proj.__class__ = type("Wrapped", (nn.Linear,), {})
+    folded(model)
+    assert holds(model) == [[], ["query", "value"]] and set(seen) == {"projection", "map"}
+    later = {"mixture": {"active_heads": 3, "router": "query_norm", "shared_heads": 1}} | LINEAR
+    model = toys.mixed_model("Llama", later).eval()
+    folded(model)
+    assert not any(holds(model))
+
+
+def test_inference_mode_and_autocast() -> None:
+    model = toys.mixed_model("Llama", LINEAR).eval()
+    expected = unfolded(model)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(TOKENS).logits, expected)
+    torch.testing.assert_close(folded(model), expected)  # with what was made in inference mode
+    model.eval()
+    with torch.autocast("cpu", torch.bfloat16):
+        folded(model)
+    assert all(kept._weight.dtype == torch.float32 for kept in model.model.layers[0].self_attn._folded.values())
+
+
+def test_nothing_is_mapped_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toys.mixed_model("Llama", LINEAR).double().eval()
+    expected = folded(model)
+    monkeypatch.setattr(mixed_attention, "folds", lambda *_: False)
+    torch.testing.assert_close(folded(model), expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,121 @@
+"""Decoding under `mixture`: heads that nobody needs are not read, and nothing else changes."""
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import StaticCache
+
+from crosshead.modeling import explicit_decode, mixture, routed_attention, routed_decode
+from crosshead.modeling.routed_decode import attend_to_needed, reads_less
+from routed_cases import MASKS, SKIPPING, WINDOW, call_of, check, logits_in_parts, routes, seen_under
+from toys import mixed_model, tokens
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toy lengths are many blocks."""
+    monkeypatch.setattr(explicit_decode, "BLOCK", 3)
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 2)
+
+
+def check_a_random_shape(kind: str, dtype: torch.dtype) -> int:
+    make, groups, size = MASKS[kind], random.randint(1, 4), random.randint(1, 3)
+    sizes = (random.randint(1, 3), 1, random.choice((6, 7, 13, 24, random.randint(6, 60))))
+    q = torch.randn(sizes[0], groups * size, 1, 4).to(dtype).requires_grad_()
+    k = torch.randn(sizes[0], groups, sizes[2], 4).to(dtype).requires_grad_()
+    v = torch.randn(sizes[0], groups, sizes[2], random.choice((4, 6))).to(dtype).requires_grad_()
+    chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
+    if mask is not None:
+        mask = mask | ~mask.any(-1, keepdim=True)  # what sees nothing is the backend's to decide
+    found = attend_to_needed(q, k, v, chosen, call_of(mask))
+    if found is None:
+        return 0
+    if not chosen.any():
+        assert not found.any()
+        return 1
+    check(found * chosen[..., None], [q, k, v], chosen, seen_under(kind, sizes, mask), TOLERANCES[dtype])
+    return 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "all"])
+def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
+    """80 shapes for each of 6 masks and 3 formats, about half of which leave heads unread: 500 at least."""
+    torch.manual_seed(0)
+    random.seed(f"{kind}{dtype}")
+    assert sum(check_a_random_shape(kind, dtype) for _ in range(80)) >= 28
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_what_is_not_needed_is_not_read(head: int) -> None:
+    """There it may hold anything; here it would spoil every sum."""
+    q, (k, v) = torch.randn(2, 8, 1, 4), (torch.full((2, 4, 20, 4), torch.nan) for _ in range(2))
+    k[:, head], v[:, head] = torch.randn(2, 2, 20, 4)
+    chosen = torch.zeros(2, 1, 8, dtype=torch.bool)
+    chosen[0, 0, 2 * head] = True
+    found = attend_to_needed(q, k, v, chosen, call_of(None))
+    assert found is not None and not found.isnan().any()
+    assert found[0, 0, 2 * head].any() and not found[1].any()
+
+
+def test_where_it_pays() -> None:
+    q, k, call = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 20, 8), call_of(None)
+    assert reads_less(q, k, call)
+    assert not reads_less(q.expand(-1, -1, 2, -1), k, call)
+    assert not reads_less(q, k[:, :, :1], call)
+    assert not reads_less(q.to("meta"), k, call)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not reads_less(q, k, call)
+    for facts in ({"plain": False}, {"dropout": 0.1}, {"mask": torch.zeros(1, 1, 1, 20)}):
+        assert not reads_less(q, k, replace(call, **facts))
+    assert attend_to_needed(q, k, k, torch.ones(1, 1, 4, dtype=torch.bool), call) is None
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note the number of keys of each call that left heads unread."""
+    seen: list[int] = []
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor | None:
+        found = attend_to_needed(query, key, *rest)
+        seen.extend([] if found is None else [key.shape[2]])
+        return found
+
+    monkeypatch.setattr(mixture, "attend_to_needed", noted)
+    return seen
+
+
+@pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
+def test_model(changes: dict[str, Any], asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token after a prompt, and as a whole."""
+    model = mixed_model("Qwen3", SKIPPING, "sdpa", num_key_value_heads=4, **changes)
+    ids = tokens(2, 16)
+    found = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
+    assert len(asked) == (6 if changes else 12)  # a window of four keys is read whole
+    torch.testing.assert_close(found, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 1000)
+    torch.testing.assert_close(found, logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1)), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_generation_with_padding_and_a_static_cache(asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mixed_model("Llama", SKIPPING, "sdpa", num_key_value_heads=4)
+    ids, seen = tokens(2, 8), torch.tensor([[1] * 8, [0] * 3 + [1] * 5])
+    options = {"attention_mask": seen, "max_new_tokens": 6, "do_sample": False, "output_logits": True}
+    options |= {"return_dict_in_generate": True, "disable_compile": True}
+
+    def generated(**more: Any) -> torch.Tensor:
+        return torch.stack(model.generate(ids, **options, **more).logits)
+
+    found = generated(), generated(past_key_values=StaticCache(model.config, 20))
+    assert len(asked) == 20
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 1000)
+    monkeypatch.setattr(routed_attention, "LEAST_QUERIES", 1000)
+    expected = generated()
+    for ours in found:
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,140 @@
+"""Attention of chosen queries, whatever computes it: random calls, what they give by the book, and models to try."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from crosshead.modeling.mixer import AttentionCall
+from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from toys import tokens
+
+Sizes = tuple[int, int, int]
+"""Sequences, queries and keys of each."""
+MIXTURES = {name: mixers for name, mixers in OPTION_CASES.items() if "mixture" in mixers}
+MIXTURES["mixture before differential"] = {"mixture": {"shared_heads": 0, "active_heads": 1}, "differential": {}}
+SKIPPING = {"mixture": {"shared_heads": 1, "active_heads": 2}}
+SCALING = 0.4
+
+
+def unused(*_: torch.Tensor) -> Any:
+    raise AssertionError("the backend was asked")
+
+
+def call_of(mask: torch.Tensor | None, causal: bool = True) -> AttentionCall:
+    """As under SDPA; the mask is (B or 1, T, S)."""
+    mask = None if mask is None else mask[:, None]
+    return AttentionCall(unused, eager=False, mask=mask, scaling=SCALING, dropout=0.0, plain=True, causal=causal)
+
+
+def lower(sizes: Sizes) -> torch.Tensor:
+    """The last query sees the last key."""
+    return torch.ones(sizes, dtype=torch.bool).tril(sizes[2] - sizes[1])
+
+
+def padded(sizes: Sizes, left: bool) -> torch.Tensor:
+    """Real tokens may be none on the left, and are one at least on the right."""
+    real = torch.arange(sizes[2]) < torch.randint(0 if left else 1, sizes[2] + 1, (sizes[0], 1))
+    return lower(sizes) & (real.flip(1) if left else real)[:, None, :]
+
+
+def documents(sizes: Sizes) -> torch.Tensor:
+    """Packed: a token sees its own document; queries are the last of the keys."""
+    document = (torch.rand(sizes[0], sizes[2]) < 0.2).cumsum(-1)
+    return lower(sizes) & (document[:, -sizes[1] :, None] == document[:, None, :])
+
+
+def window(sizes: Sizes) -> torch.Tensor:
+    """A query sees few keys before its own."""
+    return lower(sizes).triu(sizes[2] - sizes[1] - random.randint(0, 9))
+
+
+MASKS: dict[str, Callable[[Sizes], torch.Tensor] | None] = {
+    "causal": None,
+    "all": None,
+    "padded left": lambda sizes: padded(sizes, True),
+    "padded right": lambda sizes: padded(sizes, False),
+    "documents": documents,
+    "window": window,
+    "scattered": lambda sizes: torch.rand(sizes) < random.choice((0.02, 0.5)),  # some queries see nothing
+}
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """All of attention by the book, then zeros where a query was not chosen or sees nothing."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    logits = (SCALING * q @ k.transpose(2, 3)).masked_fill(~seen[:, None], torch.finfo(q.dtype).min)
+    counts = chosen & seen.any(-1, keepdim=True)
+    return (logits.softmax(-1) @ v).transpose(1, 2) * counts[..., None]
+
+
+def routes(sizes: Sizes, heads: int, shared: int = 0) -> torch.Tensor:
+    """Some heads get nothing, some everything, most something; the shared ones come first."""
+    share = torch.tensor(random.choices((0.0, 0.1, 0.5, 1.0), k=heads))
+    share[:shared] = 1.0
+    return torch.rand(sizes[0], sizes[1], heads) < share
+
+
+def seen_under(kind: str, sizes: Sizes, mask: torch.Tensor | None) -> torch.Tensor:
+    """What a mask of MASKS, or its absence, lets queries see: (B, T, S)."""
+    if mask is not None:
+        return mask.expand(sizes)
+    return torch.ones(sizes, dtype=torch.bool) if kind == "all" else lower(sizes)
+
+
+def check(
+    found: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, seen: torch.Tensor, tolerance: float
+) -> None:
+    """Outputs and gradients against float64."""
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = plain(*exact, chosen, seen)
+    direction = torch.randn_like(expected).to(found.dtype)
+    ours = torch.autograd.grad(found, inputs, direction)
+    truth = torch.autograd.grad(expected, exact, direction.double())
+    for mine, theirs in zip((found, *ours), (expected, *truth), strict=True):
+        assert mine.dtype == found.dtype
+        assert (mine - theirs).abs().max() <= tolerance * max(1.0, theirs.abs().max().item())
+
+
+def check_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None) -> None:
+    """A layer of so many query and key/value heads against the oracle, with a mask and without."""
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    layer = Layer("Qwen3", MIXTURES[case], padding or (0, 0), **sizes)
+    layer.attention.config._attn_implementation = "sdpa"
+    mask = None if padding is None else layer.allowed[:, None]
+
+    def run() -> torch.Tensor:
+        output, _ = layer.attention(layer.inputs, (layer.cos, layer.sin), mask)
+        return output
+
+    assert_layer_agrees(layer, run)
+
+
+PADDING = torch.tensor([[1] * 12, [0] * 3 + [1] * 9])
+INPUTS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "padded left": {"attention_mask": PADDING},
+    "padded right": {"attention_mask": PADDING.flip(1)},
+    "packed": {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 0, 1, 2]]).expand(2, -1)},
+}
+"""What a model is called with, whose masks the library makes."""
+WINDOW = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+def logits_and_gradients(model: Any, kind: str) -> list[torch.Tensor]:
+    """Of the real tokens of INPUTS."""
+    real = INPUTS[kind].get("attention_mask", torch.ones(2, 12)).bool()
+    logits = model(tokens(2, 12), use_cache=False, **INPUTS[kind]).logits[real]
+    return [logits.detach(), *torch.autograd.grad(logits.square().mean(), [*model.parameters()])]
+
+
+@torch.no_grad()
+def logits_in_parts(model: Any, ids: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
+    """Of a text that the model is given piece by piece, with a cache."""
+    cache, found = None, []
+    for part in ids.split(sizes, dim=1):
+        output = model(part, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+    return torch.cat(found, dim=1)
