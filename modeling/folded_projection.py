@@ -57,8 +57,10 @@ class FoldedProjection:
 
 
 def _product(projection: nn.Linear, behind: nn.Module, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    by_head = projection.weight.detach().unflatten(0, (-1, size)).transpose(1, 2)  # (heads, hidden, size)
-    weight = behind(by_head).transpose(1, 2).flatten(0, 1)
+    """The weight and bias of both; the bias goes through the map as one more column."""
+    columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias.unsqueeze(1)]
+    by_head = torch.cat(columns, dim=1).detach().unflatten(0, (-1, size)).transpose(1, 2)  # (heads, columns, size)
+    mapped = behind(by_head).transpose(1, 2).flatten(0, 1)
     if projection.bias is None:
-        return weight, None
-    return weight, behind(projection.bias.detach().unflatten(0, (-1, size))).flatten()
+        return mapped, None
+    return mapped[:, :-1].contiguous(), mapped[:, -1].contiguous()
