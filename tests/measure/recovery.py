@@ -139,12 +139,12 @@ def main() -> None:
     names = [asked.only] if asked.only else sorted(CASES)
     prepare(asked.model, asked.text, asked.folder, names)
     result = asked.folder / "recovery.json"
-    report = json.loads(result.read_bytes()) if result.exists() else {}
     for name in names:
         wanted = recipe(asked.folder, name, asked.tokens, asked.changes)
         figures = {key: loss(wanted, asked.folder / key) for key in ("source", name)}
         print(f"{name}: {figures[name]:.4f} on held-out text, its source {figures['source']:.4f}", flush=True)
         found = {"source": figures["source"], **recovered(wanted, figures["source"], figures[name])}
+        report = json.loads(result.read_bytes()) if result.exists() else {}  # the other may run beside this one
         report |= {name: found | {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}}
         result.write_text(json.dumps(report, indent=2), encoding="utf-8")
         after = f"{found['after']:.4f} after {asked.tokens:,} tokens, {found['above_source']:+.1%} beside the source"
