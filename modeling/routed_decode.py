@@ -10,7 +10,7 @@ import torch
 from .explicit_decode import OneSequence, in_blocks, key_blocks
 from .mixer import AttentionCall
 
-LEAST_KEYS = 2048
+LEAST_KEYS = 4096
 """From here on what is left unread is worth the steps that are added."""
 GREATEST_PART = 0.75
 """Of the heads that are needed; above, a dense kernel that reads all is as soon done."""
