@@ -1,10 +1,7 @@
 """`talking`'s kernels, in Triton's interpreter: against the plain computation in float64, and against the oracle."""
 
 import os
-import random
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,99 +14,16 @@ import triton.language as tl
 
 import oracle_layers
 from crosshead.modeling import talking_operator, talking_triton
-from crosshead.modeling.mixer import AttentionCall, HeadLayout, HeadStates
-from crosshead.modeling.talking import DYNAMIC, Talking
 from crosshead.modeling.talking_blocks import TalkingCall, attend_in_blocks
 from crosshead.modeling.talking_triton import Tile, attend_in_tiles, fits
 from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
-from toys import lopsided, mixed_model, tokens
+from talking_cases import Drawn, Ranges
+from toys import mixed_model, tokens
 
-HIDDEN = 6
-STAGES = (["logits", "weights"], ["logits"], ["weights"])
+RANGES = Ranges(
+    batches=(1, 2), shared=(1, 1, 2, 3, 6), features=(2, 5, 20), lengths=(2, 3, 16, 17, 33, *range(4, 41, 3))
+)
 TALKING = {name: mixers for name, mixers in OPTION_CASES.items() if "talking" in mixers}
-
-
-class Drawn:
-    """A random attention call of at least two queries, in float64."""
-
-    def __init__(self, seed: int) -> None:
-        draw, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        self.batch, self.groups = draw.choice((1, 2)), draw.choice((1, 2, 3))
-        self.heads, self.size = self.groups * draw.choice((1, 1, 2, 3, 6)), draw.choice((2, 5, 20))
-        self.queries = draw.choice((2, 3, 16, 17, 33, draw.randint(2, 40)))
-        self.keys = self.queries + draw.choice((0, 0, 4))
-        on = draw.choice(STAGES)
-        softmax_heads = draw.choice((self.heads, 1, self.heads + 1)) if len(on) == 2 else self.heads
-        allowed = [name for name in DYNAMIC if name.split("_")[1] in on]
-        dynamic = draw.sample(allowed, draw.choice((0, 0, 1, len(allowed))))
-        layout = HeadLayout(HIDDEN, self.heads, self.groups, self.size, output_heads=self.heads)
-        settings = {"on": on, "softmax_heads": softmax_heads, "dynamic": dynamic}
-        self.module: Any = lopsided(Talking(layout, settings)).double()
-        self.inputs = {
-            "hidden": self.normal(self.batch, self.queries, HIDDEN),
-            "memory": self.normal(self.batch, self.keys, HIDDEN),
-            "query": self.normal(self.batch, self.queries, self.heads, self.size).transpose(1, 2),
-            "key": self.normal(self.batch, self.groups, self.keys, self.size),
-            "value": self.normal(self.batch, self.groups, self.keys, self.size),
-        }
-        self.causal = draw.random() < 0.7
-        self.mask = MASKS[draw.choice(list(MASKS))](self)
-        if self.mask is not None and draw.random() < 0.4:
-            self.mask = self.normal(*self.mask.shape).float().masked_fill(~self.mask, torch.finfo(torch.float32).min)
-        self.direction = self.normal(self.batch, self.queries, self.heads, self.size)
-
-    def normal(self, *shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
-
-    def run(self, eager: bool, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
-        """The output and all gradients; eager attention gets the mask that the other one implies."""
-        inputs = {name: x.to(dtype, copy=True).requires_grad_() for name, x in self.inputs.items()}
-        module, mask = self.module.to(dtype), self.mask
-        if mask is None and eager and self.causal:
-            mask = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril()
-        states = HeadStates(**inputs)
-        module.on_projected(states)
-        call = AttentionCall(_unused, eager, mask, self.size**-0.5, 0.0, causal=self.causal)
-        output, weights = module.attend(states, call)
-        assert (weights is None) is not eager
-        leaves = inputs | dict(module.named_parameters())
-        found = torch.autograd.grad(output, list(leaves.values()), self.direction.to(dtype), allow_unused=True)
-        return {"output": output.detach()} | {
-            name: torch.zeros_like(leaves[name]) if grad is None else grad
-            for name, grad in zip(leaves, found, strict=True)
-        }
-
-
-def _unused(*_: torch.Tensor) -> Any:
-    raise NotImplementedError
-
-
-def _causal(drawn: Drawn) -> torch.Tensor:
-    """(1, 1, T, S), the last query sees every key."""
-    return torch.ones(1, 1, drawn.queries, drawn.keys, dtype=torch.bool).tril(drawn.keys - drawn.queries)
-
-
-def _padded(drawn: Drawn, left: bool) -> torch.Tensor:
-    counts = torch.randint(0, drawn.keys, (drawn.batch, 1), generator=drawn.generator)
-    real = torch.arange(drawn.keys) >= counts
-    return _causal(drawn) & (real if left else real.flip(1))[:, None, None, :]
-
-
-def _packed(drawn: Drawn) -> torch.Tensor:
-    document = (torch.rand(drawn.batch, drawn.keys, generator=drawn.generator) < 0.2).cumsum(-1)
-    return _causal(drawn) & (document[:, None, -drawn.queries :, None] == document[:, None, None, :])
-
-
-MASKS: dict[str, Callable[[Drawn], torch.Tensor | None]] = {
-    "none": lambda drawn: None,
-    "causal": _causal,
-    "padding on the left": lambda drawn: _padded(drawn, True),
-    "padding on the right": lambda drawn: _padded(drawn, False),
-    "documents": _packed,
-    "window": lambda drawn: _causal(drawn).triu(drawn.keys - drawn.queries - 5),
-    "by head": lambda drawn: drawn.normal(1, drawn.module.sizes["logits"][0], drawn.queries, drawn.keys) > 0,
-    "nothing": lambda drawn: torch.zeros(drawn.batch, 1, 1, drawn.keys, dtype=torch.bool),
-}
 
 
 @pytest.fixture
@@ -140,10 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
 def agree(seeds: range, asked: list[TalkingCall]) -> None:
     """Outputs and gradients."""
     for seed in seeds:
-        drawn = Drawn(seed)
-        expected, found = drawn.run(eager=True), drawn.run(eager=False, dtype=torch.float32)
-        for name, wanted in expected.items():
-            assert (found[name] - wanted).abs().max() < 3e-5 * (1 + wanted.abs().max()), (seed, name)
+        Drawn(seed, RANGES).agrees(torch.float32, 3e-5)
     assert len(asked) == len(seeds)
 
 
@@ -157,17 +68,11 @@ def test_many_random_calls_agree_with_the_plain_computation(asked: list[TalkingC
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(1000, 1012))
 def test_half_precision_is_as_near_as_the_plain_computation(
     seed: int, dtype: torch.dtype, asked: list[TalkingCall]
 ) -> None:
-    drawn = Drawn(1000 + seed)
-    exact = drawn.run(eager=True)
-    plain, found = (drawn.run(eager, dtype) for eager in (True, False))
-    for name, wanted in exact.items():
-        assert found[name].dtype == dtype
-        scale = wanted.norm() + 1e-3
-        assert (found[name] - wanted).norm() < 1.5 * (plain[name] - wanted).norm() + 0.02 * scale, name
+    Drawn(seed, RANGES).is_as_near(dtype)
     assert len(asked) == 1
 
 

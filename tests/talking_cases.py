@@ -1,0 +1,129 @@
+"""Random calls of Talking-Heads, whatever computes them, and what the plain computation gives."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from crosshead.modeling.mixer import AttentionCall, HeadLayout, HeadStates
+from crosshead.modeling.talking import DYNAMIC, Talking
+from toys import lopsided
+
+HIDDEN = 6
+STAGES = (["logits", "weights"], ["logits"], ["weights"])
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """What sizes are drawn from."""
+
+    batches: Sequence[int]
+    shared: Sequence[int]
+    """Query heads of a key/value head."""
+    features: Sequence[int]
+    lengths: Sequence[int]
+
+
+class Drawn:
+    """A random attention call, in float64."""
+
+    def __init__(self, seed: int, ranges: Ranges) -> None:
+        draw, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
+        self.batch, self.groups = draw.choice(ranges.batches), draw.choice((1, 2, 3))
+        self.heads, self.size = self.groups * draw.choice(ranges.shared), draw.choice(ranges.features)
+        self.queries = draw.choice(ranges.lengths)
+        self.keys = self.queries + draw.choice((0, 0, 4))
+        on = draw.choice(STAGES)
+        softmax_heads = draw.choice((self.heads, 1, self.heads + 1)) if len(on) == 2 else self.heads
+        allowed = [name for name in DYNAMIC if name.split("_")[1] in on]
+        dynamic = draw.sample(allowed, draw.choice((0, 0, 1, len(allowed))))
+        layout = HeadLayout(HIDDEN, self.heads, self.groups, self.size, output_heads=self.heads)
+        settings = {"on": on, "softmax_heads": softmax_heads, "dynamic": dynamic}
+        self.module: Any = lopsided(Talking(layout, settings)).double()
+        query = self.normal(self.batch, self.heads, self.queries, self.size)
+        self.inputs = {
+            "hidden": self.normal(self.batch, self.queries, HIDDEN),
+            "memory": self.normal(self.batch, self.keys, HIDDEN),
+            "query": query.transpose(1, 2).contiguous().transpose(1, 2) if draw.random() < 0.5 else query,
+            "key": self.normal(self.batch, self.groups, self.keys, self.size),
+            "value": self.normal(self.batch, self.groups, self.keys, self.size),
+        }
+        self.causal = draw.random() < 0.7
+        self.mask = MASKS[draw.choice(list(MASKS))](self)
+        if self.mask is not None and draw.random() < 0.4:
+            added = self.normal(*self.mask.shape).float() if draw.random() < 0.5 else torch.zeros(self.mask.shape)
+            self.mask = added.masked_fill(~self.mask, torch.finfo(torch.float32).min)
+        self.direction = self.normal(self.batch, self.queries, self.heads, self.size)
+
+    def normal(self, *shape: int) -> torch.Tensor:
+        """Numbers of its own."""
+        return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
+
+    def run(self, eager: bool, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        """The output and all gradients; eager attention gets the mask that the other one implies."""
+        inputs = {name: x.to(dtype, copy=True).requires_grad_() for name, x in self.inputs.items()}
+        module, mask = self.module.to(dtype), self.mask
+        if mask is None and eager and self.causal and self.queries > 1:
+            mask = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril()
+        states = HeadStates(**inputs)
+        module.on_projected(states)
+        call = AttentionCall(unused, eager, mask, self.size**-0.5, 0.0, causal=self.causal)
+        output, weights = module.attend(states, call)
+        assert (weights is None) is not eager
+        leaves = inputs | dict(module.named_parameters())
+        found = torch.autograd.grad(output, list(leaves.values()), self.direction.to(dtype), allow_unused=True)
+        return {"output": output.detach()} | {
+            name: torch.zeros_like(leaves[name]) if grad is None else grad
+            for name, grad in zip(leaves, found, strict=True)
+        }
+
+    def agrees(self, dtype: torch.dtype, tolerance: float) -> None:
+        """In outputs and gradients."""
+        expected, found = self.run(eager=True), self.run(eager=False, dtype=dtype)
+        for name, wanted in expected.items():
+            assert (found[name] - wanted).abs().max() < tolerance * (1 + wanted.abs().max()), name
+
+    def is_as_near(self, dtype: torch.dtype) -> None:
+        """As the plain computation in the same dtype."""
+        exact = self.run(eager=True)
+        plain, found = (self.run(eager, dtype) for eager in (True, False))
+        for name, wanted in exact.items():
+            assert found[name].dtype == dtype
+            scale = wanted.norm() + 1e-3
+            assert (found[name] - wanted).norm() < 1.5 * (plain[name] - wanted).norm() + 0.02 * scale, name
+
+
+def unused(*_: torch.Tensor) -> Any:
+    raise AssertionError("the backend was asked")
+
+
+def causal(drawn: Drawn) -> torch.Tensor:
+    """(1, 1, T, S), the last query sees every key."""
+    return torch.ones(1, 1, drawn.queries, drawn.keys, dtype=torch.bool).tril(drawn.keys - drawn.queries)
+
+
+def padded(drawn: Drawn, left: bool) -> torch.Tensor:
+    """Real tokens, one at least, on the other side."""
+    counts = torch.randint(0, drawn.keys, (drawn.batch, 1), generator=drawn.generator)
+    real = torch.arange(drawn.keys) >= counts
+    return causal(drawn) & (real if left else real.flip(1))[:, None, None, :]
+
+
+def documents(drawn: Drawn) -> torch.Tensor:
+    """Packed: a token sees its own document."""
+    document = (torch.rand(drawn.batch, drawn.keys, generator=drawn.generator) < 0.3).cumsum(-1)
+    return causal(drawn) & (document[:, None, -drawn.queries :, None] == document[:, None, None, :])
+
+
+MASKS: dict[str, Callable[[Drawn], torch.Tensor | None]] = {
+    "none": lambda drawn: None,
+    "causal": causal,
+    "padding on the left": lambda drawn: padded(drawn, True),
+    "padding on the right": lambda drawn: padded(drawn, False),
+    "documents": documents,
+    "window": lambda drawn: causal(drawn).triu(drawn.keys - drawn.queries - 3),
+    "by head": lambda drawn: drawn.normal(1, drawn.module.sizes["logits"][0], drawn.queries, drawn.keys) > 0,
+    "nothing": lambda drawn: torch.zeros(drawn.batch, 1, 1, drawn.keys, dtype=torch.bool),
+}
