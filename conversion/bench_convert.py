@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from .convert import Options, _job, convert
+from .convert import Options, convert, job_of
 from .errors import ConversionError
 from .families import stock_shapes
 from .job import silent
@@ -168,7 +168,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     if job["name"] == "calibration":
         with TemporaryDirectory() as scratch:
             source = open_source(job["source"], None, scratch=Path(scratch))
-            _job(source, job["mixers"], Options(calibration=text)).prepare(saved, silent)
+            job_of(source, job["mixers"], Options(calibration=text)).prepare(saved, silent)
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)

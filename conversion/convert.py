@@ -87,11 +87,11 @@ def convert(
     asked.check()
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, asked.revision, scratch=Path(scratch))
-        job = _job(origin, mixers, asked)
+        job = job_of(origin, mixers, asked)
         return run_job(job, Path(out), overwrite, verifier(origin) if verify else None, progress)
 
 
-def _job(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
+def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     """Everything that can be decided, and refused, before the source is run or anything is written."""
     stock = read_config(origin.config, "stock", origin.origin["name"])
     check_plain(origin.config, origin.origin["name"])

@@ -31,8 +31,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "knocking": Mechanism(
         title="Knocking-Heads Attention (KHA)",
         does="One map, shared by all heads, acts on each head's projected values, queries or keys.",
-        limits="The map costs work for every token, in training and, unless it is linear, in use; the KV cache keeps its "
-        "size.",
+        limits="The map costs work for every token, in training and, unless it is linear, in use; the KV cache keeps "
+        "its size.",
         key="zhou2025knocking",
         paper="Knocking-Heads Attention",
         authors="Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
