@@ -57,10 +57,13 @@ class FoldedProjection:
 
 
 def _product(projection: nn.Linear, behind: nn.Module, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight and bias of both; the bias goes through the map as one more column."""
-    columns = [projection.weight] if projection.bias is None else [projection.weight, projection.bias.unsqueeze(1)]
-    by_head = torch.cat(columns, dim=1).detach().unflatten(0, (-1, size)).transpose(1, 2)  # (heads, columns, size)
-    mapped = behind(by_head).transpose(1, 2).flatten(0, 1)
-    if projection.bias is None:
-        return mapped, None
-    return mapped[:, :-1].contiguous(), mapped[:, -1].contiguous()
+    """The weight and bias of both, in float64 where there is one, so that the same weights give the same bits."""
+    weight = projection.weight.detach()
+    wide = torch.float32 if weight.device.type == "mps" else torch.float64
+    turned = behind(torch.eye(size, dtype=weight.dtype, device=weight.device)).to(wide).T
+
+    def mapped(x: torch.Tensor) -> torch.Tensor:
+        return (turned @ x.to(wide).unflatten(0, (-1, size))).flatten(0, 1).to(x.dtype)  # (heads, size, columns)
+
+    bias = None if projection.bias is None else mapped(projection.bias.detach().unsqueeze(1)).squeeze(1)
+    return mapped(weight), bias

@@ -25,7 +25,6 @@ def streamed(folder, **options):
 
 
 @torch.no_grad()
-@torch.no_grad()
 def logits(model, tokens=TOKENS):
     hidden = model.embed(tokens)
     for _, layer in model.layers():
