@@ -79,8 +79,8 @@ def test_the_wheel_holds_every_file_of_the_package_as_it_is(wheel):
     with zipfile.ZipFile(wheel) as archive:
         held = {name: archive.read(name) for name in archive.namelist() if ".dist-info/" not in name}
     expected = {place: (ROOT / path).read_bytes() for path, place in packaged_files().items()}
-    documents = {place for place in expected if place.endswith(".md") or "/docs/" in place}
-    assert held.keys() == expected.keys() - documents  # pages are read in the repository
+    documents = {place for place in expected if place.endswith(".md") or "/docs/" in place or "/results/" in place}
+    assert held.keys() == expected.keys() - documents  # pages and their results are read in the repository
     assert [name for name in held if held[name] != expected[name]] == []
     for kind in ("evals/page/page.html", "evals/suites/quick.yaml", "evals/tasks/crosshead_grammar.jsonl"):
         assert f"crosshead/{kind}" in held
@@ -95,7 +95,7 @@ def test_the_wheel_says_what_it_is(wheel):
         assert archive.read(name.replace("METADATA", "licenses/LICENSE")) == (ROOT / "LICENSE").read_bytes()
     assert said["Version"] == "0.1.0" and wheel.name == "crosshead-0.1.0-py3-none-any.whl"
     assert said["Description-Content-Type"].startswith("text/markdown")
-    assert said.get_payload().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
+    assert said.get_payload(decode=True).decode().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
     assert scripts.split() == ["[console_scripts]", "crosshead", "=", "crosshead_command.main:main"]
 
 

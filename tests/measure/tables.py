@@ -100,9 +100,6 @@ SOURCES: Mapping[str, Result] = {
     ),
     "from_scratch.json": Result("all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows),
     "train.json": Result("training speed", "crosshead bench train", train_rows),
-    "train_others.json": Result(
-        "training speed of the others", "crosshead bench train mixture talking differential", train_rows
-    ),
 }
 """The files in `evals/results/` -> what they hold."""
 
