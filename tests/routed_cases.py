@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from crosshead.modeling.mixer import AttentionCall
-from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from oracle_layers import OPTION_CASES
 from toys import tokens
 
 Sizes = tuple[int, int, int]
@@ -95,20 +95,6 @@ def check(
     for mine, theirs in zip((found, *ours), (expected, *truth), strict=True):
         assert mine.dtype == found.dtype
         assert (mine - theirs).abs().max() <= tolerance * max(1.0, theirs.abs().max().item())
-
-
-def check_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None) -> None:
-    """A layer of so many query and key/value heads against the oracle, with a mask and without."""
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    layer = Layer("Qwen3", MIXTURES[case], padding or (0, 0), **sizes)
-    layer.attention.config._attn_implementation = "sdpa"
-    mask = None if padding is None else layer.allowed[:, None]
-
-    def run() -> torch.Tensor:
-        output, _ = layer.attention(layer.inputs, (layer.cos, layer.sin), mask)
-        return output
-
-    assert_layer_agrees(layer, run)
 
 
 PADDING = torch.tensor([[1] * 12, [0] * 3 + [1] * 9])

@@ -16,7 +16,7 @@ import oracle_layers
 from crosshead.modeling import talking_operator, talking_triton
 from crosshead.modeling.talking_blocks import TalkingCall, attend_in_blocks
 from crosshead.modeling.talking_triton import Tile, attend_in_tiles, fits
-from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from oracle_layers import OPTION_CASES, assert_sdpa_agrees
 from talking_cases import Drawn, Ranges
 from toys import mixed_model, tokens
 
@@ -107,16 +107,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 @pytest.mark.parametrize("case", TALKING)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[TalkingCall]) -> None:
     """Against the oracle, with a mask and without."""
-    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
-    layer = Layer("Qwen3", TALKING[case], padding or (0, 0), **sizes)
-    layer.attention.config._attn_implementation = "sdpa"
-    mask = None if padding is None else layer.allowed[:, None]
-
-    def run() -> torch.Tensor:
-        output, _ = layer.attention(layer.inputs, (layer.cos, layer.sin), mask)
-        return output
-
-    assert_layer_agrees(layer, run)
+    assert_sdpa_agrees(TALKING[case], heads, padding)
     assert len(asked) == 1
 
 
