@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from crosshead.modeling.mixer import HeadLayout
-from crosshead.modeling.mixture import query_norm_probabilities
+from crosshead.modeling.router_scores import query_norm_probabilities
 
 Tensors = dict[str, torch.Tensor]
 

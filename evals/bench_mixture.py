@@ -1,10 +1,12 @@
-"""`mixture`'s attention, which leaves out what does not count, beside all of it.
+"""`mixture`'s attention and projections, which leave out what does not count, beside all of it.
 
-Both have the same queries, keys and values; routes are drawn at random, which is how a router starts.
+Both have the same inputs; routes are drawn at random, which is how a router starts.
 """
 
 import torch
+from torch import nn
 
+from crosshead.modeling.chosen_projection import ChosenTokens
 from crosshead.modeling.mixer import HeadLayout, HeadStates
 from crosshead.modeling.mixture import Mixture
 
@@ -31,6 +33,32 @@ def routed(
     return attention(attend, tokens, heads, head_dim, gradients)
 
 
+def projected(ours: bool, tokens: int, heads: int, head_dim: int, active: int, shared: int, gradients: bool) -> Run:
+    """A layer's queries from hidden states, and hidden states from its outputs, which are zero where not routed to."""
+    torch.manual_seed(SEED)
+    size = heads * head_dim
+    into, out = (nn.Linear(size, size, bias=False).requires_grad_(gradients) for _ in range(2))
+    chosen = routes(tokens, heads, active, shared) != 0
+    hidden, given = torch.randn(2, 1, tokens, size)
+    output = torch.randn(1, tokens, heads, head_dim) * chosen.unsqueeze(-1)
+    to_queries = given * chosen.repeat_interleave(head_dim, -1)
+    inputs = [hidden.requires_grad_(gradients), output.requires_grad_(gradients)]
+
+    def both() -> list[torch.Tensor]:
+        if not ours:
+            return [into(hidden), out(output.flatten(2))]
+        kept = ChosenTokens(chosen.flatten(0, 1), shared)
+        return [kept.project_in(into, hidden), kept.project_out(out, output)]
+
+    def run() -> object:
+        found = both()
+        return (
+            torch.autograd.grad(found, [*inputs, into.weight, out.weight], [to_queries, given]) if gradients else found
+        )
+
+    return run
+
+
 def router(heads: int, head_dim: int, active: int, shared: int) -> Mixture:
     """A layer's."""
     settings = Mixture.complete({"active_heads": active, "shared_heads": shared, "router": "query_norm"})
@@ -52,7 +80,18 @@ def _case(name: str, tokens: int, active: int, shared: int, gradients: bool = Fa
     return Case(f"mixture-{name}-{tokens}", what, DENSE, routed, shape, targets)
 
 
+def _projections(gradients: bool, active: int) -> Case:
+    shape = HEADS | {"tokens": 4096, "active": active, "shared": active // 2, "gradients": gradients}
+    what = f"mixture's projections of queries and outputs, {active} of 16 heads active, {active // 2} of them always"
+    name = f"mixture-projections-{active}" + "-gradients" * gradients
+    what += ", 4096 tokens, forward" + " and backward" * gradients
+    return Case(name, what, "the same projections of all heads", projected, shape, {})
+
+
 CASES = (
+    _projections(False, 8),
+    _projections(True, 8),
+    _projections(False, 12),
     _case("half", 2048, 8, 4, cpu=0.75),
     _case("half", 4096, 8, 4, cpu=0.65, cuda=0.60),
     _case("half", 8192, 8, 4, cuda=0.60),

@@ -11,16 +11,14 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .readable_weights import readable
+
 
 def folds(projection: nn.Module, behind: nn.Module) -> bool:
-    """Whether the two may be read as one: plain weights, on this device for good, that nobody watches or wraps."""
+    """Whether the two may be read as one, here and now."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
         return False
-    modules = (projection, behind)
-    if any(x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x) for x in modules):
-        return False
-    weights = [weight for module in modules for weight in module.parameters()]
-    return all(type(x) is nn.Parameter and not (x.is_meta or x.is_inference()) for x in weights)
+    return readable(projection, behind)
 
 
 @dataclass

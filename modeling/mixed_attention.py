@@ -12,6 +12,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
+from .chosen_projection import ChosenTokens
 from .eager import eager_attention
 from .folded_projection import FoldedProjection, folds
 from .head_cache import pass_cache, split_heads
@@ -66,7 +67,8 @@ class MixedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
-        states = self._project(hidden_states)
+        call = self._call(attention_mask, kwargs)
+        states = self._project(hidden_states, call)
         for mixer in self._mixers():
             mixer.on_projected(states)
         for mixer in self._mixers():
@@ -74,9 +76,11 @@ class MixedAttention(nn.Module):
         self._place(states, position_embeddings)
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx)
-        output, weights = self._attend(states, self._call(attention_mask, kwargs))
+        output, weights = self._attend(states, call)
         for mixer in self._mixers():
             output = mixer.on_output(output, states)
+        if (chosen := self._chosen(self.o_proj, states, call)) is not None:
+            return chosen.project_out(self.o_proj, output), weights
         return self.o_proj(output.flatten(2).contiguous()), weights
 
     def _attend(self, states: HeadStates, call: AttentionCall) -> Attended:
@@ -93,19 +97,29 @@ class MixedAttention(nn.Module):
                 return attended
         return call.run(states.query, states.key, states.value)
 
-    def _project(self, hidden: torch.Tensor) -> HeadStates:
-        sides = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}
+    def _project(self, hidden: torch.Tensor, call: AttentionCall) -> HeadStates:
+        empty = hidden.new_empty(0)
+        states = HeadStates(hidden, hidden, empty, empty, empty)
+        for mixer in self._mixers():
+            mixer.on_hidden(states)
         folded: set[str] = set()
-        heads: dict[str, torch.Tensor] = {}
-        for side, projection in sides.items():
+        for side, projection in {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}.items():
             behind = None if self.training else self._mixers()[0].linear_map(side)
-            if behind is not None and folds(projection, behind):
+            chosen = self._chosen(projection, states, call) if side == "query" else None
+            if chosen is not None:
+                heads = chosen.project_in(projection, hidden)
+            elif behind is not None and folds(projection, behind):
                 folded.add(side)
-                x = self._folded[side](projection, behind, self.head_dim, hidden)
+                heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:
-                x = projection(hidden)
-            heads[side] = split_heads(x, x.shape[-1] // self.head_dim)
-        return HeadStates(hidden, hidden, heads["query"], heads["key"], heads["value"], folded=frozenset(folded))
+                heads = projection(hidden)
+            setattr(states, side, split_heads(heads, heads.shape[-1] // self.head_dim))
+        states.folded = frozenset(folded)
+        return states
+
+    def _chosen(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
+        """Which tokens a projection may be done for alone."""
+        return self._mixers()[0].chosen_tokens(projection, states, call) if len(self.mixers) == 1 else None
 
     def train(self, mode: bool = True) -> Self:
         """What was folded for evaluation is let go."""

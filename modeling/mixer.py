@@ -3,6 +3,7 @@
 A mechanism is an `nn.Module` that sees heads as tensors and knows no backbone. One attention layer calls the hooks
 of its mechanisms at fixed stages; at one stage, mechanisms run in the order of the config:
 
+0. `on_hidden`: the hidden states are there, and nothing is projected yet.
 1. `on_projected`: queries, keys and values have just been projected; no norm, no position yet.
    `on_settled`: all mechanisms are done with that; norms and positions come next.
 2. `on_cached`: keys and values have positions and have passed the cache; what it holds may differ from what is used.
@@ -23,6 +24,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .chosen_projection import ChosenTokens
 from .options import Option
 
 
@@ -205,6 +207,16 @@ class Mixer(nn.Module):
         The layer may fold it into the projection if this mechanism is its first, and says so in `states.folded`.
         """
         return None
+
+    def chosen_tokens(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
+        """Which tokens of each head count, where a projection of queries or of outputs is sooner done for them alone.
+
+        Only asked where no other mechanism is in the layer.
+        """
+        return None
+
+    def on_hidden(self, states: HeadStates) -> None:
+        """Queries, keys and values are empty yet."""
 
     def on_projected(self, states: HeadStates) -> None:
         """Queries, keys and values are projected."""

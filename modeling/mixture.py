@@ -6,8 +6,8 @@ two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 
 `softmax(||q_i|| / std(||q||))` over the routed heads, shared heads simply count. `gate_scale` "unit" renormalises
 so that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate
 1 or 0 and passes its gradient straight through to the score, the formula's gate, of the heads that count; the scale
-means nothing to it. This file computes every head and multiplies, except where skipping pays: `routed_attention.py`
-and, for the next token of a long text, `routed_decode.py`.
+means nothing to it. This file computes every head and multiplies, except where skipping pays: `routed_attention.py`,
+`chosen_projection.py` and, for the next token of a long text, `routed_decode.py`.
 
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 but for the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
@@ -19,51 +19,22 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.nn import functional
-from transformers import initialization as init
 
+from .chosen_projection import ChosenTokens, pays_to_choose
 from .mixer import (
     Attended,
     AttentionCall,
     CallSizes,
     HeadLayout,
     HeadStates,
-    LinearLeaf,
     Mixer,
     Settings,
     weight_count,
 )
-from .numerics import widened
 from .options import Choice, Count, Number, Option
 from .routed_attention import pays, routed_attention
 from .routed_decode import attend_to_needed, reads_less
-
-
-class RouterMap(LinearLeaf):
-    """Logits from a token's hidden state."""
-
-    def initialise(self, std: float) -> None:
-        """Start at random."""
-        init.normal_(self.weight, mean=0.0, std=std)
-
-
-def scores(router: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-    """Softmax over a router's logits, in the widened dtype."""
-    return functional.softmax(router(hidden), dim=-1, dtype=widened(hidden.dtype))
-
-
-def straight_through(hard: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
-    """`hard`, exactly, whose gradient where it is 1 is the gradient of `score`."""
-    return hard + hard * (score - score.detach())
-
-
-def query_norm_probabilities(query: torch.Tensor) -> torch.Tensor:
-    """Softmax over heads of `||q_i|| / std(||q||)`: (B, H, T, d) -> (B, T, H)."""
-    norms = torch.linalg.vector_norm(query.to(widened(query.dtype)), dim=-1).transpose(1, 2)
-    variance = norms.var(dim=-1, keepdim=True)
-    # Equal norms have no spread to divide by, and the root's gradient at zero is infinite.
-    spread = variance.clamp_min(1e-12).sqrt()
-    return functional.softmax(norms / spread, dim=-1)
+from .router_scores import RouterMap, query_norm_probabilities, scores, straight_through
 
 
 class Mixture(Mixer):
@@ -139,7 +110,7 @@ class Mixture(Mixer):
             )
 
     def forward(self, hidden: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Gates from hidden states (B, T, hidden) and raw queries (B, H, T, d)."""
+        """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
         if self.routed is None:
             probabilities = query_norm_probabilities(query[:, self.shared_heads :])
         else:
@@ -170,9 +141,26 @@ class Mixture(Mixer):
         """The routers; heads that do not count are computed all the same."""
         return weight_count(self) * call.queries
 
+    def on_hidden(self, states: HeadStates) -> None:
+        """Route as soon as that can be."""
+        if self.routed is not None:
+            states.gates, states.router_scores = self(states.hidden, states.query)
+
     def on_projected(self, states: HeadStates) -> None:
         """Route before the queries are normed and rotated."""
-        states.gates, states.router_scores = self(states.hidden, states.query)
+        if states.gates is None:
+            states.gates, states.router_scores = self(states.hidden, states.query)
+
+    def chosen_tokens(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
+        """What the router chose, but where the weights of all heads are wanted."""
+        if states.gates is None or not call.plain or not pays_to_choose(projection, states.hidden, self._share):
+            return None
+        return ChosenTokens(states.gates.flatten(0, 1) != 0, self.shared_heads)
+
+    @property
+    def _share(self) -> float:
+        """Of the heads that count for a token."""
+        return self.settings["active_heads"] / self.layout.output_heads
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended | None:
         """By the queries that count alone, where that is sooner."""
@@ -182,8 +170,7 @@ class Mixture(Mixer):
         if reads_less(states.query, states.key, call):
             output = attend_to_needed(*heads, chosen, call)
             return None if output is None else (output, None)
-        share = self.settings["active_heads"] / self.layout.output_heads
-        if not pays(states.query, states.key, share, call):
+        if not pays(states.query, states.key, self._share, call):
             return None
         return routed_attention(*heads, chosen, self.shared_heads, call), None
 

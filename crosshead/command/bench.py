@@ -45,6 +45,8 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
         12 heads active, 6 of these always
     mixture-gradients-2048, mixture-gradients-4096
         8 heads active, 4 of these always, forward and backward
+    mixture-projections-8, mixture-projections-8-gradients, mixture-projections-12
+        projections of queries and outputs, 4096 tokens; 8 or 12 heads active; beside those of all heads
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
         4096 tokens; beside eager attention that mixes heads too
     talking-forward-beside-sdpa, talking-gradients-beside-sdpa

@@ -92,6 +92,17 @@ def test_mixture_is_dense_attention_where_heads_count(monkeypatch):
     assert len(called) == 2
 
 
+@pytest.mark.parametrize("name", ["mixture-projections-8", "mixture-projections-8-gradients"])
+def test_projections_of_chosen_tokens_are_those_of_all(name):
+    """But where nobody chose, whose queries and whose gradients of outputs are left out."""
+    found, wanted = ([*run()] for run in small(name).pair())
+    chosen = bench_mixture.routes(40, 16, 8, 4) != 0
+    masked = 1 if name.endswith("gradients") else 0
+    assert len(found) == len(wanted) == (4 if masked else 2)
+    wanted[masked] = (wanted[masked].view(1, 40, 16, 64) * chosen[..., None]).view_as(found[masked])
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
+
+
 def test_mixture_is_measured_as_a_layer_attends():
     """It is free to take the dense way, here because the text is short."""
     ours, rival = small("mixture-half-2048").pair()

@@ -1,0 +1,130 @@
+"""Projections of chosen tokens alone: into the heads that they chose, and out of these.
+
+Each head has the tokens that chose it: their rows are taken, meet the part of the weight that is the head's, and go
+where they belong. Heads that every token chose are one product together. The backward pass takes the rows again, so
+that no copy of them is kept.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from .readable_weights import readable
+
+LEAST_TOKENS = 1024
+"""From here on the products that are saved are worth more than the rows that are moved."""
+LEAST_FEATURES = 1024
+"""Of the hidden states; a head's part of a narrower product is too small to be worth its rows."""
+GREATEST_SHARE = 0.6
+"""Of the tokens that are chosen; above, the rows that are moved cost what the products save."""
+DTYPES = (torch.float32, torch.float64)
+"""The sum over heads would be rounded head by head in half precision."""
+
+
+def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) -> bool:
+    """Whether a projection from or to these hidden states is sooner done for the tokens that heads chose alone."""
+    if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or share > GREATEST_SHARE:
+        return False
+    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
+        return False
+    if hidden.shape[:-1].numel() < LEAST_TOKENS or hidden.shape[-1] < LEAST_FEATURES:
+        return False
+    return readable(projection)
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """Which tokens (N) each head has, by `mask` (N, H); the first `shared` heads have all."""
+
+    mask: torch.Tensor
+    shared: int
+
+    @cached_property
+    def rows(self) -> dict[int, torch.Tensor]:
+        """The tokens of each head but the shared ones."""
+        heads = range(self.shared, self.mask.shape[1])
+        return {head: self.mask[:, head].nonzero().flatten() for head in heads}
+
+    def into(self, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Heads (N, H, d) of tokens (N, D) by a weight (H, d, D); zeros where a token did not choose."""
+        (count, size, _), shared = weight.shape, self.shared
+        heads = tokens.new_zeros(len(tokens), count, size)
+        if shared:
+            heads[:, :shared] = (tokens @ weight[:shared].flatten(0, 1).t()).unflatten(1, (shared, size))
+        for head, rows in self.rows.items():
+            heads.view(-1, size).index_copy_(0, rows * count + head, tokens.index_select(0, rows) @ weight[head].t())
+        return heads
+
+    def out_of(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Tokens (N, D) from heads (N, H, d), the other way."""
+        tokens = heads[:, : self.shared].flatten(1) @ weight[: self.shared].flatten(0, 1)
+        for head, rows in self.rows.items():
+            tokens.index_add_(0, rows, heads[:, head].index_select(0, rows) @ weight[head])
+        return tokens
+
+    def products(self, heads: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """What either gives to its weight: (H, d, D)."""
+        (_, count, size), shared = heads.shape, self.shared
+        found = tokens.new_empty(count, size, tokens.shape[1])
+        if shared:
+            torch.mm(heads[:, :shared].flatten(1).t(), tokens, out=found[:shared].flatten(0, 1))
+        for head, rows in self.rows.items():
+            torch.mm(heads[:, head].index_select(0, rows).t(), tokens.index_select(0, rows), out=found[head])
+        return found
+
+    def project_in(self, projection: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
+        """Heads (B, T, H d) of hidden states (B, T, D)."""
+        weight = projection.weight.unflatten(0, (self.mask.shape[1], -1))
+        heads: torch.Tensor = IntoHeads.apply(hidden.flatten(0, -2), weight, self)
+        if projection.bias is not None:
+            heads = heads + projection.bias.unflatten(0, (self.mask.shape[1], -1)) * self.mask.unsqueeze(-1)
+        return heads.flatten(1).unflatten(0, hidden.shape[:-1])
+
+    def project_out(self, projection: nn.Linear, heads: torch.Tensor) -> torch.Tensor:
+        """Hidden states (B, T, D) from heads (B, T, H, d), which count for nothing where they were not chosen."""
+        weight = projection.weight.unflatten(1, (self.mask.shape[1], -1)).permute(1, 2, 0)
+        tokens: torch.Tensor = OutOfHeads.apply(heads.flatten(0, -3), weight, self)
+        if projection.bias is not None:
+            tokens = tokens + projection.bias
+        return tokens.unflatten(0, heads.shape[:-2])
+
+
+class IntoHeads(torch.autograd.Function):
+    """`ChosenTokens.into`, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, chosen: ChosenTokens) -> torch.Tensor:
+        """Heads (N, H, d)."""
+        ctx.save_for_backward(tokens, weight)
+        ctx.chosen = chosen
+        return chosen.into(tokens, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """To the tokens and to the weight."""
+        (tokens, weight), (first, second, _) = ctx.saved_tensors, ctx.needs_input_grad
+        to_tokens = ctx.chosen.out_of(gradient, weight) if first else None
+        return to_tokens, ctx.chosen.products(gradient, tokens) if second else None, None
+
+
+class OutOfHeads(torch.autograd.Function):
+    """`ChosenTokens.out_of`, with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, heads: torch.Tensor, weight: torch.Tensor, chosen: ChosenTokens) -> torch.Tensor:
+        """Tokens (N, D)."""
+        ctx.save_for_backward(heads, weight)
+        ctx.chosen = chosen
+        return chosen.out_of(heads, weight)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """To the heads and to the weight."""
+        (heads, weight), (first, second, _) = ctx.saved_tensors, ctx.needs_input_grad
+        to_heads = ctx.chosen.into(gradient, weight) if first else None
+        return to_heads, ctx.chosen.products(heads, gradient) if second else None, None
