@@ -114,6 +114,6 @@ def _status_of(error: Exception, debug: bool) -> int:
 
 
 def complain(message: str, status: int) -> int:
-    """One line on stderr; returns the status."""
-    print(f"crosshead: {message}", file=sys.stderr)
+    """One line on stderr, whole where several processes write to it at once; returns the status."""
+    sys.stderr.write(f"crosshead: {message}\n")
     return status

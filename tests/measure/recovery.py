@@ -6,9 +6,8 @@ MODEL is what `crosshead convert` takes, with the heads of SmolLM2-135M; TEXT is
 long one, is held out from conversion and training. The model is converted to 2 of 3 component heads (explicit) and to
 7 of 9 active heads (mixture), and each is trained by the shipped recipe with the source as its teacher. Losses are the
 next token's, on the held-out text, in nats per token: of the source, of the converted model, and along the training. A
-step is a hundredth of the tokens, at most the recipe's own, and its learning rate is the recipe's times the root of
-how much smaller the step is. The same command goes on where it was interrupted; the figures go to
-FOLDER/recovery.json.
+step is a hundredth of the tokens, at most the recipe's own; its learning rate is the recipe's. The same command goes
+on where it was interrupted; the figures go to FOLDER/recovery.json.
 
 Part of what comes back may be the text's own manner, which the source was not trained on.
 """
@@ -77,7 +76,6 @@ def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
         "distillation.teacher": folder / "source",
         "train.tokens": tokens,
         "train.batch_tokens": batch,
-        "train.learning_rate": found.train.learning_rate * (batch / found.train.batch_tokens) ** 0.5,
         "train.micro_batch": next(size for size in (4, 2, 1) if batch // LENGTH % size == 0),
         "train.dtype": "bfloat16" if torch.accelerator.is_available() else "float32",
         "watch.evaluate_every": max(1, steps // EVALUATIONS),
