@@ -23,9 +23,9 @@ from .text import default_text, read_text, windows
 
 SUFFIX = ".safetensors"
 WINDOWS = 16
-PROSE, REPLACED, WRITTEN = 12, (0.3, 0.6), (128, WINDOW_LENGTH // 8)
-"""Without a text: windows of the default text, the parts of their tokens that are replaced by random ones (all windows
-are read once for each part), and sequences that the model writes."""
+PROSE, REPLACED, WRITTEN = 12, 0.3, (128, WINDOW_LENGTH // 8)
+"""Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and sequences
+that the model writes."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
@@ -95,10 +95,8 @@ class Text:
         prose = self.windows(source, WINDOW_LENGTH, PROSE, vocabulary)
         known = min(len(load_tokenizer(source)), vocabulary)
         generator = torch.Generator().manual_seed(0)
-        found = []
-        for part in REPLACED:
-            is_replaced = torch.rand(prose.shape, generator=generator) < part
-            found.append(torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose))
+        is_replaced = torch.rand(prose.shape, generator=generator) < REPLACED
+        found = [torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose)]
         if self.written:
             writer = StreamedModel(source.store, model.config, fast_dtype())
             written = sampled_text(writer, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()

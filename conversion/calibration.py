@@ -1,7 +1,7 @@
 """What a conversion learns from running the source on text: observed layer by layer, kept in one file."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,12 @@ from crosshead.modeling.mixer import HeadLayout
 from .errors import ConversionError
 from .families import Shapes
 from .fast_arithmetic import fast_products, full_products
+from .fitted_output import AttentionCalls, output_change
 from .head_order import HeadUse
 from .head_statistics import KINDS, PARTS, HeadStatistics
 from .layer_rewrites import Tensors
 from .streamed_model import StreamedModel
+from .virtual_heads import approximate, output_name, shapes_of_solved, solved
 
 WINDOW_LENGTH = 1024
 MARK = "key_value_weights"
@@ -37,6 +39,9 @@ class Observers:
     """How many heads of each layer are to be active."""
     biased: bool
     """Keys and values have biases."""
+    components: list[tuple[int, int]] = field(default_factory=list)
+    """Component heads of keys and values in each layer, to solve for while the text is at hand; empty where they are
+    not known yet."""
 
     def of_layer(self, layer: int) -> dict[str, HeadStatistics | HeadUse]:
         """New observers, by kind."""
@@ -47,6 +52,11 @@ class Observers:
         }
         return {kind: made[kind]() for kind in sorted(self.wanted)}
 
+    def solves(self, layer: int) -> bool:
+        """There is something to solve for."""
+        heads = self.layouts[layer].key_value_heads
+        return "statistics" in self.wanted and bool(self.components) and min(self.components[layer]) < heads
+
     def shapes(self) -> Shapes:
         """The names and shapes of the tensors that a file of observations holds."""
         found: Shapes = {}
@@ -54,6 +64,15 @@ class Observers:
             for kind in self.wanted:
                 shapes = SHAPES[kind](layout, self.biased)
                 found |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes.items()}
+        return found
+
+    def solved_shapes(self) -> Shapes:
+        """The same of what it may hold beside them."""
+        found: Shapes = {}
+        for layer, layout in enumerate(self.layouts):
+            if self.solves(layer):
+                shapes = shapes_of_solved(layout, *self.components[layer], self.biased)
+                found |= {f"{layer}.statistics.{name}": shape for name, shape in shapes.items()}
         return found
 
 
@@ -96,7 +115,8 @@ class Calibration:
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConversionError(f"--calibration {self.path} cannot be read as a calibration: {error}") from None
-        for name, shape in observers.shapes().items():
+        there = {name: shape for name, shape in observers.solved_shapes().items() if name in found}
+        for name, shape in (observers.shapes() | there).items():
             if found.get(name) != shape:
                 raise ConversionError(
                     f"--calibration {self.path} does not fit ({name} is {found.get(name, 'not there')}, and should be "
@@ -127,11 +147,18 @@ def calibrate(
                 for observer in kinds.values():
                     observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
 
-        handle = module.self_attn.register_forward_pre_hook(observe, with_kwargs=True)  # type: ignore[union-attr]
+        attention: Any = module.self_attn
+        handles, calls = [attention.register_forward_pre_hook(observe, with_kwargs=True)], AttentionCalls(len(hidden))
+        if observers.solves(layer):
+            handles.append(attention.register_forward_hook(calls, with_kwargs=True))
         for window in hidden.split(1):
             with fast_products():
                 window.copy_(model.call(module, window))
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+        statistics = kinds.get("statistics")
+        if isinstance(statistics, HeadStatistics) and observers.solves(layer):
+            _solve(attention, statistics, calls, observers.components[layer])
         for kind, observer in kinds.items():
             flat |= {f"{layer}.{kind}.{name}": value for name, value in observer.as_tensors().items()}
         advance(layer + 1, len(observers.layouts))
@@ -139,3 +166,14 @@ def calibrate(
     save_file(flat, partial, {MARK: mark})
     partial.replace(path)
     return Calibration(path)
+
+
+def _solve(
+    attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, components: tuple[int, int]
+) -> None:
+    """Add to the statistics what a conversion to so many components would have to find out from them, and more."""
+    layout, tensors = statistics.layout, dict(attention.state_dict())
+    statistics.sums |= solved(statistics, layout, *components)
+    compressed = approximate(tensors, statistics, layout, *components, "aligned")
+    changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
+    statistics.sums[output_name(*components)] = output_change(attention, calls, changed)

@@ -17,7 +17,7 @@ from .errors import ConversionError, one_line
 from .exactness import starts_neutral, tolerance
 from .families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
 from .job import Job, Prepared, Progress, run_job, silent
-from .mix_layers import active_heads, mix_layers, needed_observations
+from .mix_layers import active_heads, component_pairs, mix_layers, needed_observations
 from .mixer_options import MixerRequest, read_mixers
 from .plan import check_source, least_size, make_plan
 from .sources import Source, open_source
@@ -111,7 +111,9 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
             name = option.replace("_", "-")
             raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
     described = text.described() if wanted else {}
-    observers = Observers(wanted, target.layouts(), active_heads(target), family_of(stock).qkv_bias(stock))
+    components = [] if auto is not None else component_pairs(target)
+    biased = family_of(stock).qkv_bias(stock)
+    observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
     _check_saved(_path(asked.save_calibration), observers)
     dtype = DTYPES[asked.dtype] if asked.dtype else None
 

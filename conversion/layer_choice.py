@@ -7,14 +7,12 @@ Harm is taken to add up over layers.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from math import gcd, inf
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from crosshead.modeling.mixer import HeadLayout
@@ -22,7 +20,7 @@ from crosshead.modeling.mixer import HeadLayout
 from .calibration import Calibration
 from .errors import ConversionError
 from .head_statistics import HeadStatistics
-from .layer_rewrites import Tensors, read_attention
+from .layer_rewrites import Tensors, read_attention, substituted
 from .store import TensorStore
 from .streamed_model import StreamedModel
 from .virtual_heads import PROJECTIONS, approximate
@@ -78,7 +76,7 @@ def measure_losses(
     for layer, module in model.layers():
         trials = {trial: model.call(module, state) for trial, state in trials.items()}
         for side, count, tensors in _substitutes(store, layouts[layer], calibration, method):
-            with _substituted(module.self_attn, tensors):  # type: ignore[arg-type]
+            with substituted(module.self_attn, tensors):  # type: ignore[arg-type]
                 trials[layer, side, count] = model.call(module, hidden)
         hidden = model.call(module, hidden)
         advance(layer + 1, len(layouts))
@@ -100,16 +98,6 @@ def _substitutes(
         counts = {"key": heads, "value": heads, side: count}
         changed = approximate(tensors, statistics, layout, counts["key"], counts["value"], method)
         yield side, count, {name: changed[name] for name in changed if name.startswith(PROJECTIONS[side])}
-
-
-@contextmanager
-def _substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
-    own = {name: attention.get_parameter(name).data for name in tensors}
-    for name, tensor in tensors.items():
-        attention.get_parameter(name).data = tensor.to(own[name])
-    yield
-    for name, tensor in own.items():
-        attention.get_parameter(name).data = tensor
 
 
 def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:

@@ -1,9 +1,11 @@
 """Layers whose attention tensors change: which names, and a function that makes a layer's new tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import nn
 
 from .errors import ConversionError
 from .families import layer_prefix
@@ -26,6 +28,17 @@ def read_attention(store: TensorStore, layer: int) -> Tensors:
 def full_names(layer: int, tensors: Tensors) -> Tensors:
     """The same tensors by their names in the model."""
     return {f"{layer_prefix(layer)}{ATTENTION}{name}": tensor for name, tensor in tensors.items()}
+
+
+@contextmanager
+def substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
+    """An attention layer with other values in some of its parameters, for as long as the context."""
+    own = {name: attention.get_parameter(name).data for name in tensors}
+    for name, tensor in tensors.items():
+        attention.get_parameter(name).data = tensor.to(own[name])
+    yield
+    for name, tensor in own.items():
+        attention.get_parameter(name).data = tensor
 
 
 @dataclass

@@ -99,3 +99,9 @@ def active_heads(config: Any) -> list[int]:
     """How many heads each layer's mixture keeps on; all where there is none."""
     layers = [config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)]
     return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
+
+
+def component_pairs(config: Any) -> list[tuple[int, int]]:
+    """Component heads of each layer's keys and values."""
+    layers = [component_heads(config, layer) for layer in range(config.num_hidden_layers)]
+    return [(heads["key"], heads["value"]) for heads in layers]

@@ -2,7 +2,8 @@
 
 Method `svd` is the paper's: the singular value decomposition of a projection's weights, one column for each head. It
 needs no text, and a model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses far less: see
-`aligned_frame`, `aligned_keys` and `aligned_values`. Both leave a side alone that keeps as many components as heads.
+`aligned_frame`, `aligned_keys`, `aligned_values` and `fitted_output`. Both leave a side alone that keeps as many
+components as heads.
 
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", appendix F.
 """
@@ -17,6 +18,7 @@ from .aligned_frame import Errors, Frame
 from .aligned_keys import aligned_keys, mixed_keys
 from .aligned_values import aligned_values
 from .errors import ConversionError
+from .families import Shapes
 from .head_statistics import KINDS, PARTS, HeadStatistics
 from .layer_rewrites import Tensors
 
@@ -24,6 +26,7 @@ METHODS = ("aligned", "svd")
 PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
 READERS = {"key": "q_proj", "value": "o_proj"}
 """The projection that takes in the maps of a side's heads."""
+FRAME = ("components", "scalars", "maps")
 
 
 @dataclass(frozen=True)
@@ -45,9 +48,36 @@ def rewritten_names(layout: HeadLayout, key_heads: int, value_heads: int, method
         if count == layout.key_value_heads:
             continue
         names += [f"mixers.explicit.{side}.weight", *_names(PROJECTIONS[side])]
-        if method == "aligned" and (side == "value" or layout.key_norm_eps is None):
+        if method == "aligned" and side == "key" and layout.key_norm_eps is None:
             names += _names(READERS[side])
+    if method == "aligned" and names:  # for the maps of values, and because it may be fitted anew
+        names += _names(READERS["value"])
     return names
+
+
+def solved(statistics: HeadStatistics, layout: HeadLayout, key_heads: int, value_heads: int) -> Tensors:
+    """What takes time for so many components, by the names under which the statistics may hold it."""
+    found: Tensors = {}
+    for side, count in (("key", key_heads), ("value", value_heads)):
+        if count < layout.key_value_heads:
+            frame = _frame(statistics, layout, side, count)
+            found |= {f"{_frame_name(side, count)}.{part}": getattr(frame, part) for part in FRAME}
+    return found
+
+
+def shapes_of_solved(layout: HeadLayout, key_heads: int, value_heads: int, biased: bool) -> Shapes:
+    """Of these, and of `output_name`."""
+    heads, size = layout.key_value_heads, layout.head_dim
+    found: Shapes = {output_name(key_heads, value_heads): (layout.hidden_size, layout.query_heads * size)}
+    for side, count in (("key", key_heads), ("value", value_heads)):
+        shapes = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
+        found |= {f"{_frame_name(side, count)}.{part}": shape for part, shape in zip(FRAME, shapes, strict=True)}
+    return found
+
+
+def output_name(key_heads: int, value_heads: int) -> str:
+    """Under which statistics may hold what is to be added to the output projection."""
+    return f"output.{key_heads}x{value_heads}"
 
 
 def rewrite(
@@ -59,6 +89,7 @@ def rewrite(
     method: str,
 ) -> Tensors:
     """The layer's attention tensors for `key_heads` and `value_heads` components, from those for all heads."""
+    tensors = _with_output(tensors, statistics if method == "aligned" else None, key_heads, value_heads)
     new = dict(tensors)
     for side, count in (("key", key_heads), ("value", value_heads)):
         made = _compressed(tensors, statistics, layout, side, count, method)
@@ -78,6 +109,7 @@ def approximate(
     method: str,
 ) -> Tensors:
     """Stock tensors of the same layer with which it computes what it computes after `rewrite`, rounding aside."""
+    tensors = _with_output(tensors, statistics if method == "aligned" else None, key_heads, value_heads)
     new = dict(tensors)
     for side, count in (("key", key_heads), ("value", value_heads)):
         made = _compressed(tensors, statistics, layout, side, count, method)
@@ -108,6 +140,18 @@ def _compressed(
     return _Side(frame.components @ features, frame.scalars, frame.maps if takes_in else None)
 
 
+def _with_output(tensors: Tensors, statistics: HeadStatistics | None, key_heads: int, value_heads: int) -> Tensors:
+    """The same with the fitted output projection, where there is one."""
+    change = None if statistics is None else statistics.sums.get(output_name(key_heads, value_heads))
+    if change is None:
+        return tensors
+    return tensors | {"o_proj.weight": tensors["o_proj.weight"] + change.to(tensors["o_proj.weight"])}
+
+
+def _frame_name(side: str, count: int) -> str:
+    return f"{side}.frame.{count}"
+
+
 def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, count: int) -> Frame:
     sums = [statistics.sums[f"{side}.{kind}"] for kind in KINDS]
     seen, wanted = sums[0].shape, (layout.key_value_heads, PARTS[side], layout.head_dim, layout.head_dim)
@@ -116,6 +160,9 @@ def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, count: int
             f"the calibration saw {side} heads of the form {list(seen)}, the layer has {list(wanted)}: "
             "it was made for another model"
         )
+    held = [statistics.sums.get(f"{_frame_name(side, count)}.{part}") for part in FRAME]
+    if all(part is not None for part in held):
+        return Frame(*held)  # type: ignore[arg-type]
     errors = Errors.of(*sums)
     if side == "value":
         return aligned_values(errors, count)

@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import crosshead
@@ -66,6 +67,23 @@ def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
     save_file(state, twin / WEIGHTS, {"format": "pt"})
     with pytest.raises(ConversionError, match="another model of the same shape"):
         crosshead.convert(twin, tmp_path / "third", asked, calibration=saved)
+
+
+def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
+    """What was solved for some counts is used for these alone."""
+    saved = tmp_path / "saved.safetensors"
+    asked = [{"explicit": {"key_heads": 2, "value_heads": count}} for count in (2, 3)]
+    crosshead.convert(source, tmp_path / "made", asked[0], calibration=text, save_calibration=saved, verify=False)
+    held = load_file(saved)
+    assert {name.split(".")[2] for name in held if ".statistics." in name} == {"key", "value", "output"}
+    made = [
+        crosshead.convert(source, tmp_path / name, asked[1], calibration=given)["verification"]["kl_divergence"]
+        for name, given in (("other", saved), ("anew", text))
+    ]
+    assert 0 < made[1] < made[0] < 1.5 * made[1]
+    save_file(held | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
+    with pytest.raises(ConversionError, match=r"0.statistics.output.2x2 is \(3, 3\)"):
+        crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
 
 
 @pytest.mark.parametrize("present", ["source/model.safetensors", "saved.safetensors"])

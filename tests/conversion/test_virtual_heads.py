@@ -5,7 +5,15 @@ import toys
 from crosshead.conversion import aligned_keys, aligned_values
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.head_statistics import KINDS, HeadStatistics
-from crosshead.conversion.virtual_heads import approximate, rewrite, rewritten_names
+from crosshead.conversion.virtual_heads import (
+    FRAME,
+    approximate,
+    output_name,
+    rewrite,
+    rewritten_names,
+    shapes_of_solved,
+    solved,
+)
 
 D, HEADS = toys.SIZES["head_dim"], 4
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": HEADS, "hidden_size": 32}
@@ -53,13 +61,24 @@ def calibrated(model, length=40):
     return statistics
 
 
-def changed_model(model, make, counts, method, mixers=None):
+def with_output(statistics, counts):
+    """The same statistics, with something to be added to the output projection."""
+    shape = shapes_of_solved(statistics.layout, *counts, biased=False)[output_name(*counts)]
+    sums = statistics.sums | {
+        output_name(*counts): 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    }
+    return HeadStatistics.from_tensors(sums, statistics.layout)
+
+
+def changed_model(model, make, counts, method, mixers=None, fitted=False):
     """The model with the tensors of every layer made anew: a stock one, or with `mixers` one of ours."""
     tensors = dict(model.state_dict())
     statistics = calibrated(model) if method == "aligned" else [None] * len(model.model.layers)
     for index, layout in enumerate(layouts(model)):
-        prefix = PREFIX.format(index)
-        new = make(layer_tensors(model, index), statistics[index], layout, *counts, method)
+        prefix, seen = PREFIX.format(index), statistics[index]
+        if min(counts) < HEADS and seen is not None and fitted:
+            seen = with_output(seen, counts)
+        new = make(layer_tensors(model, index), seen, layout, *counts, method)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
         tensors |= {prefix + name: tensor for name, tensor in new.items()}
     backbone = backbone_of(model)
@@ -94,8 +113,10 @@ def test_all_heads_kept_is_the_model_itself(backbone, method):
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_mechanism_computes_what_the_approximation_does(backbone, method, counts):
     model = toy(backbone)
-    ours = changed_model(model, rewrite, counts, method, explicit(counts))
-    stock = changed_model(model, approximate, counts, method)
+    ours = changed_model(model, rewrite, counts, method, explicit(counts), fitted=True)
+    stock = changed_model(model, approximate, counts, method, fitted=True)
+    if method == "aligned":
+        assert not torch.allclose(logits(stock), logits(changed_model(model, approximate, counts, method)), atol=1e-3)
     assert not torch.allclose(logits(stock), logits(model), atol=1e-3)
     # The norms of the stock classes compute in float32.
     torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-5)
@@ -108,7 +129,7 @@ def test_names_are_those_that_change(backbone, method):
     statistics, layout = calibrated(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
     for counts in ((2, 4), (4, 3), (1, 1)):
-        new = rewrite(tensors, statistics, layout, *counts, method)
+        new = rewrite(tensors, with_output(statistics, counts), layout, *counts, method)
         names = set(rewritten_names(layout, *counts, method)) & new.keys()
         differ = {
             n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
@@ -155,6 +176,23 @@ def test_same_bits_twice():
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
     first, second = (rewrite(tensors, calibrated(model)[1], layout, 3, 2, "aligned") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+def test_what_is_solved_already_is_not_solved_again(backbone, monkeypatch):
+    model = toy(backbone)
+    tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
+    expected = rewrite(tensors, statistics, layout, 3, 2, "aligned")
+    found = solved(statistics, layout, 3, 2)
+    shapes = shapes_of_solved(layout, 3, 2, biased=backbone == "Qwen2")
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
+        name: shape for name, shape in shapes.items() if not name.startswith("output")
+    }
+    assert len(found) == 2 * len(FRAME)
+    held = HeadStatistics.from_tensors(statistics.sums | found, layout)
+    monkeypatch.setattr("crosshead.conversion.virtual_heads.Errors", None)
+    again = rewrite(tensors, held, layout, 3, 2, "aligned")
+    assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
 def test_tensors_come_back_in_their_dtype():
