@@ -89,9 +89,6 @@ def _projections(gradients: bool, active: int) -> Case:
 
 
 CASES = (
-    _projections(False, 8),
-    _projections(True, 8),
-    _projections(False, 12),
     _case("half", 2048, 8, 4, cpu=0.75),
     _case("half", 4096, 8, 4, cpu=0.65, cuda=0.60),
     _case("half", 8192, 8, 4, cuda=0.60),
@@ -101,4 +98,7 @@ CASES = (
     _case("three-quarters", 4096, 12, 6, cpu=0.95, cuda=0.80),
     _case("gradients", 2048, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
     _case("gradients", 4096, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
+    _projections(False, 8),
+    _projections(True, 8),
+    _projections(False, 12),
 )
