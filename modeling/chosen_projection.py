@@ -78,7 +78,7 @@ class ChosenTokens:
     def project_in(self, projection: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
         """Heads (B, T, H d) of hidden states (B, T, D)."""
         weight = projection.weight.unflatten(0, (self.mask.shape[1], -1))
-        heads: torch.Tensor = IntoHeads.apply(hidden.flatten(0, -2), weight, self)
+        heads: torch.Tensor = ByChosenTokens.apply(hidden.flatten(0, -2), weight, self, True)
         if projection.bias is not None:
             heads = heads + projection.bias.unflatten(0, (self.mask.shape[1], -1)) * self.mask.unsqueeze(-1)
         return heads.flatten(1).unflatten(0, hidden.shape[:-1])
@@ -86,45 +86,30 @@ class ChosenTokens:
     def project_out(self, projection: nn.Linear, heads: torch.Tensor) -> torch.Tensor:
         """Hidden states (B, T, D) from heads (B, T, H, d), which count for nothing where they were not chosen."""
         weight = projection.weight.unflatten(1, (self.mask.shape[1], -1)).permute(1, 2, 0)
-        tokens: torch.Tensor = OutOfHeads.apply(heads.flatten(0, -3), weight, self)
+        tokens: torch.Tensor = ByChosenTokens.apply(heads.flatten(0, -3), weight, self, False)
         if projection.bias is not None:
             tokens = tokens + projection.bias
         return tokens.unflatten(0, heads.shape[:-2])
 
 
-class IntoHeads(torch.autograd.Function):
-    """`ChosenTokens.into`, with gradients."""
+class ByChosenTokens(torch.autograd.Function):
+    """`ChosenTokens.into` heads, or `ChosenTokens.out_of` them, with gradients; each is the other's transpose."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, chosen: ChosenTokens) -> torch.Tensor:
-        """Heads (N, H, d)."""
-        ctx.save_for_backward(tokens, weight)
-        ctx.chosen = chosen
-        return chosen.into(tokens, weight)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """To the tokens and to the weight."""
-        (tokens, weight), (first, second, _) = ctx.saved_tensors, ctx.needs_input_grad
-        to_tokens = ctx.chosen.out_of(gradient, weight) if first else None
-        return to_tokens, ctx.chosen.products(gradient, tokens) if second else None, None
-
-
-class OutOfHeads(torch.autograd.Function):
-    """`ChosenTokens.out_of`, with gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, heads: torch.Tensor, weight: torch.Tensor, chosen: ChosenTokens) -> torch.Tensor:
-        """Tokens (N, D)."""
-        ctx.save_for_backward(heads, weight)
-        ctx.chosen = chosen
-        return chosen.out_of(heads, weight)
+    def forward(
+        ctx: Any, given: torch.Tensor, weight: torch.Tensor, chosen: ChosenTokens, inwards: bool
+    ) -> torch.Tensor:
+        """Heads (N, H, d) of tokens (N, D), or tokens of heads."""
+        ctx.save_for_backward(given, weight)
+        ctx.chosen, ctx.inwards = chosen, inwards
+        return chosen.into(given, weight) if inwards else chosen.out_of(given, weight)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """To the heads and to the weight."""
-        (heads, weight), (first, second, _) = ctx.saved_tensors, ctx.needs_input_grad
-        to_heads = ctx.chosen.into(gradient, weight) if first else None
-        return to_heads, ctx.chosen.products(heads, gradient) if second else None, None
+        """To what was given and to the weight."""
+        (given, weight), chosen, needed = ctx.saved_tensors, ctx.chosen, ctx.needs_input_grad
+        back = chosen.out_of if ctx.inwards else chosen.into
+        heads, tokens = (gradient, given) if ctx.inwards else (given, gradient)
+        to_given = back(gradient, weight) if needed[0] else None
+        return to_given, chosen.products(heads, tokens) if needed[1] else None, None, None

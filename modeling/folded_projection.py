@@ -1,8 +1,10 @@
-"""A projection and the linear map behind it as one product, in evaluation: what the map costs is paid once.
+"""A projection and the linear map behind it as one product: what the map costs is paid once.
 
-The product is a copy beside the parameters, which stay as they are, so that saving, training on and adapting a model
-know nothing of it. It is made again when one of them has changed, and let go where training begins or weights move.
-Writing through a parameter's `.data` is what nobody can see: call `train()` and `eval()` after it.
+Where gradients are wanted, that is once for each call, and gradients reach both through the product; it pays where
+there are more tokens than features to map. In evaluation, it is once for as long as the weights stay what they are:
+the product is a copy beside the parameters, so that saving, training on and adapting a model know nothing of it. It is
+made again when one of them has changed, and let go where training begins or weights move. Writing through a
+parameter's `.data` is what nobody can see: call `train()` and `eval()` after it.
 """
 
 from dataclasses import dataclass, field
@@ -14,11 +16,15 @@ from torch.nn import functional
 from .readable_weights import readable
 
 
-def folds(projection: nn.Module, behind: nn.Module) -> bool:
-    """Whether the two may be read as one, here and now."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
+def folds(projection: nn.Module, behind: nn.Module, hidden: torch.Tensor, training: bool) -> bool:
+    """Whether the two had better be read as one, here and now."""
+    if torch.compiler.is_compiling() or type(projection) is not nn.Linear:
         return False
-    return readable(projection, behind)
+    if not torch.is_grad_enabled():
+        return not training and readable(projection, behind)
+    # A frozen projection would get a gradient for nothing but the map's sake.
+    pays = projection.weight.requires_grad and hidden.shape[:-1].numel() > hidden.shape[-1]
+    return pays and readable(projection, behind)
 
 
 @dataclass
@@ -32,10 +38,11 @@ class FoldedProjection:
 
     def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
         """Heads of `size` features beside each other, projected and mapped."""
+        if torch.is_grad_enabled():
+            return functional.linear(hidden, *_product(projection, behind, size))
         weights = [*projection.parameters(), *behind.parameters()]
         if self._weight is None or not self._is_of(weights):
-            with torch.autocast(hidden.device.type, enabled=False):
-                self._weight, self._bias = _product(projection, behind, size)
+            self._weight, self._bias = _product(projection, behind, size, precise=True)
             self._made_of = [(weight.detach(), weight._version) for weight in weights]
         return functional.linear(hidden, self._weight, self._bias)
 
@@ -54,14 +61,16 @@ class FoldedProjection:
         return all(new.data_ptr() == old.data_ptr() and new._version == version for new, (old, version) in pairs)
 
 
-def _product(projection: nn.Linear, behind: nn.Module, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight and bias of both, in float64 where there is one, so that the same weights give the same bits."""
-    weight = projection.weight.detach()
-    wide = torch.float32 if weight.device.type == "mps" else torch.float64
-    turned = behind(torch.eye(size, dtype=weight.dtype, device=weight.device)).to(wide).T
+def _product(
+    projection: nn.Linear, behind: nn.Module, size: int, precise: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The weight and bias of both; in float64 where asked and to be had, that the same weights give the same bits."""
+    weight, bias = projection.weight, projection.bias
+    wide = weight.dtype if not precise else torch.float32 if weight.device.type == "mps" else torch.float64
+    with torch.autocast(weight.device.type, enabled=False):
+        turned = behind(torch.eye(size, dtype=weight.dtype, device=weight.device)).to(wide).T
 
-    def mapped(x: torch.Tensor) -> torch.Tensor:
-        return (turned @ x.to(wide).unflatten(0, (-1, size))).flatten(0, 1).to(x.dtype)  # (heads, size, columns)
+        def mapped(x: torch.Tensor) -> torch.Tensor:
+            return (turned @ x.to(wide).unflatten(0, (-1, size))).flatten(0, 1).to(x.dtype)  # (heads, size, columns)
 
-    bias = None if projection.bias is None else mapped(projection.bias.detach().unsqueeze(1)).squeeze(1)
-    return mapped(weight), bias
+        return mapped(weight), None if bias is None else mapped(bias.unsqueeze(1)).squeeze(1)

@@ -2,10 +2,10 @@
 
 linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
 identity and `G` as zero, so that a model starts exactly as it was. The map comes before QK-norm and RoPE, so the
-cache holds mapped heads and attention itself is untouched: every backend works. In evaluation, the linear form is
-folded into the projection where this mechanism is the layer's first (`folded_projection.py`). With `explicit`,
-whichever of the two comes first in the config, components are mapped and then combined, since the cache holds
-components. The gate form lowers quality in the paper and is here for the comparison; so is the random start.
+cache holds mapped heads and attention itself is untouched: every backend works. The linear form is folded into the
+projection where that pays and this mechanism is the layer's first (`folded_projection.py`). With `explicit`, whichever
+of the two comes first in the config, components are mapped and then combined, since the cache holds components. The
+gate form lowers quality in the paper and is here for the comparison; so is the random start.
 
 Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 """

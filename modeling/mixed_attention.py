@@ -104,11 +104,11 @@ class MixedAttention(nn.Module):
             mixer.on_hidden(states)
         folded: set[str] = set()
         for side, projection in {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}.items():
-            behind = None if self.training else self._mixers()[0].linear_map(side)
+            behind = self._mixers()[0].linear_map(side)
             chosen = self._chosen(projection, states, call) if side == "query" else None
             if chosen is not None:
                 heads = chosen.project_in(projection, hidden)
-            elif behind is not None and folds(projection, behind):
+            elif behind is not None and folds(projection, behind, hidden, self.training):
                 folded.add(side)
                 heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:

@@ -12,7 +12,7 @@ from crosshead.conversion.calibrating import Text, observe
 from crosshead.conversion.calibration import Observers
 from crosshead.conversion.families import family_of, read_config
 from crosshead.conversion.fast_arithmetic import fast_dtype
-from crosshead.conversion.mix_layers import active_heads, needed_observations
+from crosshead.conversion.mix_layers import active_heads, component_pairs, needed_observations
 from crosshead.conversion.mixer_options import read_mixers, split_argument
 from crosshead.conversion.sources import open_source
 from crosshead.recipes.load_recipe import load_recipe
@@ -86,7 +86,8 @@ def calibrate(source: str, text: Path, asked: list[Conversion], target: Path, sh
         request = read_mixers(mixers, layouts)
         config = family.mixed.from_dict({**origin.config, "mixers": request.mixers})
         wanted = needed_observations(config, request, chooses=False)
-        observers = Observers(wanted, layouts, active_heads(config), family.qkv_bias(stock))
+        pairs = component_pairs(config)
+        observers = Observers(wanted, layouts, active_heads(config), family.qkv_bias(stock), pairs)
         observe(origin, stock, Text.of(text, origin), observers, target, show)
 
 

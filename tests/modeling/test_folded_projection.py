@@ -1,4 +1,4 @@
-"""A linear knock folded into its projection in evaluation: the same outputs, and never those of weights that were."""
+"""A linear knock folded into its projection: the same outputs and gradients, and never those of weights that were."""
 
 import copy
 import pickle
@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 import toys
-from crosshead.modeling import mixed_attention
+from crosshead.modeling import folded_projection, mixed_attention
 
 LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 TOKENS = torch.arange(1, 15).view(2, 7)
 
 
 def unfolded(model: Any) -> torch.Tensor:
-    """Logits of the plain path: with gradients, nothing folds."""
+    """Logits of the plain path: with gradients and few tokens, nothing folds."""
     with torch.enable_grad():
         return model(TOKENS).logits.detach()
 
@@ -92,6 +92,85 @@ def _by_data_in_training(model: Any) -> None:
     model.train()
     model.model.layers[0].self_attn.v_proj.weight.data.mul_(2)
     model.eval()
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
+    """The weights that are made from here on."""
+    made: list[torch.Size] = []
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        weight, bias = multiplied(*args, **kwargs)
+        made.append(weight.shape)
+        return weight, bias
+
+    multiplied = folded_projection._product
+    monkeypatch.setattr(folded_projection, "_product", counted)
+    return made
+
+
+MANY = torch.arange(2 * 90).view(2, 90) % toys.SIZES["vocab_size"]
+
+
+def gradients(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("components", ({}, {"explicit": {"key_heads": 1, "value_heads": 1}}))
+def test_gradients_equal_unfolded(
+    backbone: str, components: dict[str, Any], products: list[torch.Size], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = toys.mixed_model(backbone, LINEAR | components).train()
+    precise = backbone != "Qwen3Moe"
+    model, bound = (model.double(), 1e-9) if precise else (model, 1e-4)
+    ours, logits = gradients(model, MANY), model(MANY).logits
+    assert len(products) == 2 * 2 * 3  # calls, layers, sides
+    monkeypatch.setattr(mixed_attention, "folds", lambda *_: False)
+    torch.testing.assert_close(logits, model(MANY).logits, rtol=bound, atol=bound)
+    torch.testing.assert_close(ours, gradients(model, MANY), rtol=bound, atol=bound)
+    assert len(products) == 2 * 2 * 3 and any("knocking" in name for name in ours)
+
+
+def test_training_folds_only_where_it_pays(products: list[torch.Size]) -> None:
+    model = toys.mixed_model("Llama", LINEAR).train()
+    model(TOKENS)  # fewer tokens than features
+    with torch.no_grad():
+        model(MANY)  # weights are about to change
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("knocking" in name)
+    model(MANY)  # a gradient of the projection would be for nothing
+    assert not products
+    for layer in model.model.layers:
+        layer.self_attn.v_proj.weight.requires_grad_(True)
+    model(MANY)
+    assert len(products) == 2
+    model.model.layers[0].self_attn.v_proj.register_full_backward_hook(lambda *_: None)
+    model(MANY)
+    assert len(products) == 3
+
+
+def test_training_in_half_precision(products: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = toys.mixed_model("Qwen2", LINEAR).double().train()
+    expected = gradients(model, MANY)
+
+    def error(run: Any) -> float:
+        found = run()
+        return sum(float((found[name].double() - value).norm() / value.norm()) for name, value in expected.items())
+
+    def autocast() -> dict[str, torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return gradients(model.float(), MANY)
+
+    for run in (autocast, lambda: gradients(model.bfloat16(), MANY)):
+        products.clear()
+        ours = error(run)
+        assert products
+        with monkeypatch.context() as plain:
+            plain.setattr(mixed_attention, "folds", lambda *_: False)
+            assert ours <= 1.2 * error(run)
 
 
 @pytest.mark.parametrize("change", (_in_place, _by_step, _by_state, _by_data, _by_data_in_training))
