@@ -1,10 +1,14 @@
 """Memory of one side of a case: by the allocator's count on a GPU, by the system's in a process of its own on a CPU.
 
 usage: python -P -m crosshead.evals.bench_memory JOB, a case and a side as JSON; writes the bytes to stdout
+
+There, glibc gives what is freed back to the system at once. Otherwise some of it would stay counted, more or less from
+run to run.
 """
 
 import gc
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -22,6 +26,8 @@ from .errors import EvalError
 WARM_UP = {"tokens": 128}
 """The shape of the run before memory is read: libraries that load late are no part of a run."""
 STATUS = Path("/proc/self/status")
+GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""To glibc: from so many bytes on, memory comes from the system and goes back to it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ def _in_a_process(case: Case, ours: bool) -> int:
     job = json.dumps(side | {"measured": case.measured, "threads": torch.get_num_threads()})
     command = [sys.executable, "-P", "-m", __name__, job]
     # In a group of its own, so that Ctrl-C reaches this process alone, which then ends that one.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as process:
+    pipe, environment = subprocess.PIPE, os.environ | GIVEN_BACK
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, process_group=0) as process:
         try:
             told, complaint = process.communicate()
         finally:

@@ -11,7 +11,7 @@ Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Tra
 
 import math
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers import initialization as init
 
 from .eager import attention_weights, weigh_values
 from .mixer import Attended, AttentionCall, CallSizes, HeadLayout, HeadStates, Mixer, MixerLeaf, Settings
+from .normed_projection import keeps_less, normed_projection
 from .numerics import rms_normalised, widened
 from .options import Flag, Option
 
@@ -29,8 +30,13 @@ def lambda_start(layer_index: int) -> float:
 
 
 def split_pairs(x: torch.Tensor) -> torch.Tensor:
-    """(B, heads, T, d): the pairs' first heads, then their second heads."""
-    return torch.cat([x[:, 0::2], x[:, 1::2]], dim=1)
+    """(B, heads, T, d): the pairs' first heads, then their second heads.
+
+    In memory heads stay beside each other for each token; outputs of attention follow its queries, and the output
+    projection wants them so.
+    """
+    rows = x.transpose(1, 2)
+    return torch.cat([rows[:, :, 0::2], rows[:, :, 1::2]], dim=2).transpose(1, 2)
 
 
 def join_pairs(x: torch.Tensor) -> torch.Tensor:
@@ -97,22 +103,29 @@ class Differential(Mixer, MixerLeaf):
 
     def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """The difference within each pair, before the norm."""
-        first, second = split_pairs(weights).chunk(2, dim=1)
-        return first - self().to(first.dtype) * second
+        return weights[:, 0::2] - self().to(weights.dtype) * weights[:, 1::2]
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """Attention once per half of the values, then the difference within each pair."""
         query, key = split_pairs(states.query), split_pairs(states.key)
-        halves = [states.value[:, half::2].repeat(1, 2, 1, 1) for half in (0, 1)]
-        weights = None
-        if call.eager:
-            weights = join_pairs(attention_weights(query, key, call.mask, call.scaling))
-            split = split_pairs(weights)
-            outputs = [weigh_values(split, half) for half in halves]
-        else:
-            outputs = [call.run(query, key, half)[0] for half in halves]
-        first, second = torch.cat(outputs, dim=-1).chunk(2, dim=2)  # (B, T, pairs, 2d) each
-        output = first - self().to(first.dtype) * second
-        if self.settings["norm"]:
-            output = (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
-        return output, weights
+        weights = attention_weights(query, key, call.mask, call.scaling) if call.eager else None
+        scale, pairs = self().to(query.dtype), []
+        for half in (0, 1):
+            value = states.value[:, half::2].repeat(1, 2, 1, 1)
+            heads = call.run(query, key, value)[0] if weights is None else weigh_values(weights, value)
+            first, second = heads.chunk(2, dim=2)
+            pairs.append(first - scale * second)
+        return torch.cat(pairs, dim=-1), None if weights is None else join_pairs(weights)
+
+    def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Norm each pair's output."""
+        if not self.settings["norm"]:
+            return output
+        return (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
+
+    def project_out(self, projection: nn.Module, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Norm and project in one step where that keeps less for the backward pass."""
+        if self.settings["norm"] and keeps_less(projection):
+            scale, eps = 1 - self.lambda_init, self.layout.norm_eps
+            return normed_projection(output, scale, eps, cast(nn.Linear, projection))
+        return super().project_out(projection, output, states)

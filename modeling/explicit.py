@@ -12,7 +12,7 @@ For a query or few, as in decoding, the combined heads are not made: `explicit_d
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
 """
 
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import nn
@@ -30,6 +30,7 @@ from .mixer import (
     Settings,
     weight_count,
 )
+from .normed_projection import keeps_less, normed_projection
 from .numerics import HeadRMSNorm, inverse_rms
 from .options import Count, Flag, Option, Subset
 from .regroup import regrouping
@@ -157,3 +158,9 @@ class Explicit(Mixer):
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Norm each head's output."""
         return output if self.norm is None else self.norm(output)
+
+    def project_out(self, projection: nn.Module, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Norm and project in one step where that keeps less for the backward pass."""
+        if self.norm is not None and keeps_less(projection, self.norm):
+            return normed_projection(output, self.norm.weight, self.norm.eps, cast(nn.Linear, projection))
+        return super().project_out(projection, output, states)

@@ -77,11 +77,12 @@ class MixedAttention(nn.Module):
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx)
         output, weights = self._attend(states, call)
-        for mixer in self._mixers():
+        *others, last = sorted(self._mixers(), key=lambda mixer: not mixer.owns_attention)
+        for mixer in others:
             output = mixer.on_output(output, states)
         if (chosen := self._chosen(self.o_proj, states, call)) is not None:
-            return chosen.project_out(self.o_proj, output), weights
-        return self.o_proj(output.flatten(2).contiguous()), weights
+            return chosen.project_out(self.o_proj, last.on_output(output, states)), weights
+        return last.project_out(self.o_proj, output, states), weights
 
     def _attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """By the mechanism that owns it, else by the first that has a way of its own, else by the backend."""

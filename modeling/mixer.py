@@ -10,7 +10,8 @@ of its mechanisms at fixed stages; at one stage, mechanisms run in the order of 
 3. `attend`: queries meet keys. At most one mechanism of a layer replaces this step (`owns_attention`); others may
    offer a cheaper way to the same result, here or, where keys and values need not be completed for it, in
    `attend_cached`, in place of all of 2 and 3.
-4. `on_output`: each head has its output, `o_proj` comes next.
+4. `on_output`: each head has its output, `o_proj` comes next; whose attention it was goes first. `project_out` may be
+   both in one step.
 
 Parameters live in leaf modules and are only read inside the leaf's own `forward`, because libraries that offload
 weights fetch them by a hook on exactly that call.
@@ -238,3 +239,8 @@ class Mixer(nn.Module):
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Head outputs (B, T, heads, features)."""
         return output
+
+    def project_out(self, projection: nn.Module, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+        """Hidden states (B, T, D): `on_output` of the layer's last mechanism, and the output projection."""
+        hidden: torch.Tensor = projection(self.on_output(output, states).flatten(2).contiguous())
+        return hidden
