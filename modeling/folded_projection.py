@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .readable_weights import readable
+from .readable_weights import readable, weights_of
 
 
 def folds(projection: nn.Module, behind: nn.Module, hidden: torch.Tensor, training: bool) -> bool:
@@ -40,7 +40,7 @@ class FoldedProjection:
         """Heads of `size` features beside each other, projected and mapped."""
         if torch.is_grad_enabled():
             return functional.linear(hidden, *_product(projection, behind, size))
-        weights = [*projection.parameters(), *behind.parameters()]
+        weights = weights_of(projection, behind)
         if self._weight is None or not self._is_of(weights):
             self._weight, self._bias = _product(projection, behind, size, precise=True)
             self._made_of = [(weight.detach(), weight._version) for weight in weights]

@@ -12,7 +12,6 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
-from .chosen_projection import ChosenTokens
 from .eager import eager_attention
 from .folded_projection import FoldedProjection, folds
 from .head_cache import pass_cache, split_heads
@@ -67,46 +66,47 @@ class MixedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
-        call = self._call(attention_mask, kwargs)
-        states = self._project(hidden_states, call)
-        for mixer in self._mixers():
+        call, mixers = self._call(attention_mask, kwargs), self._mixers()
+        states = self._project(hidden_states, mixers, call)
+        for mixer in mixers:
             mixer.on_projected(states)
-        for mixer in self._mixers():
+        for mixer in mixers:
             mixer.on_settled(states)
         self._place(states, position_embeddings)
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx)
-        output, weights = self._attend(states, call)
-        *others, last = sorted(self._mixers(), key=lambda mixer: not mixer.owns_attention)
+        output, weights = self._attend(states, mixers, call)
+        *others, last = sorted(mixers, key=lambda mixer: not mixer.owns_attention)
         for mixer in others:
             output = mixer.on_output(output, states)
-        if (chosen := self._chosen(self.o_proj, states, call)) is not None:
+        if not others and (chosen := last.chosen_tokens(self.o_proj, states, call)) is not None:
             return chosen.project_out(self.o_proj, last.on_output(output, states)), weights
         return last.project_out(self.o_proj, output, states), weights
 
-    def _attend(self, states: HeadStates, call: AttentionCall) -> Attended:
+    def _attend(self, states: HeadStates, mixers: list[Mixer], call: AttentionCall) -> Attended:
         """By the mechanism that owns it, else by the first that has a way of its own, else by the backend."""
-        owners = [mixer for mixer in self._mixers() if mixer.owns_attention]
+        owners = [mixer for mixer in mixers if mixer.owns_attention]
         if not owners:
-            for mixer in self._mixers():
+            for mixer in mixers:
                 if (attended := mixer.attend_cached(states, call)) is not None:
                     return attended
-        for mixer in self._mixers():
+        for mixer in mixers:
             mixer.on_cached(states)
-        for mixer in owners or self._mixers():
+        for mixer in owners or mixers:
             if (attended := mixer.attend(states, call)) is not None:
                 return attended
         return call.run(states.query, states.key, states.value)
 
-    def _project(self, hidden: torch.Tensor, call: AttentionCall) -> HeadStates:
+    def _project(self, hidden: torch.Tensor, mixers: list[Mixer], call: AttentionCall) -> HeadStates:
         empty = hidden.new_empty(0)
         states = HeadStates(hidden, hidden, empty, empty, empty)
-        for mixer in self._mixers():
+        for mixer in mixers:
             mixer.on_hidden(states)
         folded: set[str] = set()
         for side, projection in {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}.items():
-            behind = self._mixers()[0].linear_map(side)
-            chosen = self._chosen(projection, states, call) if side == "query" else None
+            behind, chosen = mixers[0].linear_map(side), None
+            if side == "query" and len(mixers) == 1:
+                chosen = mixers[0].chosen_tokens(projection, states, call)
             if chosen is not None:
                 heads = chosen.project_in(projection, hidden)
             elif behind is not None and folds(projection, behind, hidden, self.training):
@@ -117,10 +117,6 @@ class MixedAttention(nn.Module):
             setattr(states, side, split_heads(heads, heads.shape[-1] // self.head_dim))
         states.folded = frozenset(folded)
         return states
-
-    def _chosen(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
-        """Which tokens a projection may be done for alone."""
-        return self._mixers()[0].chosen_tokens(projection, states, call) if len(self.mixers) == 1 else None
 
     def train(self, mode: bool = True) -> Self:
         """What was folded for evaluation is let go."""
