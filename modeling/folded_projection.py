@@ -1,10 +1,10 @@
 """A projection and the linear map behind it as one product: what the map costs is paid once.
 
-Where gradients are wanted, that is once for each call, and gradients reach both through the product; it pays where
-there are more tokens than features to map. In evaluation, it is once for as long as the weights stay what they are:
-the product is a copy beside the parameters, so that saving, training on and adapting a model know nothing of it. It is
-made again when one of them has changed, and let go where training begins or weights move. Writing through a
-parameter's `.data` is what nobody can see: call `train()` and `eval()` after it.
+Where gradients are wanted, that is once for each call, and gradients reach both through the product: less is kept,
+and a batch of training has many tokens to map. In evaluation, it is once for as long as the weights stay what they
+are: the product is a copy beside the parameters, so that saving, training on and adapting a model know nothing of
+it. It is made again when one of them has changed, and let go where training begins or weights move. Writing through
+a parameter's `.data` is what nobody can see: call `train()` and `eval()` after it.
 """
 
 from dataclasses import dataclass, field
@@ -16,14 +16,12 @@ from torch.nn import functional
 from .readable_weights import readable, weights_of
 
 
-def folds(projection: nn.Module, behind: nn.Module, hidden: torch.Tensor, training: bool) -> bool:
+def folds(projection: nn.Module, behind: nn.Module, training: bool) -> bool:
     """Whether the two had better be read as one, here and now."""
     if torch.compiler.is_compiling() or type(projection) is not nn.Linear:
         return False
-    if not torch.is_grad_enabled():
-        return not training and readable(projection, behind)
     # A frozen projection would get a gradient for nothing but the map's sake.
-    pays = projection.weight.requires_grad and hidden.shape[:-1].numel() > hidden.shape[-1]
+    pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
     return pays and readable(projection, behind)
 
 

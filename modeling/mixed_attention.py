@@ -109,7 +109,7 @@ class MixedAttention(nn.Module):
                 chosen = mixers[0].chosen_tokens(projection, states, call)
             if chosen is not None:
                 heads = chosen.project_in(projection, hidden)
-            elif behind is not None and folds(projection, behind, hidden, self.training):
+            elif behind is not None and folds(projection, behind, self.training):
                 folded.add(side)
                 heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:
