@@ -1,14 +1,17 @@
 """`--layers auto`: component heads of every layer from measured losses and a budget."""
 
+import json
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from .calibrating import Text
 from .calibration import Calibration
 from .errors import ConversionError
 from .job import Progress
-from .layer_choice import TRIAL_LENGTH, TRIALS, choose, describe, measure_losses
+from .layer_choice import TRIAL_LENGTH, TRIALS, Choice, choose, describe, measure_losses
 from .mixer_options import MixerRequest
+from .published_folder import write_json
 from .sources import Source
 from .streamed_model import StreamedModel
 
@@ -39,9 +42,28 @@ class AutoLayers:
         request: MixerRequest,
         text: Text,
         calibration: Calibration | None,
+        kept: Path,
         progress: Progress,
     ) -> tuple[MixerRequest, dict[str, Any]]:
-        """The request with counts and layers, and what was measured."""
+        """The request with counts and layers, and what was measured: now, or by a run before this, which kept it."""
+        if not kept.exists():
+            write_json(kept, self._measured(source, stock, target, request, text, calibration, progress))
+        found = json.loads(kept.read_bytes())
+        counts = {side: found[side] for side in ("key_heads", "value_heads")}
+        layers = {"layers": Choice(**counts).layers(stock.num_key_value_heads)}
+        mixers = request.mixers | {"explicit": request.mixers["explicit"] | counts | layers}
+        return replace(request, mixers=mixers), found
+
+    def _measured(
+        self,
+        source: Source,
+        stock: Any,
+        target: Any,
+        request: MixerRequest,
+        text: Text,
+        calibration: Calibration | None,
+        progress: Progress,
+    ) -> dict[str, Any]:
         tokens = text.windows(source, TRIAL_LENGTH, TRIALS, stock.vocab_size)
         losses = measure_losses(
             StreamedModel(source.store, stock),
@@ -52,8 +74,4 @@ class AutoLayers:
             tokens,
             lambda *done: progress("choosing", *done),
         )
-        choice = choose(losses, target.layouts(), self.budget)
-        counts = {"key_heads": choice.key_heads, "value_heads": choice.value_heads}
-        layers = {"layers": choice.layers(stock.num_key_value_heads)}
-        mixers = request.mixers | {"explicit": request.mixers["explicit"] | counts | layers}
-        return replace(request, mixers=mixers), describe(losses, choice)
+        return {"text": text.read_as} | describe(losses, choose(losses, target.layouts(), self.budget))

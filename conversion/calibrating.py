@@ -74,6 +74,11 @@ class Text:
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
+    @property
+    def read_as(self) -> str:
+        """What `windows` reads, by name: a saved calibration has no text in it."""
+        return DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
+
     def windows(self, source: Source, length: int, count: int, vocabulary: int) -> torch.Tensor:
         """Windows of tokens (count, length); of the default text where there is none."""
         if self.given is None or self.is_saved:

@@ -1,13 +1,13 @@
 """What a conversion learns from running the source on text: observed layer by layer, kept in one file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import nn
 
 from crosshead.modeling.mixer import HeadLayout
@@ -16,6 +16,7 @@ from .errors import ConversionError
 from .families import Shapes
 from .fast_arithmetic import fast_products, full_products
 from .fitted_output import AttentionCalls, output_change
+from .growing_file import write_growing
 from .head_order import HeadUse
 from .head_statistics import KINDS, PARTS, HeadStatistics
 from .layer_rewrites import Tensors
@@ -65,6 +66,11 @@ class Observers:
                 shapes = SHAPES[kind](layout, self.biased)
                 found |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes.items()}
         return found
+
+    @property
+    def size(self) -> int:
+        """Bytes of that file, at most."""
+        return sum(8 * prod(shape) for shape in (self.shapes() | self.solved_shapes()).values())
 
     def solved_shapes(self) -> Shapes:
         """The same of what it may hold beside them."""
@@ -133,12 +139,22 @@ class Calibration:
 def calibrate(
     model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance, mark: str = ""
 ) -> Calibration:
-    """Run windows of tokens (B, T) through the source; the observers of each layer see its attention's input.
+    """Run windows of tokens (B, T) through the source, and keep in a file what was observed.
 
     `mark` tells the source from other models, for those who use the file later.
     """
+    partial = path.with_name(f"{path.name}.partial")
+    expected = observers.shapes() | observers.solved_shapes()
+    write_growing(partial, expected, _observed(model, tokens, observers, advance), {MARK: mark})
+    partial.replace(path)
+    return Calibration(path)
+
+
+def _observed(
+    model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance
+) -> Iterator[Tensors]:
+    """What the observers of each layer, who see its attention's input, have found: a layer at a time."""
     hidden = model.embed(tokens)
-    flat: Tensors = {}
     for layer, module in model.layers():
         kinds = observers.of_layer(layer)
 
@@ -159,13 +175,9 @@ def calibrate(
         statistics = kinds.get("statistics")
         if isinstance(statistics, HeadStatistics) and observers.solves(layer):
             _solve(attention, statistics, calls, observers.components[layer])
-        for kind, observer in kinds.items():
-            flat |= {f"{layer}.{kind}.{name}": value for name, value in observer.as_tensors().items()}
+        tensors = {(kind, name): value for kind in kinds for name, value in kinds[kind].as_tensors().items()}
+        yield {f"{layer}.{kind}.{name}": value for (kind, name), value in tensors.items()}
         advance(layer + 1, len(observers.layouts))
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(flat, partial, {MARK: mark})
-    partial.replace(path)
-    return Calibration(path)
 
 
 def _solve(

@@ -2,7 +2,7 @@
 
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -106,26 +106,33 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     if auto is not None:
         auto.check(request)
     wanted = needed_observations(target, request, auto is not None)
-    for option in ("calibration", "save_calibration"):
-        if not wanted and getattr(asked, option) is not None:
+    reads = bool(wanted) or auto is not None
+    for option, used in (("calibration", reads), ("save_calibration", bool(wanted))):
+        if not used and getattr(asked, option) is not None:
             name = option.replace("_", "-")
             raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
-    described = text.described() if wanted else {}
+    if text.is_saved and not wanted:
+        raise ConversionError(
+            f"--calibration {asked.calibration} has no use here: layers are chosen on a text; name a file of text"
+        )
+    described = text.described() if reads else {}
     components = [] if auto is not None else component_pairs(target)
     biased = family_of(stock).qkv_bias(stock)
     observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
     _check_saved(_path(asked.save_calibration), observers)
     dtype = DTYPES[asked.dtype] if asked.dtype else None
 
-    def prepare(kept: Path, progress: Progress) -> Prepared:
-        config, settled, observed = target, request, {"calibration": described} if described else {}
+    def prepare(keep: Callable[[str], Path], progress: Progress) -> Prepared:
+        config, settled, observed = target, request, {"calibration": described} if wanted else {}
         calibration = None
         if wanted:
-            calibration = observe(origin, stock, text, observers, kept, progress)
+            calibration = observe(origin, stock, text, observers, keep("calibration.safetensors"), progress)
             if asked.save_calibration is not None:
-                shutil.copyfile(calibration.path, asked.save_calibration)
+                _copy_whole(calibration.path, Path(asked.save_calibration))
         if auto is not None:
-            settled, chosen = auto.resolve(origin, stock, target, request, text, calibration, progress)
+            settled, chosen = auto.resolve(
+                origin, stock, target, request, text, calibration, keep("chosen.json"), progress
+            )
             config, observed = _target_config(origin.config, stock, settled, asked), observed | {"chosen": chosen}
         shapes = mixed_shapes(config, stock_shapes(config))
         rewrites = mix_layers(origin.store, config, shapes, settled, calibration, asked.seed)
@@ -137,7 +144,8 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     if dtype is not None and any(entry.dtype != dtype for entry in origin.store.entries.values()):
         rounded_to.add(dtype)
     allowed = tolerance(target, rounded_to) if neutral else None
-    return Job("convert", origin, options, least_size(origin.store, dropped, dtype), allowed, prepare)
+    sizes = least_size(origin.store, dropped, dtype), 0 if text.is_saved else observers.size
+    return Job("convert", origin, options, *sizes, allowed, prepare)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -171,6 +179,13 @@ def _check_saved(path: Path | None, observers: Observers) -> None:
             f"--save-calibration {path} is not allowed: it is there already and is no calibration for this "
             "conversion; name another file"
         ) from None
+
+
+def _copy_whole(path: Path, target: Path) -> None:
+    """Copy a file so that there is never half of one."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.copyfile(path, partial)
+    partial.replace(target)
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -14,7 +14,17 @@ from .errors import ConversionError
 from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
-from .published_folder import add_older_names, copy_code, copy_files, record_file, store_digest, versions, write_json
+from .published_folder import (
+    RECORD,
+    add_older_names,
+    check_record,
+    copy_code,
+    copy_files,
+    record_file,
+    store_digest,
+    versions,
+    write_json,
+)
 from .safetensors_store import WEIGHTS
 from .shard_writer import Item, tensor_chunks, write_index, write_shard
 from .sources import CONFIG, Source
@@ -52,15 +62,18 @@ class Job:
     """As asked for, for the record; with the source they determine the result."""
     least: int
     """Bytes that the result will take at least."""
+    kept: int
+    """Bytes that lie beside it until it is complete, at most."""
     tolerance: Tolerance | None
     """How far the result may be from the source; None where any distance may be right."""
-    prepare: Callable[[Path, Progress], Prepared]
-    """Given a file to keep what was observed in, for a run that goes on where this one stops."""
+    prepare: Callable[[Callable[[str], Path], Progress], Prepared]
+    """Given where to keep files for a run that goes on where this one stops, by their names."""
 
     @property
     def identity(self) -> str:
         """Equal for two runs that would write the same bytes."""
-        content = [self.command, self.source.fingerprint, dict(self.options), versions()]
+        arithmetic = [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]  # both decide on roundings
+        content = [self.command, self.source.fingerprint, dict(self.options), versions(), arithmetic]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -74,8 +87,10 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
     for place in job.source.store.places:
         check_apart(place, out)
     with staging(out, job.identity, overwrite) as stage:
-        stage.check_room(job.least)
-        prepared = job.prepare(stage.keep("calibration.safetensors"), progress)
+        if job.command == "fold":
+            check_record(out, overwrite)
+        stage.check_room(job.least, job.kept)
+        prepared = job.prepare(stage.keep, progress)
         stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
         digests = write_weights(job, prepared, stage, progress)
         copy_files(job.source.files, stage.folder)
@@ -88,7 +103,7 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
         content = record(job, prepared, digests)
         if verify is not None:
             content["verification"] = verify(job, stage.folder, progress)
-        write_json(record_file(out if stock else stage.folder, stock), content)
+        write_json(stage.beside(record_file(out, stock).name) if stock else stage.folder / RECORD, content)
         stage.publish()
     return content | {"folder": str(out)}
 

@@ -15,6 +15,7 @@ import transformers
 
 from crosshead import modeling
 
+from .errors import ConversionError
 from .shard_writer import digest_of
 from .store import TensorStore
 
@@ -70,6 +71,13 @@ def record_file(folder: Path, stock: bool) -> Path:
     """Where the record of a conversion is: in a crosshead model, but beside a stock one, which is nothing of ours."""
     place = Path(os.path.abspath(folder))
     return place.with_name(f"{place.name}.{RECORD}") if stock else place / RECORD
+
+
+def check_record(folder: Path, overwrite: bool) -> None:
+    """Refuse to replace the record beside a stock model, unless told to."""
+    path = record_file(folder, stock=True)
+    if os.path.lexists(path) and not overwrite:
+        raise ConversionError(f"{path} is already there: choose another place, or replace it with --overwrite")
 
 
 def read_record(path: Path) -> dict[str, Any]:

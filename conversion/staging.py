@@ -5,6 +5,7 @@ Everything is written into `.<name>.crosshead-partial` beside the target, which 
     lock           held while a run is at work: a second run for the same target is refused
     journal.json   which conversion this is, and the digests of the weight files that are finished
     model/         what becomes the target
+    beside/        files that go beside the target when it is there
 
 and what a run asks to keep for the next one. In the end `model/` is renamed. An error takes the whole folder away. A
 kill or Ctrl-C leaves it: the next run of the same conversion goes on from the files that still are what the journal
@@ -43,16 +44,19 @@ class Staging:
         self._target, self._identity, self._overwrite = target, identity, overwrite
         self._replaced = target.parent / f".{target.name}.crosshead-replaced"
         self._journal = self.work / "journal.json"
+        self._beside = self.work / "beside"
         self._total = 0
 
     def recover(self) -> None:
-        """Finish what a run that was killed while it published left undone or behind."""
+        """Finish what a run that published left undone or behind, be it this one or one that was killed."""
         if self._replaced.exists():
             if self._target.exists():
                 shutil.rmtree(self._replaced)
             else:
                 self._replaced.rename(self._target)
         if not self.folder.exists():
+            for path in self._beside.glob("*"):
+                path.replace(self._target.parent / path.name)
             self.discard()
 
     def begin(self) -> None:
@@ -66,9 +70,19 @@ class Staging:
         """Where to put a file that is not published, for a run that goes on where this one stops."""
         return self.work / name
 
-    def check_room(self, least: int) -> None:
-        """`ConversionError` where the disk has not even `least` bytes, with those that an earlier run has written."""
-        self._check_room(least - sum(path.stat().st_size for path in self.folder.glob("*.safetensors")))
+    def beside(self, name: str) -> Path:
+        """Where to write a file that goes beside the target."""
+        self._beside.mkdir(exist_ok=True)
+        return self._beside / name
+
+    def check_room(self, least: int, kept: int) -> None:
+        """`ConversionError` where the disk has not even `least` bytes for the target and `kept` for what is kept.
+
+        Those that an earlier run has written count.
+        """
+        places = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
+        there = [sum(path.stat().st_size for path in place) for place in places]
+        self._check_room(max(least - there[0], 0) + max(kept - there[1], 0))
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
         """Say which weight files will be written: finds the finished ones, drops all else, and checks the disk."""

@@ -84,6 +84,7 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if calibration := report.get("calibration"):
         yield f"calibrated on {calibration.get('text') or calibration['saved']}"
     if chosen := report.get("chosen"):
+        yield f"layers chosen on {chosen['text']}"
         yield from (f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ") for side in SIDES)
 
 

@@ -6,12 +6,19 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
+from crosshead.conversion import auto_layers, job
+from crosshead.conversion.calibrating import DEFAULT_NAME
+from crosshead.conversion.convert import Options, job_of
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.safetensors_store import WEIGHTS
-from toy_checkpoints import write_stock
+from crosshead.conversion.shard_writer import write_shard
+from crosshead.conversion.sources import open_source
+from crosshead_command.screen import calibration_lines
+from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
@@ -112,6 +119,73 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
     assert mixers["key_heads"] == report["chosen"]["key_heads"]
     assert mixers["value_heads"] == report["chosen"]["value_heads"]
     assert set(report["chosen"]["losses"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_path):
+    source, asked = write_stock(tmp_path / "source", **HEADS), {"explicit": {"method": method}}
+    options = {"layers": "auto", "budget": 0.6, "verify": False}
+    made = crosshead.convert(source, tmp_path / "made", asked, calibration=text, **options)
+    assert made["chosen"]["text"] == "prose.txt"
+    assert ("calibration" in made) == (method == "aligned")
+    default = crosshead.convert(source, tmp_path / "default", asked, **options)
+    assert default["chosen"]["text"] == DEFAULT_NAME
+    assert default["chosen"]["losses"] != made["chosen"]["losses"]
+    assert f"layers chosen on {DEFAULT_NAME}" in calibration_lines(default)
+    saved = tmp_path / "saved.safetensors"
+    kept = {"explicit": {"key_heads": 2}}
+    crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)
+    if method == "svd":
+        with pytest.raises(ConversionError, match="name a file of text"):
+            crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
+    else:
+        third = crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
+        assert third["chosen"]["text"] == DEFAULT_NAME
+
+
+def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
+    """Shards that are finished hold the heads that were chosen."""
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS, **HEADS)
+    options = {"layers": "auto", "budget": 0.6, "calibration": text, "verify": False}
+    crosshead.convert(source, tmp_path / "whole", {"explicit": {}}, **options)
+
+    def killed(path, items):
+        if path.name.startswith("model-00003"):
+            raise KeyboardInterrupt
+        return write_shard(path, items)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(job, "write_shard", killed)
+        crosshead.convert(source, tmp_path / "made", {"explicit": {}}, **options)
+    monkeypatch.setattr(auto_layers, "measure_losses", None)
+    crosshead.convert(source, tmp_path / "made", {"explicit": {}}, **options)
+    files = [sorted(folder.glob("*.safetensors")) for folder in (tmp_path / "whole", tmp_path / "made")]
+    assert [path.read_bytes() for path in files[0]] == [path.read_bytes() for path in files[1]]
+
+
+def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypatch):
+    found = job_of(open_source(write_stock(tmp_path / "source"), scratch=tmp_path), {"knocking": {}}, Options())
+    before = found.identity
+    assert found.identity == before
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
+    assert found.identity != before
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
+    options = {"tie_word_embeddings": True, **HEADS}
+    stored = write_stock(tmp_path / "stored", backbone, MANY_SHARDS, torch.bfloat16, **options)
+    model = AutoModelForCausalLM.from_pretrained(stored, dtype=torch.float32)
+    wide = write_model(model, tmp_path / "wide")
+    made = {}
+    for source in (stored, wide):
+        asked = {"explicit": {"key_heads": 2, "value_heads": 3}}
+        crosshead.convert(source, tmp_path / "made", asked, calibration=text, verify=False, overwrite=True)
+        files = (tmp_path / "made").glob("*.safetensors")
+        made[source] = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert made[stored].keys() == made[wide].keys()
+    for name, tensor in made[stored].items():
+        assert tensor.equal(made[wide][name].bfloat16()), name
 
 
 def test_most_used_heads_shared(source, text, tmp_path):

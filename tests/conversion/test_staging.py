@@ -241,7 +241,13 @@ def test_small_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
     assert re.search(r"needs 0.000 GB, its disk has 0.000 GB free: make room", refusal(tmp_path / "out"))
     with pytest.raises(ConversionError, match=r"needs 0\.000 GB"), staging(tmp_path / "out", "one", False) as stage:
-        stage.check_room(601)
+        stage.check_room(601, 0)
+    with pytest.raises(ConversionError, match=r"needs 0\.000 GB"), staging(tmp_path / "out", "one", False) as stage:
+        stage.check_room(400, 201)
+    with pytest.raises(KeyError), staging(tmp_path / "out", "one", False) as stage:
+        (stage.keep("seen.safetensors")).write_bytes(bytes(50))
+        stage.check_room(400, 250)  # fifty of them are there already
+        raise KeyError
     assert names(tmp_path) == []
     free = 10**6
     stopped(tmp_path / "out", stop=3)

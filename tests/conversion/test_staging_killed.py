@@ -25,6 +25,7 @@ def many_shards(target):
                 items = [(entry, partial(chunks, 99 * i + j)) for j, entry in enumerate(entries)]
                 stage.record(file, write_shard(stage.folder / file, items))
         (stage.folder / "config.json").write_text("{}")
+        stage.beside(f"{target.name}.record").write_text("of it")
         stage.publish()
 
 
@@ -56,6 +57,7 @@ def test_killed_at_any_moment(tmp_path, work):
         assert (found[0] if target.exists() else whole) == whole
         assert whole in found or not seen
         seen = seen or bool(found)
+        assert not (tmp_path / "out.record").exists() or found
     many_shards(target)
     assert content(target) == whole
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]

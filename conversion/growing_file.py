@@ -1,0 +1,42 @@
+"""A safetensors file that takes tensors as they come, so that none of them waits in memory for the last.
+
+The header stands first and is known last: room is left for it, and spaces fill what it does not take, as the format
+allows.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from .families import Shapes
+from .layer_rewrites import Tensors
+from .safetensors_header import LENGTH_BYTES, METADATA
+from .shard_writer import tensor_chunks
+from .store import DTYPE_NAMES
+
+NUMBERS = 128
+"""Bytes of the header that a tensor takes beside its name, at most: dtype, shape, offsets."""
+BESIDE = 1024
+"""Bytes of the header for all else, at most."""
+
+
+def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
+    """Write each group of tensors when it comes. `expected` names them all; every tensor takes whole eights of bytes."""
+    room = sum(len(name) + NUMBERS for name in expected) + BESIDE
+    room += -room % LENGTH_BYTES
+    header: dict[str, object] = {METADATA: dict(metadata)}
+    end = 0
+    with path.open("wb") as file:
+        file.seek(LENGTH_BYTES + room)
+        for tensors in groups:
+            for name, tensor in tensors.items():
+                begin, end = end, end + tensor.nbytes
+                header[name] = {
+                    "dtype": DTYPE_NAMES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [begin, end],
+                }
+                for chunk in tensor_chunks(tensor):
+                    file.write(chunk)
+        file.seek(0)
+        file.write(room.to_bytes(LENGTH_BYTES, "little") + json.dumps(header).encode().ljust(room))

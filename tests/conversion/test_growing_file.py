@@ -1,0 +1,38 @@
+"""A safetensors file that is written as its tensors come."""
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from crosshead.conversion.growing_file import write_growing
+
+GROUPS = [
+    {"0.gram": torch.rand(2, 3, 5, dtype=torch.float64), "0.change": torch.rand(4, 6)},
+    {"1.gram": torch.rand(1, 1, 1, dtype=torch.float64), "1.none": torch.zeros(0, 3)},
+    {f"2.{index}": torch.full((2,), float(index)) for index in range(400)},
+]
+
+
+def test_it_holds_what_came(tmp_path):
+    path = tmp_path / "grown.safetensors"
+    tensors = {name: tensor for group in GROUPS for name, tensor in group.items()}
+    write_growing(path, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, GROUPS, {"made_for": "x"})
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    assert all(found[name].equal(tensors[name]) and found[name].dtype == tensors[name].dtype for name in tensors)
+    with safe_open(path, framework="pt") as file:
+        assert file.metadata() == {"made_for": "x"}
+
+
+def test_an_error_between_leaves_no_readable_file(tmp_path):
+    path = tmp_path / "grown.safetensors"
+
+    def groups():
+        yield GROUPS[0]
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        write_growing(path, {name: () for name in GROUPS[0]}, groups(), {})
+    with pytest.raises(Exception, match="header"):
+        load_file(path)
