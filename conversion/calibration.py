@@ -150,9 +150,7 @@ def calibrate(
     return Calibration(path)
 
 
-def _observed(
-    model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance
-) -> Iterator[Tensors]:
+def _observed(model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance) -> Iterator[Tensors]:
     """What the observers of each layer, who see its attention's input, have found: a layer at a time."""
     hidden = model.embed(tokens)
     for layer, module in model.layers():

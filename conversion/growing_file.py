@@ -21,7 +21,7 @@ BESIDE = 1024
 
 
 def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
-    """Write each group of tensors when it comes. `expected` names them all; every tensor takes whole eights of bytes."""
+    """Write each group of tensors when it comes. `expected` names all; every tensor takes whole eights of bytes."""
     room = sum(len(name) + NUMBERS for name in expected) + BESIDE
     room += -room % LENGTH_BYTES
     header: dict[str, object] = {METADATA: dict(metadata)}

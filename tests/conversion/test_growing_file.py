@@ -33,6 +33,6 @@ def test_an_error_between_leaves_no_readable_file(tmp_path):
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        write_growing(path, {name: () for name in GROUPS[0]}, groups(), {})
+        write_growing(path, dict.fromkeys(GROUPS[0], ()), groups(), {})
     with pytest.raises(Exception, match="header"):
         load_file(path)

@@ -5,7 +5,8 @@ usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--c
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
 overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES or auto:BUDGET, with :DTYPE behind it for what the
 result is rounded to, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75. Without `--calibration` the
-conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
+conversion's default text is read. `--part 0.5:1` reads the second half of a text alone. `--out` keeps the figures in a
+JSON document, beside those of other names.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
 from crosshead.conversion.text import read_text, windows
+from crosshead.evals.bench_machine import machine
 
 
 def arguments() -> argparse.Namespace:
@@ -33,6 +35,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--calibration-part", default="0:1")
     parser.add_argument("--length", type=int, default=1024, help="of a window")
     parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
+    parser.add_argument("--out", type=Path, help="JSON document that the figures are added to")
+    parser.add_argument("--name", help="of the model and the text, in that document")
     return parser.parse_args()
 
 
@@ -59,6 +63,13 @@ def loss(folder: Path, tokens: torch.Tensor) -> float:
     return total / len(tokens)
 
 
+def add(path: Path, name: str, found: dict[str, Any]) -> None:
+    """Add figures to the document, in the place of those that had the name."""
+    report = json.loads(path.read_bytes()) if path.exists() else {}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(report | {name: found}, indent=2) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     options = arguments()
     with tempfile.TemporaryDirectory() as scratch:
@@ -70,6 +81,9 @@ def main() -> None:
         prose = part_of(read_text(options.text), options.part)
         tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
         source = loss(neutral, tokens)
+        given = None if options.calibration is None else options.calibration.name
+        found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
+        found |= {"text": options.text.name, "calibration": given, "cases": {}, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             mixers, asked = request(case)
@@ -80,7 +94,10 @@ def main() -> None:
             seconds = time.perf_counter() - started
             above = round(loss(out, tokens) - source, 4)
             chosen = {side: report["chosen"][f"{side}_heads"] for side in ("key", "value") if "chosen" in report}
-            print(json.dumps({"case": case, "above_source": above, "seconds": round(seconds, 1)} | chosen), flush=True)
+            found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
+            print(json.dumps({"case": case} | found["cases"][case]), flush=True)
+            if options.out is not None:
+                add(options.out, options.name, found)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@ with the peak of memory beside it.
 usage: PYTHONPATH=tests python -P tests/measure/streaming.py FOLDER [--gigabytes 8] [--rounds 3]
 
 Needs three times the checkpoint's size in FOLDER. Virtual heads are made in two layers: one is in memory at a time, so
-that more of them take more time and no more memory. One JSON document on stdout. Times say something only on a machine
-that does nothing else.
+that more of them take more time and no more memory. One JSON document on stdout, and in FOLDER/streaming.json. Times
+say something only on a machine that does nothing else.
 """
 
 import argparse
@@ -41,7 +41,9 @@ def main() -> None:
     checkpoint.write(character_tokenizer().save_pretrained)
     result = {"bytes": checkpoint.size, "neutral": compare(checkpoint, arguments.rounds), "machine": machine()}
     result |= {name: checkpoint.convert(name) for name in ("calibration", "virtual-heads")}
-    print(json.dumps(result, indent=2))
+    text = json.dumps(result, indent=2)
+    (arguments.folder / "streaming.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
 
 
 if __name__ == "__main__":

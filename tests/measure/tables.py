@@ -1,7 +1,7 @@
 """Writes the generated tables of the documents: results into README.md, costs into pages, memory beside accelerate,
 speeds into their page.
 
-usage: PYTHONPATH=tests python -P tests/measure/tables.py
+usage: PYTHONPATH=tests:tests/measure python -P tests/measure/tables.py
 
 A table stands between two markers. Results come from `evals/results/`, where a file has the name under which a command
 wrote it; one that is not there is a line that says so. Costs are counted from the configurations of shipped recipes.
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from conversion_tables import heads_table, streaming_table
 
 from crosshead.evals.bench_run import amount, spread, verdict
 from crosshead.evals.cost_report import cost_report
@@ -27,6 +29,7 @@ RESULTS = ROOT / "evals" / "results"
 PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
 SPEED = ROOT / "evals" / "SPEED.md"
+CONVERSION = ROOT / "conversion" / "README.md"
 LENGTH, DTYPE = 4096, "bfloat16"
 AGAIN = "train.checkpoint_activations=true"
 PLANS = (
@@ -198,7 +201,15 @@ def speed_lines(report: Content) -> Iterator[str]:
     yield f"{where}, {machine['threads']} threads, {versions}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
 
 
+def written_by(file: str, command: str, table: Callable[[Content], str]) -> Callable[[], str]:
+    """A table of one file of results, or a line that says that there is none."""
+    path = RESULTS / file
+    return lambda: table(json.loads(path.read_bytes())) if path.is_file() else f"`{command}`: {NOT_MEASURED}.\n"
+
+
 TABLES: Mapping[str, Callable[[], str]] = {
+    "heads": written_by("heads.json", "make measure-heads", heads_table),
+    "streaming": written_by("streaming.json", "make measure-streaming", streaming_table),
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
@@ -222,7 +233,7 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, AT_SCALE]
+    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, CONVERSION, AT_SCALE]
 
 
 def main() -> None:

@@ -1,33 +1,13 @@
 """The commands that measure training, at toy size: they run, write their figures, and go on."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
 
 from crosshead.recipes.toy import write_tokenizer
+from measuring import measured
 from toy_checkpoints import write_stock
-
-TESTS = Path(__file__).parents[1]
-
-
-def measured(script, *arguments):
-    """What a script of `tests/measure` prints."""
-    paths = os.pathsep.join(map(str, (TESTS, TESTS / "measure")))
-    settings = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    done = subprocess.run(
-        [sys.executable, "-P", str(TESTS / "measure" / script), *map(str, arguments)],
-        env=os.environ | settings,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
 
 
 @pytest.fixture

@@ -1,0 +1,38 @@
+"""The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+Content = Mapping[str, Any]
+
+
+def heads_table(report: Content) -> str:
+    """Losses above the source's, by model and way."""
+    lines = ["| model | component heads | loss above its source, in nats |", "| --- | --- | ---: |"]
+    for name, found in report.items():
+        for case, got in found["cases"].items():
+            above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
+            lines.append(f"| {name} | {_told(case)} | {above} |")
+    return "\n".join(lines) + "\n"
+
+
+def _told(case: str) -> str:
+    """A case of `component_heads.py`, for people."""
+    method, what, *dtype = case.split(":")
+    way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{what}, `method={method}`"
+    return way + (f", in {dtype[0]}" if dtype else "")
+
+
+def streaming_table(report: Content) -> str:
+    """Times and memory."""
+    lines = [
+        f"| a checkpoint of {report['bytes'] / 1e9:.2f} GB | time | peak memory |",
+        "| --- | ---: | ---: |",
+    ]
+    neutral = report["neutral"]
+    beside = f"{neutral['median_ours']:.0f} s, {neutral['median_ratio']:.2f} times `cp -r`"
+    lines.append(f"| neutral conversion | {beside} | {neutral['peak_bytes'] / 1e9:.2f} GB |")
+    for name, told in (("calibration", "calibration of two layers"), ("virtual-heads", "virtual heads in these")):
+        found = report[name]
+        lines.append(f"| {told} | {found['seconds']:.0f} s | {found['peak_bytes'] / 1e9:.2f} GB |")
+    return "\n".join(lines) + "\n"
