@@ -4,8 +4,10 @@ import hashlib
 import json
 import os
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,3 +143,19 @@ def leaves_nothing(
     before = snapshot(folder)
     refused(case, folder, capfd, monkeypatch)
     assert snapshot(folder) == before
+
+
+@contextmanager
+def no_hang(seconds: int = 300) -> Iterator[None]:
+    """An error where the block takes so long that it will not end."""
+
+    def give_up(*_: object) -> None:
+        raise AssertionError(f"no end after {seconds} seconds")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 import crosshead
 import crosshead_command.main
 from broken import run
-from crosshead_command.screen import verification_lines
+from crosshead_command.screen import progress, verification_lines
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import write_stock
 
@@ -22,6 +23,18 @@ finally:
     heavy = {"torch", "transformers", "rich", "yaml", "crosshead"}
     print(*heavy & sys.modules.keys(), file=sys.stderr)
 """
+
+
+def test_bars_show_bytes_and_the_time_that_is_left(capfd, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "100")
+    with progress() as show:
+        show("calibrating", 3, 30, "loss 2.5")
+        show("writing", 0, 2_000_000_000)
+        show("writing", 500_000_000, 2_000_000_000)
+    said = capfd.readouterr().err
+    assert re.search(r"calibrating .*3/30.*loss 2\.5", said)
+    assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", said)
 
 
 @pytest.fixture

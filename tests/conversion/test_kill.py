@@ -3,6 +3,7 @@
 import hashlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -201,6 +202,30 @@ def test_stopped_by_hand(place, runner, whole, sent):
     assert runner.run(convert(out)) == 0
     assert contents(place / out) == whole[MIXER]
     assert hidden(place) == []
+
+
+def test_a_fold_that_is_killed(place, runner):
+    """The stock model and the record beside it come together."""
+    assert runner.run(convert("ours", "knocking:form=linear")) == 0
+    begin = time.perf_counter()
+    assert runner.run("fold ours folded --no-verify") == 0
+    duration, whole = time.perf_counter() - begin, contents(place / "folded")
+    record = (place / "folded.conversion.json").read_bytes()
+    for moment in range(8):
+        command = f"fold ours back{moment} --no-verify"
+        runner.run(command, signal.SIGKILL, duration * (0.3 + moment / 10))
+        made, said = place / f"back{moment}", place / f"back{moment}.conversion.json"
+        assert made.exists() or not said.exists()
+        runner.run(command)  # goes on; refused where it is there already
+        assert contents(made) == whole
+        assert said.read_bytes() == record
+        assert hidden(place) == []
+    assert runner.run("fold ours back0 --no-verify") == 1
+    shutil.rmtree(place / "back0")
+    assert runner.run("fold ours back0 --no-verify") == 1  # somebody's record is still there
+    assert "back0.conversion.json is already there" in runner.log.read_text().splitlines()[-1]
+    assert hidden(place) == [] and not (place / "back0").exists()
+    assert runner.run("fold ours back0 --no-verify --overwrite") == 0
 
 
 def test_two_at_once(place, runner, whole):

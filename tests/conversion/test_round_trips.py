@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
+from crosshead.conversion.errors import ConversionError
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -98,6 +99,20 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
     assert not any(b"crosshead" in file.read_bytes() for file in (tmp_path / "back").iterdir())
     record = json.loads((tmp_path / "back.conversion.json").read_text())
     assert record["command"] == "fold" and record["tensors"].keys() == tensors(tmp_path / "back").keys()
+
+
+@pytest.mark.parametrize("router", ["query_norm", "two_stage"])
+def test_a_mixture_with_heads_off(router, tmp_path):
+    """Not neutral: it needs training, and cannot go back."""
+    source = write_stock(tmp_path / "source")
+    asked = {"mixture": {"active_heads": 3, "shared_heads": 1, "router": router}}
+    report = crosshead.convert(source, tmp_path / "made", asked)
+    assert report["tolerance"] is None and report["verification"]["kl_divergence"] > 1e-4
+    assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-5
+    created = {name.rpartition("mixture.")[2] for name in tensors(tmp_path / "made") if ".mixers." in name}
+    assert created == ({"shared.weight", "routed.weight", "balance.weight"} if router == "two_stage" else set())
+    with pytest.raises(ConversionError, match="active_heads"):
+        crosshead.fold(tmp_path / "made", tmp_path / "back")
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
