@@ -53,8 +53,6 @@ class Synthetic:
 
     folder: Path
     gigabytes: float
-    layers: list[int] | None = None
-    """Those that get virtual heads; all of them without."""
 
     @property
     def source(self) -> Path:
@@ -112,9 +110,7 @@ class Synthetic:
             self.convert("calibration")
         job: dict[str, Any] = {"name": name, "source": str(self.source), "saved": str(saved)}
         job["out"] = str(self._fresh("out"))
-        where = {} if self.layers is None or name == "neutral" else {"layers": self.layers}
-        mixers = {mechanism: where | given for mechanism, given in MIXERS[name].items()}
-        job |= {"mixers": mixers, "threads": torch.get_num_threads()}
+        job |= {"mixers": MIXERS[name], "threads": torch.get_num_threads()}
         found: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
         self._fresh("out")
         return found

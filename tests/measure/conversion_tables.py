@@ -32,7 +32,7 @@ def streaming_table(report: Content) -> str:
     neutral = report["neutral"]
     beside = f"{neutral['median_ours']:.0f} s, {neutral['median_ratio']:.2f} times `cp -r`"
     lines.append(f"| neutral conversion | {beside} | {neutral['peak_bytes'] / 1e9:.2f} GB |")
-    for name, told in (("calibration", "calibration of two layers"), ("virtual-heads", "virtual heads in these")):
+    for name, told in (("calibration", "calibration"), ("virtual-heads", "virtual heads, half as many, from that")):
         found = report[name]
         lines.append(f"| {told} | {found['seconds']:.0f} s | {found['peak_bytes'] / 1e9:.2f} GB |")
     return "\n".join(lines) + "\n"

@@ -3,9 +3,8 @@ with the peak of memory beside it.
 
 usage: PYTHONPATH=tests python -P tests/measure/streaming.py FOLDER [--gigabytes 8] [--rounds 3]
 
-Needs three times the checkpoint's size in FOLDER. Virtual heads are made in two layers: one is in memory at a time, so
-that more of them take more time and no more memory. One JSON document on stdout, and in FOLDER/streaming.json. Times
-say something only on a machine that does nothing else.
+Needs three times the checkpoint's size in FOLDER. Virtual heads are made in all layers. One JSON document on stdout,
+and in FOLDER/streaming.json. Times say something only on a machine that does nothing else.
 """
 
 import argparse
@@ -37,7 +36,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True)
-    checkpoint = Synthetic(arguments.folder, arguments.gigabytes, layers=[0, 1])
+    checkpoint = Synthetic(arguments.folder, arguments.gigabytes)
     checkpoint.write(character_tokenizer().save_pretrained)
     result = {"bytes": checkpoint.size, "neutral": compare(checkpoint, arguments.rounds), "machine": machine()}
     result |= {name: checkpoint.convert(name) for name in ("calibration", "virtual-heads")}
