@@ -142,7 +142,6 @@ class CrossheadQwen3MoePreTrainedModel(MixedPreTrained, Qwen3MoePreTrainedModel)
     config: CrossheadQwen3MoeConfig
     attention_class = MixedQwen3MoeAttention
     _can_record_outputs = {**Qwen3MoePreTrainedModel._can_record_outputs, **ROUTING}
-    _keep_in_fp32_modules_strict = [BIAS]
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -163,6 +162,7 @@ class CrossheadQwen3MoeModel(MixedBackbone, CrossheadQwen3MoePreTrainedModel, Qw
         """Replace routers, too, before the starting values are set."""
         if self.config.expert_bias:
             give_bias(self.layers, self.config)
+            self._keep_in_fp32_modules_strict = [BIAS]
         super().post_init()
 
 

@@ -12,6 +12,7 @@ from crosshead.recipes.dry_run import dry_run
 from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.expert_balance import ExpertBalance, read_everywhere
 from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.models import check_expected
 from crosshead.recipes.sharding import ONE_GPU
 from crosshead.recipes.train import train
 from toy_checkpoints import write_stock
@@ -181,6 +182,14 @@ def test_other_refusals():
         load_recipe(EXPERTS, lora)
     with pytest.raises(RecipeError, match="expert_bias_rate"):
         load_recipe(EXPERTS, ["train.expert_bias_rate=0"])
+
+
+def test_what_is_expected_of_a_model_that_is_continued():
+    without, biased = mixed_model("Qwen3Moe", {}).config, model_of().config
+    for found, expected in ((without, biased), (biased, without)):
+        with pytest.raises(RecipeError, match="model.path has expert_bias"):
+            check_expected(found, expected)
+        check_expected(found, found)
 
 
 def test_sharded_as_every_process_has_read_it():
