@@ -9,6 +9,7 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mixer import MixerLeaf
 from crosshead.modeling.settings import shared_layout
 
+from .expert_bias import bias_shapes
 from .families import Shapes, layer_prefix
 
 SEED_STRIDE = 1_000_003
@@ -44,7 +45,7 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
 
 def mixed_shapes(config: Any, shapes: Shapes) -> Shapes:
     """The tensors of a crosshead checkpoint, given those of the stock one: more of some, fewer component heads."""
-    mixed = dict(shapes)
+    mixed = shapes | bias_shapes(config, shapes)
     for layer in range(config.num_hidden_layers):
         if not config.mixers_of_layer(layer):
             continue

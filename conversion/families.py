@@ -219,6 +219,11 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
     _check_fields(content, family, f"config.json of {name}")
+    if kind == "stock" and content.get("expert_bias"):
+        raise ConversionError(
+            f"config.json of {name} has expert_bias={shown(content['expert_bias'])}, and a stock router has no place "
+            "for a bias: take it out"
+        )
     try:
         config = (family.mixed if kind == "mixed" else family.stock).from_dict(content)
         with torch.device("meta"):  # some values are looked at only when a model is made

@@ -6,6 +6,7 @@ from typing import Any
 
 from .created import mixed_shapes
 from .exactness import tolerance
+from .expert_bias import dropped_biases
 from .families import Family, family_of, read_config, stock_shapes
 from .fold_layers import fold_layers
 from .job import Job, Prepared, Progress, run_job, silent
@@ -13,7 +14,7 @@ from .plan import check_source, make_plan
 from .sources import Source, open_source
 from .verify import verifier
 
-OURS = ("mixers", "auto_map", "model_type", "architectures")
+OURS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
 """Fields of our configuration that the stock one has not, or has otherwise."""
 
 
@@ -41,6 +42,7 @@ def _job(origin: Source) -> Job:
     stock = _stock_config(origin.config, family)
     shapes = stock_shapes(stock)
     dropped = check_source(origin.store, mixed_shapes(mixed, shapes), mixed.tie_word_embeddings)
+    dropped |= dropped_biases(origin.store, mixed, shapes)
     rewrites = fold_layers(origin.store, mixed, shapes)
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
     rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}

@@ -132,7 +132,9 @@ class StreamedModel:
     def _weights(self, module: nn.Module, prefix: str) -> Iterator[None]:
         """Weights in a module for a while; `prefix` is what their stored names start with."""
         empty = module.state_dict()
-        module.load_state_dict({name: self._tensor(prefix + name, empty[name].shape) for name in empty}, assign=True)
+        # A model of any dtype may hold some tensors in float32.
+        filled = {name: self._tensor(prefix + name, old.shape).to(old.dtype) for name, old in empty.items()}
+        module.load_state_dict(filled, assign=True)
         try:
             yield
         finally:
@@ -141,7 +143,7 @@ class StreamedModel:
     def _tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
         suffix = next((suffix for suffix in FUSED if name.endswith(suffix)), None)
         if suffix is None:
-            return self._stored(name, shape).to(self._dtype)
+            return self._stored(name, shape)
         fused = torch.empty(shape, dtype=self._dtype)  # (experts, rows of all parts, columns)
         prefix = name.removesuffix(suffix) + "mlp.experts."
         for expert, rows in enumerate(fused):

@@ -134,9 +134,24 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
 
 
 class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
-    """`Qwen3MoeConfig` plus `mixers`."""
+    """`Qwen3MoeConfig` plus `mixers`, and `expert_bias`, which is in config.json only where it is true."""
 
     model_type = "crosshead_qwen3_moe"
     base_model_tp_plan = shared_plan(Qwen3MoeConfig)
     has_key_norm = True
     mixers: dict[str, Any] | None = None
+    expert_bias: bool = False
+    """Routers choose experts with a bias, by which training evens out their load without a loss."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """As of every configuration of ours, with the one field more."""
+        super().__post_init__(**kwargs)
+        if not isinstance(self.expert_bias, bool):
+            raise ValueError(f"expert_bias={self.expert_bias!r} is not allowed: use true or false")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, of which config.json is made."""
+        content: dict[str, Any] = super().to_dict()
+        if not self.expert_bias:
+            del content["expert_bias"]
+        return content

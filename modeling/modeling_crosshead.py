@@ -3,6 +3,8 @@
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 from transformers.models.llama.modeling_llama import (
     LlamaForCausalLM,
@@ -38,6 +40,7 @@ from .configuration_crosshead import (
     CrossheadQwen3Config,
     CrossheadQwen3MoeConfig,
 )
+from .expert_bias import BIAS, BiasedRouter, give_bias
 from .mixed_attention import (
     MixedLlamaAttention,
     MixedQwen2Attention,
@@ -140,6 +143,12 @@ class CrossheadQwen3MoePreTrainedModel(MixedPreTrained, Qwen3MoePreTrainedModel)
     attention_class = MixedQwen3MoeAttention
     _can_record_outputs = {**Qwen3MoePreTrainedModel._can_record_outputs, **ROUTING}
 
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BiasedRouter):
+            init.zeros_(module.e_score_correction_bias)
+
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         # The library looks for a decorator in the file of the class; the experts are the stock ones.
@@ -147,7 +156,14 @@ class CrossheadQwen3MoePreTrainedModel(MixedPreTrained, Qwen3MoePreTrainedModel)
 
 
 class CrossheadQwen3MoeModel(MixedBackbone, CrossheadQwen3MoePreTrainedModel, Qwen3MoeModel):
-    """Qwen3-MoE with mixed attention."""
+    """Qwen3-MoE with mixed attention, and with a bias for each expert where the config says so."""
+
+    def post_init(self) -> None:
+        """Replace routers, too, before the starting values are set."""
+        if self.config.expert_bias:
+            give_bias(self.layers, self.config)
+            self._keep_in_fp32_modules_strict = [BIAS]
+        super().post_init()
 
 
 class CrossheadQwen3MoeForCausalLM(MixedCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):

@@ -11,7 +11,7 @@ from crosshead.evals.cost import model_cost, on_meta
 
 from .errors import RecipeError, one_line
 from .memory import Teacher, memory
-from .model_config import model_config
+from .model_config import check_expert_bias, model_config
 from .models import check_expected
 from .schema import Recipe
 from .sharding import ALONE, FSDP, ZERO3, Sharding
@@ -53,6 +53,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.trainable='mixers+lora' is not for {sharding.kind}: use 'mixers' or 'all'")
     config, counted_from = _model(recipe)
+    check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
     cost = model_cost(config, recipe.data.length)
     moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)

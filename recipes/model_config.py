@@ -40,3 +40,12 @@ def model_config(content: Mapping[str, Any]) -> Any:
         return kind(**fields)
     except Exception as error:  # the library's own checks raise whatever the value breaks
         raise RecipeError(f"model.config: {one_line(error)}") from None
+
+
+def check_expert_bias(config: Any, rate: float | None) -> None:
+    """`RecipeError` where biases are to move that the model has not."""
+    if rate is not None and not getattr(config, "expert_bias", False):
+        raise RecipeError(
+            f"train.expert_bias_rate={rate:g}, but the model chooses its experts without a bias: leave it out, or "
+            "train one with expert_bias=true"
+        )

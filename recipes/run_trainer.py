@@ -12,6 +12,7 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import step_of
+from .expert_balance import ExpertBalance, read_everywhere
 from .objective import Objective, evaluated
 from .routing import HeadRouting
 from .schedule import rate
@@ -52,13 +53,16 @@ class RunTrainer(CheckpointTrainer):
         cached = model.config.use_cache
         self.recipe = recipe
         self.routing = HeadRouting.of(model.config)
+        self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
         self.objective = Objective(self.routing, recipe.distillation, teacher)
         self.first_step = step_of(checkpoint) if checkpoint else 0
         self.starts = starting_points(model)
         super().__init__(Path(recipe.output), checkpoint, recipe.checkpoints.keep, **options)
+        read_everywhere(self.accelerator, model.config, recipe.model.path)
         model.config.use_cache = cached  # the library turns it off, also in what is saved
         self.remove_callback(PrinterCallback)
         self.add_callback(AsTheRecipeSays)
+        self.add_callback(self.balance)
         self.model_accepts_loss_kwargs = True  # peft's wrapper hides that the model does
         self.loss_watch = LossWatch(recipe.distillation.match_steps if recipe.distillation else 0)
         self.loss_watch.see(MetricsFile.losses(self.output, self.first_step), 1)
@@ -92,7 +96,7 @@ class RunTrainer(CheckpointTrainer):
     ) -> Any:
         """The objective's part for a micro batch."""
         step = self.state.global_step
-        with self.accelerator.autocast():  # the teacher, too, runs in the recipe's dtype
+        with self.accelerator.autocast(), self.balance.counting():  # the teacher, too, runs in the recipe's dtype
             loss, outputs = self.objective(model, inputs, num_items_in_batch, step)
         logged = (step + 1) % self.args.logging_steps == 0 and self.accelerator.sync_gradients
         if self.routing is not None and logged:
@@ -122,14 +126,15 @@ class RunTrainer(CheckpointTrainer):
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Losses of every step since the last log, spikes, head load, and how far the mechanisms have moved."""
+        """Losses of every step since the last log, spikes, loads, and how far the mechanisms have moved."""
         step = self.state.global_step
         first: dict[str, Any] = {"step": step}
         if "loss" in logs:
             first["losses"] = self._losses()
             self.loss_watch.see(first["losses"], step - len(first["losses"]) + 1)
             check_finite("gradient's norm", logs.get("grad_norm", 0.0), step)  # or the weights are lost with it
-            logs |= {"spikes": self.loss_watch.spikes, **self._load, **moved(self.model, self.starts)}
+            logs |= {"spikes": self.loss_watch.spikes, **self._load, **self.balance.load()}
+            logs |= moved(self.model, self.starts)
             self._load = {}
         if self.metrics is not None and ("loss" in logs or "eval_loss" in logs):
             self.metrics.write(first | logs)

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from .data_options import DataOptions
 from .errors import RecipeError
-from .model_config import model_config
+from .model_config import check_expert_bias, model_config
 from .text_values import Count, NotNegative, Positive, Share, Whole
 
 
@@ -77,6 +77,8 @@ class TrainOptions:
     """The largest norm of the gradient; 0 means any."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the arithmetic; weights and optimizer stay float32."""
+    expert_bias_rate: Positive | None = None
+    """For a model with `expert_bias`: how far the biases by which routers choose experts move in each step."""
     checkpoint_activations: bool = False
     """Less memory, a third more time."""
     seed: Whole = 0
@@ -87,6 +89,11 @@ class TrainOptions:
             raise RecipeError(
                 f"trainable={self.trainable!r} "
                 + ("has no use for `lora`: leave it out" if self.lora else "needs `lora`: give rank and alpha")
+            )
+        if self.lora and self.expert_bias_rate is not None:
+            raise RecipeError(
+                f"expert_bias_rate={self.expert_bias_rate:g} is not for trainable={self.trainable!r}, whose "
+                "checkpoints hold no biases: leave it out"
             )
         if self.warmup_from > self.learning_rate:
             raise RecipeError(f"warmup_from={self.warmup_from} is above learning_rate={self.learning_rate}: lower it")
@@ -203,7 +210,7 @@ class Recipe:
                 f"{self.steps} steps of train.batch_tokens={train.batch_tokens}"
             )
         if self.model.config is not None:
-            model_config(self.model.config)
+            check_expert_bias(model_config(self.model.config), train.expert_bias_rate)
 
     @property
     def batch_size(self) -> int:

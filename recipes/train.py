@@ -12,6 +12,7 @@ from typing import Any
 from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
 from .errors import RecipeError
+from .model_config import check_expert_bias
 from .models import files_beside, load_model, load_teacher, load_tokenizer
 from .processes import in_turn
 from .run_trainer import RunTrainer
@@ -113,6 +114,7 @@ def _models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     from transformers import set_seed
 
     model, options, teacher = load_model(recipe, tokenizer), recipe.distillation, None
+    check_expert_bias(model.config, recipe.train.expert_bias_rate)
     if options is not None and options.teacher is not None:
         teacher = load_teacher(options.teacher, model.config.vocab_size)
     if recipe.train.checkpoint_activations:

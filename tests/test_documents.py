@@ -19,7 +19,7 @@ from house import ROOT
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
 README = DOCUMENTS["README.md"].read_text(encoding="utf-8")
 NAMED_FILE = re.compile(r"`(\.?[\w-][\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
-MADE = re.compile(r"(checkpoint-STEP|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|moved)\b")
+MADE = re.compile(r"(checkpoint-STEP|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|moved)\b")
 """Names of what commands make, and of metrics."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADINGS = (

@@ -6,6 +6,7 @@ usage: python write.py OUT
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -18,22 +19,29 @@ from toys import BACKBONES, CASES, lopsided, mixed_config, mixed_model, tokens
 
 @torch.no_grad()
 def write(out: Path) -> None:
-    """One folder per case and backbone."""
+    """One folder per case and backbone, a classifier of each, and one whose experts are chosen with a bias."""
     ids = tokens()
     for backbone in BACKBONES:
         for case, mixers in CASES.items():
-            folder = out / f"{backbone}-{case}"
-            model = mixed_model(backbone, mixers)
-            model.save_pretrained(folder / "model")
-            generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-            expected = {"ids": ids, "logits": model(ids).logits, "generated": generated}
-            save_file(expected, folder / "expected.safetensors")
-            (folder / "mixers.json").write_text(json.dumps(list(mixers)))
+            write_model(out / f"{backbone}-{case}", mixed_model(backbone, mixers), ids)
         config = mixed_config(backbone, mixers)
         classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
         lopsided(classifier).eval()
         classifier.save_pretrained(out / f"{backbone}-classifier" / "model")
         save_file({"ids": ids, "logits": classifier(ids).logits}, out / f"{backbone}-classifier/expected.safetensors")
+    biased = mixed_model("Qwen3Moe", CASES["knocking"], expert_bias=True)
+    for layer in biased.model.layers:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.3, -0.4, 0.001, -0.2]))
+    write_model(out / "Qwen3Moe-expert_bias", biased, ids)
+
+
+def write_model(folder: Path, model: Any, ids: torch.Tensor) -> None:
+    """A language model, with what it predicts."""
+    model.save_pretrained(folder / "model")
+    generated = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    expected = {"ids": ids, "logits": model(ids).logits, "generated": generated}
+    save_file(expected, folder / "expected.safetensors")
+    (folder / "mixers.json").write_text(json.dumps(list(model.config.mixers)))
 
 
 if __name__ == "__main__":

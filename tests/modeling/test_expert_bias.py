@@ -1,0 +1,162 @@
+"""The bias on the choice of experts: against the equations, beside the stock router, and in what is saved."""
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import crosshead
+from crosshead.modeling.expert_bias import BIAS, BiasedRouter
+from toys import lopsided, mixed_config, mixed_model, stock_model, tokens
+
+KNOCKING = {"knocking": {"form": "linear"}}
+NAMES = {f"model.layers.{layer}.mlp.gate.{BIAS}" for layer in (0, 1)}
+VALUES = torch.tensor([0.3, -0.4, 0.001, -0.2])
+
+
+def model_of(**changes: Any) -> Any:
+    """A toy whose biases are zero."""
+    return mixed_model("Qwen3Moe", {}, expert_bias=True, **changes)
+
+
+def routers(model: Any) -> list[BiasedRouter]:
+    """Of all layers."""
+    return [module for module in model.modules() if isinstance(module, BiasedRouter)]
+
+
+def biased(**changes: Any) -> Any:
+    """A toy whose biases change which experts are chosen."""
+    model = model_of(**changes)
+    for index, router in enumerate(routers(model)):
+        router.e_score_correction_bias.copy_(VALUES.roll(index))
+    return model
+
+
+def oracle(hidden: torch.Tensor, block: Any, bias: torch.Tensor, chosen: int, normalised: bool) -> torch.Tensor:
+    """One block of experts, token by token, as the paper writes it: the bias chooses, the probabilities weigh."""
+    rows = []
+    for token in hidden:
+        logits = block.gate.weight @ token
+        shares = torch.exp(logits - logits.max()) / torch.exp(logits - logits.max()).sum()
+        order = sorted(range(len(bias)), key=lambda expert: -(shares[expert] + bias[expert]).item())[:chosen]
+        total = sum(shares[expert] for expert in order) if normalised else 1.0
+        row = torch.zeros_like(token)
+        for expert in order:
+            gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
+            row = row + shares[expert] / total * (block.experts.down_proj[expert] @ (gate * torch.sigmoid(gate) * up))
+        rows.append(row)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("normalised", (True, False))
+@pytest.mark.parametrize("chosen", (1, 2, 3))
+def test_oracle(chosen: int, normalised: bool) -> None:
+    """Outputs and gradients; the library takes its softmax in float32, whatever the dtype."""
+    model = biased(num_experts_per_tok=chosen, norm_topk_prob=normalised).double()
+    model.set_experts_implementation("eager")
+    block = model.model.layers[1].mlp
+    hidden = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    direction = torch.randn(40, 24, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    leaves = [hidden, *block.parameters()]
+    found = block(hidden[None])[0]
+    truth = oracle(hidden, block, VALUES.roll(1).double(), chosen, normalised)
+    assert not torch.allclose(found, oracle(hidden, block, torch.zeros(4), chosen, normalised), rtol=1e-2)
+    assert (found - truth).abs().max() < 1e-6 * truth.abs().max()
+    both = [torch.autograd.grad((output * direction).sum(), leaves) for output in (found, truth)]
+    for ours, wanted in zip(*both, strict=True):
+        assert (ours - wanted).abs().max() <= 2e-6 * max(1.0, wanted.abs().max())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("normalised", (True, False))
+def test_without_a_bias_it_is_the_stock_model(normalised: bool, dtype: torch.dtype) -> None:
+    changes = {"norm_topk_prob": normalised, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    models = [model.to(dtype) for model in (stock_model("Qwen3Moe", **changes), model_of(**changes))]
+    ids = tokens()
+    stock, ours = (model(ids, labels=ids) for model in models)
+    assert torch.equal(ours.logits, stock.logits) and torch.equal(ours.loss, stock.loss)
+    assert all(map(torch.equal, ours.router_logits, stock.router_logits))
+    for output in (stock, ours):
+        output.loss.backward()
+    wanted = dict(models[0].named_parameters())
+    for name, parameter in models[1].named_parameters():
+        assert torch.equal(parameter.grad, wanted[name].grad), name
+
+
+def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
+    model = mixed_model("Qwen3Moe", KNOCKING)
+    assert not routers(model) and not any(BIAS in name for name in model.state_dict())
+    model.save_pretrained(tmp_path)
+    assert "expert_bias" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    assert AutoConfig.from_pretrained(tmp_path).expert_bias is False
+
+
+def test_layers_without_experts_have_none() -> None:
+    model = mixed_model("Qwen3Moe", {}, expert_bias=True, mlp_only_layers=[0])
+    assert {name for name in model.state_dict() if BIAS in name} == {f"model.layers.1.mlp.gate.{BIAS}"}
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@torch.no_grad()
+def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
+    """In float32 whatever the dtype, through an Auto class."""
+    biased().save_pretrained(tmp_path / "float32")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "float32", dtype=dtype)
+    model.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))["expert_bias"] is True
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys() if BIAS in name}  # noqa: SIM118
+    assert stored.keys() == NAMES and all(tensor.dtype == torch.float32 for tensor in stored.values())
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert again.dtype == dtype and torch.equal(again(tokens()).logits, model(tokens()).logits)
+    for index, router in enumerate(routers(again)):
+        assert router.e_score_correction_bias.dtype == torch.float32
+        assert torch.equal(router.e_score_correction_bias, VALUES.roll(index))
+
+
+@torch.no_grad()
+def test_from_a_stock_checkpoint_it_starts_at_zero(tmp_path: Path) -> None:
+    stock = stock_model("Qwen3Moe")
+    stock.save_pretrained(tmp_path)
+    model, report = crosshead.CrossheadQwen3MoeForCausalLM.from_pretrained(
+        tmp_path, expert_bias=True, attn_implementation="eager", output_loading_info=True
+    )
+    assert set(report["missing_keys"]) == NAMES
+    assert all(torch.equal(router.e_score_correction_bias, torch.zeros(4)) for router in routers(model))
+    assert torch.equal(model(tokens()).logits, stock(tokens()).logits)
+
+
+@torch.no_grad()
+def test_made_without_memory_and_in_another_dtype() -> None:
+    config = mixed_config("Qwen3Moe", {}, expert_bias=True)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    assert {router.e_score_correction_bias.dtype for router in routers(model)} == {torch.float32}
+    model = lopsided(model.to_empty(device="cpu"))
+    model.load_state_dict(biased().state_dict())
+    moved = copy.deepcopy(model).half().bfloat16().float().double()
+    for router, index in zip(routers(moved), (0, 1), strict=True):
+        assert torch.equal(router.e_score_correction_bias, VALUES.roll(index))
+
+
+def test_offloaded(tmp_path: Path) -> None:
+    model = biased()
+    model.save_pretrained(tmp_path)
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk"}
+    places |= {"model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    again = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=places, offload_folder=tmp_path / "offloaded", attn_implementation="eager"
+    )
+    with torch.no_grad():
+        assert torch.equal(again(tokens()).logits, model(tokens()).logits)
+
+
+@pytest.mark.parametrize("wrong", ("yes", 1, None))
+def test_what_is_no_switch_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=f"expert_bias={wrong!r} is not allowed: use true or false"):
+        mixed_config("Qwen3Moe", {}, expert_bias=wrong)

@@ -1,0 +1,206 @@
+"""The biases by which experts are chosen: what they count, how they move, and that steps may be divided."""
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from crosshead.modeling.expert_bias import BIAS
+from crosshead.recipes.dry_run import dry_run
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.expert_balance import ExpertBalance, read_everywhere
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.models import check_expected
+from crosshead.recipes.sharding import ONE_GPU
+from crosshead.recipes.train import train
+from toy_checkpoints import write_stock
+from toy_training import EXPERTS, KNOCKING, losses, metrics, resumed, toy_run, weights
+from toys import mixed_model, tokens
+from training_sessions import Run
+
+RATE = 0.05
+DIVISIONS = ((1, 8), (2, 4), (1, 4))
+"""Processes, and sequences at once."""
+AGAIN = {"micro_batch": 2, "checkpoint_activations": True}
+NONE = "the model chooses its experts without a bias"
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
+def model_of(**changes):
+    return mixed_model("Qwen3Moe", {}, expert_bias=True, **changes).train()
+
+
+def biases(model):
+    return [layer.mlp.gate.e_score_correction_bias for layer in model.model.layers]
+
+
+def loads(model, ids):
+    """How many tokens choose each expert, layer by layer, token by token."""
+    logits = model(ids, output_router_logits=True).router_logits
+    found = []
+    for layer, bias in zip(logits, biases(model), strict=True):
+        counts = [0] * len(bias)
+        for token in layer.softmax(-1):
+            for expert in (token + bias).topk(2).indices.tolist():
+                counts[expert] += 1
+        found.append(counts)
+    return found
+
+
+def moved(bias, counts):
+    """One step of the rule."""
+    mean = sum(counts) / len(counts)
+    signs = [(mean > count) - (mean < count) for count in counts]
+    return torch.tensor([old + RATE * sign for old, sign in zip(bias.tolist(), signs, strict=True)])
+
+
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_the_rule(checkpointing):
+    """Over the micro batches of a step; a backward pass that computes layers again counts nothing."""
+    model = model_of()
+    if checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    balance = ExpertBalance(model, RATE)
+    for step in range(3):
+        parts = [tokens(2, 9, seed=10 * step + part) for part in range(2)]
+        counted = [loads(model, ids) for ids in parts]
+        expected = [
+            moved(bias, [sum(pair) for pair in zip(*both, strict=True)])
+            for bias, *both in zip(biases(model), *counted, strict=True)
+        ]
+        for ids in parts:
+            with balance.counting():
+                loss = model(ids, labels=ids).loss
+            loss.backward()
+            model(ids)  # as an evaluation would
+        balance.on_optimizer_step(None, None, None)
+        for bias, wanted in zip(biases(model), expected, strict=True):
+            assert torch.allclose(bias, wanted, atol=1e-7) and bias.abs().max() > 0
+        totals = [sum(pair) for pair in zip(counted[0][1], counted[1][1], strict=True)]
+        assert balance.load()["expert_load/1/most"] == pytest.approx(max(totals) / 18)
+        assert balance.load()["expert_load/1/least"] == pytest.approx(min(totals) / 18)
+
+
+def test_it_evens_out_the_load():
+    model = model_of(num_experts=8)
+    balance, most = ExpertBalance(model, 0.003), []
+    with torch.no_grad():
+        for _ in range(120):
+            with balance.counting():
+                model(tokens(8, 32))
+            balance.on_optimizer_step(None, None, None)
+            most.append(balance.load()["expert_load/0/most"])
+    assert most[0] > 1.4 and max(most[-10:]) < 1.2
+
+
+def test_without_a_rate_nothing_moves():
+    model = model_of()
+    balance = ExpertBalance(model, None)
+    with balance.counting():
+        model(tokens())
+    balance.on_optimizer_step(None, None, None)
+    assert not any(bias.any() for bias in biases(model)) and balance.load() == {}
+
+
+def trained_biases(recipe):
+    return {name: tensor for name, tensor in weights(recipe).items() if BIAS in name}
+
+
+def told(recipe):
+    """The loads of every step."""
+    return [{key: line[key] for key in line if key.startswith("expert_load/")} for line in metrics(recipe)]
+
+
+def experts(folder, **changes):
+    return toy_run(EXPERTS, folder, steps=5, train={"expert_bias_rate": RATE} | changes)
+
+
+def test_a_run_however_it_is_accumulated_and_killed(tmp_path):
+    """Biases and loads are whole numbers of steps and tokens: equal to the bit."""
+    whole = experts(tmp_path / "whole", micro_batch=4)
+    train(whole)
+    found = trained_biases(whole)
+    assert len(found) == 4 and all(tensor.dtype == torch.float32 for tensor in found.values())
+    for tensor in found.values():
+        steps = tensor / RATE
+        assert torch.allclose(steps, steps.round(), atol=1e-4) and 0 < steps.abs().max() <= 5.001
+    for name, changes in {"two": {"micro_batch": 2}, "one": {"micro_batch": 1}, "again": AGAIN}.items():
+        recipe = experts(tmp_path / name, **changes)
+        train(recipe)
+        assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)
+        assert told(recipe) == told(whole) and {"expert_load/3/most", "expert_load/0/least"} <= told(recipe)[0].keys()
+        assert all(torch.equal(tensor, found[key]) for key, tensor in trained_biases(recipe).items())
+    killed = experts(tmp_path / "killed", micro_batch=4)
+    resumed(killed, 1, 3, 4)
+    assert losses(killed) == losses(whole) and told(killed) == told(whole)
+    assert all(torch.equal(tensor, weights(killed)[key]) for key, tensor in weights(whole).items())
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_run_however_it_is_divided_among_processes(tmp_path):
+    length = experts(tmp_path / "recipe").data.length
+    recipe = toy_run(
+        EXPERTS,
+        tmp_path / "recipe",
+        documents=100,
+        train={"expert_bias_rate": RATE, "batch_tokens": 8 * length, "tokens": 8 * 8 * length},
+    )
+    found = []
+    for processes, at_once in DIVISIONS:
+        run = Run(recipe, tmp_path, f"{processes}-{at_once}")
+        run.finish(processes, f"train.micro_batch={at_once}")
+        spread = [{key: line[key] for key in line if key.startswith("expert_load/")} for line in run.metrics()]
+        found.append((list(run.losses().values()), spread))
+    for values, spread in found[1:]:
+        assert values == pytest.approx(found[0][0], abs=1e-5) and spread == found[0][1]
+
+
+def test_a_rate_without_biases_is_refused(tmp_path):
+    for name in (KNOCKING, "papers/kha_moe_a0.8b_6.6b"):
+        changes = ["train.expert_bias_rate=0.01"] + ["model.config.expert_bias=false"] * (name != KNOCKING)
+        with pytest.raises(RecipeError, match=NONE):
+            load_recipe(name, changes)
+    source = write_stock(tmp_path / "stock", "Qwen3Moe", vocab_size=257)
+    recipe = toy_run(KNOCKING, tmp_path, model={"path": str(source), "config": None}, train={"expert_bias_rate": RATE})
+    with pytest.raises(RecipeError, match=NONE):
+        dry_run(recipe, ONE_GPU)
+    with pytest.raises(RecipeError, match=NONE):
+        train(recipe)
+    assert not Path(recipe.output).exists()
+
+
+def test_other_refusals():
+    lora = ["train.expert_bias_rate=0.01", "train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
+    with pytest.raises(RecipeError, match=re.escape("is not for trainable='mixers+lora'")):
+        load_recipe(EXPERTS, lora)
+    with pytest.raises(RecipeError, match="expert_bias_rate"):
+        load_recipe(EXPERTS, ["train.expert_bias_rate=0"])
+
+
+def test_what_is_expected_of_a_model_that_is_continued():
+    without, biased = mixed_model("Qwen3Moe", {}).config, model_of().config
+    for found, expected in ((without, biased), (biased, without)):
+        with pytest.raises(RecipeError, match="model.path has expert_bias"):
+            check_expected(found, expected)
+        check_expected(found, found)
+
+
+def test_sharded_as_every_process_has_read_it():
+    def accelerator():
+        return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=True)))
+
+    config, asked = model_of().config, accelerator()
+    read_everywhere(asked, config, None)
+    assert not asked.state.fsdp_plugin.cpu_ram_efficient_loading
+    with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading false"):
+        read_everywhere(accelerator(), config, "somewhere")
+    asked = accelerator()
+    read_everywhere(asked, mixed_model("Qwen3Moe", {}).config, "somewhere")
+    assert asked.state.fsdp_plugin.cpu_ram_efficient_loading
