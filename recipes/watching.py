@@ -36,9 +36,15 @@ class LossWatch:
 
     def __init__(self, other_after: int = 0) -> None:
         """After that step the loss is another one."""
-        self.spikes = 0
+        self.spikes = self.sound = 0
+        """How many; and the last step at which the loss was neither too high nor no number."""
         self._other_after = other_after
         self._forget()
+
+    @property
+    def above(self) -> bool:
+        """The loss is so high that the run is lost if it stays there."""
+        return self._above > 0
 
     def _forget(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -54,6 +60,8 @@ class LossWatch:
             if len(self._recent) >= RECENT // 2:
                 self._compare(loss, step)
             self._recent.append(loss)
+            if not self._above:
+                self.sound = step
 
     def _compare(self, loss: float, step: int) -> None:
         usual = mean(self._recent)
