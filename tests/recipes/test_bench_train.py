@@ -85,7 +85,8 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     status, out, err = run(capfd, monkeypatch, command)
     assert status == 0 and out.splitlines()[1].startswith("knocking-mlp ")
     report = json.loads((tmp_path / "a.json").read_text())
-    assert report["settings"]["steps"] == 2 and report["settings"]["rounds"] == 1 and report["shape"]["hidden_size"] == 32
+    assert (report["settings"]["rounds"], report["settings"]["steps"]) == (1, 2)
+    assert report["shape"]["hidden_size"] == 32
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),

@@ -1,7 +1,7 @@
 """The papers' recipes train with the papers' numbers, written down here from the papers' own tables and sections.
 
-A number that a paper rounds stands here as the recipe has it, the nearest that sequences divide, and beside it what the
-paper says. What a paper does not give has no place here, but for a learning rate's schedule, which needs an end.
+Batches stand as the papers print them; the recipes' are near, and made of whole sequences. What a paper does not give
+has no place here.
 """
 
 from dataclasses import dataclass, field
