@@ -43,7 +43,7 @@ SHAPE: dict[str, Any] = {
 LENGTH, SEQUENCES, AT_ONCE, LOG_EVERY = 512, 4, 2, 5
 CASES: dict[str, dict[str, Any]] = {
     "knocking-mlp": {"knocking": {"form": "mlp"}},
-    "knocking-linear": {"knocking": {"form": "linear"}},
+    "knocking-linear": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},  # as in the paper
     "explicit": {"explicit": {}},
     "mixture": {"mixture": {"active_heads": 6, "shared_heads": 2}},
     "talking": {"talking": {}},

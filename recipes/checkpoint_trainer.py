@@ -20,7 +20,7 @@ class CheckpointTrainer(Trainer):
     model: Any
 
     def __init__(self, output: Path, checkpoint: Path | None, keep: int, **options: Any) -> None:
-        self.output, self.checkpoint, self._keep = output, checkpoint, keep
+        self.output, self.checkpoint, self.keep = output, checkpoint, keep
         self._kind = type(options["model"])
         super().__init__(**options)
         if is_wrapped(options["model"]) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
@@ -92,7 +92,7 @@ class CheckpointTrainer(Trainer):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
-                publish(partial, self.output, self._keep)
+                publish(partial, self.output, self.keep)
         except Exception as error:  # each library has its own for a disk that is full
             shutil.rmtree(partial, ignore_errors=True)
             raise RecipeError(unwritten(f"the checkpoint at step {step}", self.output, error)) from error

@@ -21,7 +21,7 @@ class DataSource:
     weight: Positive = 1.0
     """This source's share of the training windows, beside those of the other sources."""
     max_tokens: Count | None = None
-    """Read no further once there are so many, though a long document is cut there; without it, all there is."""
+    """Read no further than the document that reaches so many; one that alone has more is an error, for none is cut."""
     subset: str | None = None
     """hub: which of the dataset's configurations."""
     split: str = "train"

@@ -36,11 +36,18 @@ class HeadRouting:
         ]
         return self._weight * (torch.stack(alone).sum() - outputs["balance_loss"] * share_of_batch(labels, batch))
 
-    def load(self, scores: Sequence[torch.Tensor]) -> dict[str, float]:
-        """Of the routed heads of each layer, the smallest and the largest share of tokens that select one."""
-        found: dict[str, float] = {}
-        for index, (probabilities, count) in enumerate(zip(scores, self._selected, strict=True)):
+    def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each layer, the share of a micro batch's tokens that select each routed head (heads)."""
+        found = []
+        for probabilities, count in zip(scores, self._selected, strict=True):
             chosen = probabilities.detach().topk(count, dim=-1).indices
-            load = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0).flatten(0, -2).mean(0)
-            found |= {f"head_load/{index}/least": load.min().item(), f"head_load/{index}/most": load.max().item()}
+            found.append(torch.zeros_like(probabilities).scatter(-1, chosen, 1.0).flatten(0, -2).float().mean(0))
         return found
+
+
+def extremes(loads: Sequence[torch.Tensor]) -> dict[str, float]:
+    """By layer, the least and the most used head's share of a step's tokens."""
+    found: dict[str, float] = {}
+    for index, load in enumerate(loads):
+        found |= {f"head_load/{index}/least": load.min().item(), f"head_load/{index}/most": load.max().item()}
+    return found

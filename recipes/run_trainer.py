@@ -1,6 +1,9 @@
 """transformers' Trainer, with a run's own order of samples, learning rate, loss, evaluation and metrics."""
 
+import sys
 from collections.abc import Iterator
+from itertools import takewhile
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +14,11 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
 from .checkpoint_trainer import CheckpointTrainer
-from .checkpoints import step_of
+from .checkpoints import checkpoints, step_of
+from .errors import DivergedError
 from .expert_balance import ExpertBalance, read_everywhere
 from .objective import Objective, evaluated
-from .routing import HeadRouting
+from .routing import HeadRouting, extremes
 from .schedule import rate
 from .schema import Recipe
 from .watching import LossWatch, MetricsFile, check_finite, moved, starting_points
@@ -68,7 +72,7 @@ class RunTrainer(CheckpointTrainer):
         self.loss_watch.see(MetricsFile.losses(self.output, self.first_step), 1)
         self.metrics = MetricsFile(self.output, self.first_step) if self.is_world_process_zero() else None
         self._step_losses: list[torch.Tensor] = []
-        self._load: dict[str, float] = {}
+        self._loads: list[list[torch.Tensor]] = []
         self._settled = checkpoint is None
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
@@ -98,9 +102,8 @@ class RunTrainer(CheckpointTrainer):
         step = self.state.global_step
         with self.accelerator.autocast(), self.balance.counting():  # the teacher, too, runs in the recipe's dtype
             loss, outputs = self.objective(model, inputs, num_items_in_batch, step)
-        logged = (step + 1) % self.args.logging_steps == 0 and self.accelerator.sync_gradients
-        if self.routing is not None and logged:
-            self._load = self.routing.load(outputs["head_router_scores"])
+        if self.routing is not None and (step + 1) % self.args.logging_steps == 0:
+            self._loads.append(self.routing.load(outputs["head_router_scores"]))
         loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
@@ -125,20 +128,49 @@ class RunTrainer(CheckpointTrainer):
         self.control.should_log |= self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """While the loss is too high, only at the end of a session, and no earlier one goes for it."""
+        if self.loss_watch.above and not self.control.should_training_stop:
+            return
+        self.keep = sys.maxsize if self.loss_watch.above else self.recipe.checkpoints.keep
+        super()._save_checkpoint(model, trial)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Losses of every step since the last log, spikes, loads, and how far the mechanisms have moved."""
         step = self.state.global_step
         first: dict[str, Any] = {"step": step}
         if "loss" in logs:
             first["losses"] = self._losses()
-            self.loss_watch.see(first["losses"], step - len(first["losses"]) + 1)
-            check_finite("gradient's norm", logs.get("grad_norm", 0.0), step)  # or the weights are lost with it
-            logs |= {"spikes": self.loss_watch.spikes, **self._load, **self.balance.load()}
+            try:
+                self.loss_watch.see(first["losses"], step - len(first["losses"]) + 1)
+                check_finite("gradient's norm", logs.get("grad_norm", 0.0), step)  # or the weights are lost with it
+            except DivergedError as error:
+                raise self._diverged(error, first["losses"], step) from None
+            logs |= {"spikes": self.loss_watch.spikes, **self._head_load(), **self.balance.load()}
             logs |= moved(self.model, self.starts)
-            self._load = {}
         if self.metrics is not None and ("loss" in logs or "eval_loss" in logs):
             self.metrics.write(first | logs)
         super().log(logs, start_time)
+
+    def _diverged(self, error: DivergedError, losses: list[float], step: int) -> DivergedError:
+        """With the checkpoint from before; the losses up to there are written all the same.
+
+        What a checkpoint's weights are worth shows in the loss of the step behind it.
+        """
+        finite = [*takewhile(isfinite, losses)]
+        if self.metrics is not None and finite:
+            self.metrics.write({"step": step - len(losses) + len(finite), "losses": finite})
+        good = [path for path in checkpoints(self.output) if step_of(path) < self.loss_watch.sound]
+        told = f"the last good checkpoint is {good[0]}" if good else "there is no checkpoint from well before that"
+        return DivergedError(f"{error}; {told}")
+
+    def _head_load(self) -> dict[str, float]:
+        """Over all micro batches and processes of the step."""
+        loads, self._loads = self._loads, []
+        if not loads:
+            return {}
+        layers = (torch.stack(layer).mean(0) for layer in zip(*loads, strict=True))
+        return extremes([self.accelerator.reduce(layer, "mean") for layer in layers])
 
     def _losses(self) -> list[float]:
         """Of the steps since the last log."""

@@ -5,8 +5,8 @@ loss never jumps for good, and says that it also ends lowest. What it leaves ope
 
 - A run is stable if it got to its end, without a loss that is no number or runs away, and if its training loss ended
   no higher than it had been before, but for noise. Spikes that passed are counted and forgiven.
-- Where a smaller stable rate has a lower fitted loss after the sweep's last token, by more than twice the standard
-  error of the two, the larger one is passed over.
+- The largest stable rate is chosen. Where a smaller one has a lower fitted loss after the sweep's last token, by more
+  than twice the standard error of the two, the report names it, under `lower`, and leaves the choice as it is.
 - Curves begin behind the warmup.
 """
 
@@ -131,25 +131,27 @@ def judge(run: Recipe, kind: str, diverged: str | None) -> Try:
 
 
 def choose(tries: Sequence[Try]) -> Try | None:
-    """The largest stable rate whose fitted loss is not above the lowest, but for the errors of the two."""
-    stable = [each for each in tries if each.stable]
-    if not stable:
+    """The largest stable rate."""
+    return max((each for each in tries if each.stable), key=lambda each: each.learning_rate, default=None)
+
+
+def lower(tries: Sequence[Try]) -> Try | None:
+    """The stable rate with the lowest fitted loss, where it is below that of the one chosen, errors allowed for."""
+    chosen = choose(tries)
+    if chosen is None:
         return None
-    best = min(stable, key=Try.fitted_loss)
-    good = [
-        each
-        for each in stable
-        if each.fitted_loss() - best.fitted_loss() <= ERRORS * math.hypot(each.error(), best.error())
-    ]
-    return max(good, key=lambda each: each.learning_rate)
+    best = min((each for each in tries if each.stable), key=Try.fitted_loss)
+    apart = chosen.fitted_loss() - best.fitted_loss()
+    return best if apart > ERRORS * math.hypot(chosen.error(), best.error()) else None
 
 
 def _report(recipe: Recipe, kind: str, tries: list[Try]) -> dict[str, Any]:
-    chosen = choose(tries)
+    chosen, better = choose(tries), lower(tries)
     return {
         "loss": kind,
         "tokens": recipe.steps * recipe.train.batch_tokens,
         "chosen": chosen.learning_rate if chosen else None,
+        "lower": better.learning_rate if better else None,
         "runs": [each.as_dict() for each in tries],
         "stopped_by": None,
     }

@@ -28,9 +28,9 @@ from .data_options import DataSource
 from .documents import documents
 from .errors import RecipeError, one_line
 from .source_files import identity, total_size
-from .tokenising import PARTS, PartRecord, TokenEncoder, Tokens, write_tokens
+from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
 
-FORMAT = 1
+FORMAT = 2
 """Goes up when the same settings would give other files."""
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
@@ -126,7 +126,10 @@ def _build(
         progress(done[0], total)
 
     try:
-        parts = write_tokens(documents(source, advance), encoder, held_out, source.max_tokens, partial, report)
+        try:
+            parts = write_tokens(documents(source, advance), encoder, held_out, source.max_tokens, partial, report)
+        except LongDocumentError as error:
+            raise RecipeError(f"{source.path}: {error}") from None
         if not any(part.documents for part in parts.values()):
             raise RecipeError(f"the {source.kind} source {source.path} is empty: it holds no text")
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}

@@ -18,6 +18,8 @@ PIECE = 1 << 18
 """Characters: a longer document is tokenised in pieces, cut after a line, at the cost of a token or so at each cut."""
 BATCH = 1 << 21
 """Characters that are tokenised at a time."""
+BEGINNING = 60
+"""Characters by which a document is named."""
 TRAINING, HELD_OUT = "training", "held_out"
 PARTS = (TRAINING, HELD_OUT)
 
@@ -91,6 +93,17 @@ def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
+class LongDocumentError(RecipeError):
+    """One document alone is longer than all that may be read; `str` says which, but not of which source."""
+
+    def __init__(self, beginning: str, limit: int) -> None:
+        words = " ".join(beginning[:BEGINNING].split())
+        super().__init__(
+            f"the document that begins {words!r} is longer than max_tokens={limit}, and none is cut: give more, or "
+            "divide it"
+        )
+
+
 class TokenEncoder:
     """A copy of a tokenizer, checked against the model that it is used for."""
 
@@ -160,19 +173,23 @@ def write_tokens(
     folder: Path,
     report: Callable[[], None],
 ) -> dict[str, PartRecord]:
-    """Write both parts of a cache into a folder and return what they hold; calls `report` after each batch."""
+    """Write both parts of a cache into a folder and return what they hold; calls `report` after each batch.
+
+    Reading ends with the document in which `limit` is reached: documents are whole, or refused if none would do.
+    """
     with ExitStack() as stack:
         parts = {name: PartWriter(folder, name, encoder.separator, stack) for name in PARTS}
         for piece, tokens in _encoded(documents, encoder, report):
             if piece.first:
                 part = parts[HELD_OUT if is_held_out(piece.text, held_out) else TRAINING]
+                beginning, before = piece.text, part.tokens
             part.write(tokens)
-            written = sum(each.tokens for each in parts.values()) + 1  # and the separator
-            full = limit is not None and written >= limit
-            if piece.last or full:
+            if limit is not None and part.tokens + 1 - before > limit:
+                raise LongDocumentError(beginning, limit)
+            if piece.last:
                 part.end_document()
-            if full:
-                break
+                if limit is not None and sum(each.tokens for each in parts.values()) >= limit:
+                    break
     return {name: part.record() for name, part in parts.items()}
 
 

@@ -36,9 +36,15 @@ class LossWatch:
 
     def __init__(self, other_after: int = 0) -> None:
         """After that step the loss is another one."""
-        self.spikes = 0
+        self.spikes = self.sound = 0
+        """How many; and the last step at which the loss was neither too high nor no number."""
         self._other_after = other_after
         self._forget()
+
+    @property
+    def above(self) -> bool:
+        """The loss is so high that the run is lost if it stays there."""
+        return self._above > 0
 
     def _forget(self) -> None:
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -54,6 +60,8 @@ class LossWatch:
             if len(self._recent) >= RECENT // 2:
                 self._compare(loss, step)
             self._recent.append(loss)
+            if not self._above:
+                self.sound = step
 
     def _compare(self, loss: float, step: int) -> None:
         usual = mean(self._recent)
@@ -127,14 +135,22 @@ class MetricsFile:
 
 
 def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, the parameters of mechanisms that start from values that are not random, at these values."""
+    """By name, the parameters of mechanisms that start from values that are not random, at these values.
+
+    Without those that ZeRO-3 has taken apart as it made them: nothing of them is here to be looked at.
+    """
     found: dict[str, torch.Tensor] = {}
     for name, leaf in model.named_modules():
-        if isinstance(leaf, MixerLeaf) and COPY not in name:
+        if isinstance(leaf, MixerLeaf) and COPY not in name and not any(map(_is_taken_apart, leaf.parameters())):
             first, second = (_started(leaf, seed) for seed in (0, 1))
             same = [part for part in first if torch.equal(first[part], second[part])]
             found |= {plain_name(f"{name}.{part}"): first[part] for part in same}
     return found
+
+
+def _is_taken_apart(parameter: torch.Tensor) -> bool:
+    """DeepSpeed's ZeRO-3 leaves a parameter without elements, and what it was in an attribute."""
+    return hasattr(parameter, "ds_shape")
 
 
 def _started(leaf: MixerLeaf, seed: int) -> dict[str, torch.Tensor]:
@@ -151,7 +167,7 @@ def moved(model: nn.Module, starts: dict[str, torch.Tensor]) -> dict[str, float]
     distances: dict[str, list[float]] = {}
     for name, parameter in model.named_parameters():
         start = starts.get(plain_name(name))
-        if start is not None:
+        if start is not None and not _is_taken_apart(parameter):
             now = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             distance = (now.float().cpu() - start.float()).norm() / start.shape[0] ** 0.5
             mechanism = plain_name(name).split(MIXERS)[1].split(".")[0]

@@ -165,14 +165,25 @@ def test_results_become_lines(tables, tmp_path):
     }
     reports = {
         "demo.json": {"models": [model]},
-        "recovery.json": {"explicit": {"source": 3.0, "before": 4.0, "after": 3.25, "tokens": 200_000}},
+        "recovery.json": {
+            "explicit": {
+                "source": 3.0,
+                "before": 4.0,
+                "after": 3.25,
+                "curve": [[0, 4.0], [250_000, 3.25]],
+                "tokens": 200_000,
+                "control": 2.9,
+            },
+            "explicit-control": {"source": 3.0, "before": 3.0},
+        },
         "from_scratch.json": {
             "losses": {"knocking": losses},
             "shape": {"num_hidden_layers": 4},
             "tokens": 1000,
         },
         "train.json": {
-            "tokens_per_second": {"knocking-mlp": speeds},
+            "tokens_per_second": {"knocking-mlp": speeds | {"mixers": {"knocking": {"on": ["query", "value"]}}}},
+            "settings": {"rounds": 3, "steps": 7},
             "machine": {"accelerator": None, "processor": "a processor", "threads": 2},
         },
     }
@@ -182,9 +193,12 @@ def test_results_become_lines(tables, tmp_path):
     text = tables.results_table(tmp_path)
     for words in (
         "| knocking: one map | perplexity 30.00, grammar 75% right, 384 bytes of KV cache a token | `make demo` |",
-        "4.000 converted, 3.250 after 200,000 tokens; its source 3.000",
+        "4.000 converted, 3.250 after 200,000 tokens (3.00 regained per million); its source 3.000, 2.900 trained",
         "4 layers, 1,000 tokens, 2 seeds), knocking: held-out loss | 3.1000 (-0.0500 beside the baseline ± 0.0100)",
-        "0.950 times (0.900 to 1.000), a processor, 2 threads | `crosshead bench train` |",
+        "(-0.0500 beside the baseline ± 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
+        "training, knocking-mlp (on: query+value): tokens a second",
+        "0.950 times (0.900 to 1.000), a processor, 2 threads, 3 rounds of 7 steps | "
+        "`crosshead bench train --rounds 3 --steps 7` |",
     ):
         assert words in text
     assert tables.NOT_MEASURED not in text
@@ -201,6 +215,15 @@ def test_results_of_conversions_become_lines(tables):
     assert "| a checkpoint of 8.00 GB |" in text and "| 9 s, 1.12 times `cp -r` | 0.76 GB |" in text
     assert text.count("| 12 s | 1.90 GB |") == 2
     assert tables.NOT_MEASURED in tables.written_by("none.json", "make none", tables.heads_table)()
+
+
+def test_results_that_do_not_say_how_they_were_made_become_lines(tables, tmp_path):
+    speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0]}
+    machine = {"accelerator": None, "processor": "a processor", "threads": 2}
+    report = {"tokens_per_second": {"explicit": speeds}, "machine": machine}
+    (tmp_path / "train.json").write_text(json.dumps(report))
+    (line,) = [line for line in tables.results_table(tmp_path).splitlines() if "explicit" in line]
+    assert line.endswith("0.950 times (0.900 to 1.000), a processor, 2 threads | `crosshead bench train` |")
 
 
 def test_the_mechanism_that_the_guide_adds_works(monkeypatch):

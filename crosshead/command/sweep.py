@@ -68,5 +68,6 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
     for run in report["runs"]:
         law = run["law"]
         figures = f"{run['fitted_loss']:>21.4f}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}" if law else f"{'':>40}"
-        told = "chosen" if run["learning_rate"] == report["chosen"] else run["told"].partition(":")[0]
+        notes = {report["lower"]: "stable, fitted lower than the chosen one", report["chosen"]: "chosen"}
+        told = notes.get(run["learning_rate"], run["told"].partition(":")[0])
         yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {told}".rstrip()

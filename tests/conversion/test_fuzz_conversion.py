@@ -9,9 +9,8 @@ import struct
 import pytest
 
 import crosshead
-from broken import INDEX
+from broken import INDEX, no_hang
 from crosshead.conversion.errors import ConversionError
-from broken import no_hang
 from toy_checkpoints import MANY_SHARDS, write_stock
 
 CHANGES = 250

@@ -5,7 +5,7 @@ usage: PYTHONPATH=tests python -P tests/measure/processes.py FOLDER [--steps 50]
 Models of toy size, each trained three times on the same steps of eight sequences: by one process at once, by two with
 four each, and by one with four twice. One has `mixture` and its balance loss, learns from a teacher, and has its
 attention matched for the first steps; one has documents apart, so that sequences predict different numbers of tokens.
-One JSON document on stdout: the greatest difference of any step's loss.
+One JSON document on stdout: the greatest difference of any step's loss; exit status 1 where one is above 1e-5.
 """
 
 import argparse
@@ -20,6 +20,8 @@ from training_sessions import Run
 
 DIVISIONS = {"1 x 8": (1, 8), "2 x 4": (2, 4), "1 x 2 x 4": (1, 4)}
 """Processes, and sequences at once."""
+ALLOWED = 1e-5
+"""Between the losses of a step."""
 BALANCE_WEIGHT = 0.5  # as large as the other losses: counted twice, or per process, it would show
 
 
@@ -77,7 +79,21 @@ def main() -> None:
     asked = parser.parse_args()
     shutil.rmtree(asked.folder, ignore_errors=True)
     found = recipes(asked.folder, asked.steps).items()
-    print(json.dumps({name: compared(recipe, asked.folder / "runs", name) for name, recipe in found}, indent=2))
+    report = {name: compared(recipe, asked.folder / "runs", name) for name, recipe in found}
+    print(json.dumps(report, indent=2))
+    if different(report):
+        raise SystemExit(f"different: {', '.join(different(report))}")
+
+
+def different(report: dict[str, Any]) -> list[str]:
+    """Where losses of the same step lie too far apart, or are no numbers."""
+    return [
+        f"{name}, {division}"
+        for name, found in report.items()
+        for key in ("greatest_difference_of_losses", "greatest_difference_of_held_out_losses")
+        for division, difference in found[key].items()
+        if not difference <= ALLOWED
+    ]
 
 
 if __name__ == "__main__":

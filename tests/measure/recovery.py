@@ -6,10 +6,12 @@ MODEL is what `crosshead convert` takes, with the heads of SmolLM2-135M; TEXT is
 long one, is held out from conversion and training. The model is converted to 2 of 3 component heads (explicit) and to
 7 of 9 active heads (mixture), and each is trained by the shipped recipe with the source as its teacher. Losses are the
 next token's, on the held-out text, in nats per token: of the source, of the converted model, and along the training. A
-step is a hundredth of the tokens, at most the recipe's own; its learning rate is the recipe's. The same command goes
-on where it was interrupted; the figures go to FOLDER/recovery.json.
+step is a hundredth of the tokens, at most the recipe's own, and its learning rate is the recipe's times the root of
+how much smaller the step is. The same command goes on where it was interrupted; the figures go to
+FOLDER/recovery.json.
 
-Part of what comes back may be the text's own manner, which the source was not trained on.
+Part of what comes back may be the text's own manner, which the source was not trained on. So each has a control: the
+source itself, trained without a teacher on the same windows with the same schedule.
 """
 
 import argparse
@@ -36,9 +38,14 @@ CASES: dict[str, dict[str, Any]] = {
     "explicit": {"key_heads": "2", "value_heads": "2"},
     "mixture": {"active_heads": "75%", "shared": "calibrated"},
 }
+CONTROL = "-control"
+"""Behind a case's name."""
+NAMES = sorted([*CASES, *(f"{name}{CONTROL}" for name in CASES)])
 HELD_OUT, MOST = 0.1, 200_000
 """Of the text, and characters at most."""
 LENGTH, STEPS, EVALUATIONS = 512, 100, 5
+SAME = ("source", "tokens", "text", "learning_rate", "tokens_a_step")
+"""What a case must have in common with its control."""
 
 
 def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
@@ -53,19 +60,20 @@ def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
         crosshead.convert(model, folder / "neutral", {"explicit": {}}, dtype="float32", verify=False, overwrite=True)
         crosshead.fold(folder / "neutral", folder / "source", verify=False)
     for name in names:
-        if not (folder / name).exists():
+        if name in CASES and not (folder / name).exists():
             options = {"calibration": folder / "training.txt", "dtype": "float32"}
             crosshead.convert(folder / "source", folder / name, {name: CASES[name]}, verify=False, **options)
 
 
 def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
-    """The shipped one, with this text, model and teacher, and as many steps as make a curve."""
-    found = load_recipe(f"small/smollm2_{name}")
+    """The shipped one, with this text and model, and as many steps as make a curve; a control has no teacher."""
+    shipped = f"small/smollm2_{name.removesuffix(CONTROL)}"
+    found = load_recipe(shipped)
     batch = max(1, min(found.train.batch_tokens, tokens // STEPS) // LENGTH) * LENGTH
     steps = -(-tokens // batch)
     settings = {
         "output": folder / "runs" / name,
-        "model.path": folder / name,
+        "model.path": trained_model(folder, name),
         "model.config": "null",
         "model.convert": "null",
         "data.sources": json.dumps([{"path": str(folder / "training.txt")}]),
@@ -73,17 +81,25 @@ def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
         "data.held_out": 0,
         "data.length": LENGTH,
         "data.cache": folder / "tokens",
-        "distillation.teacher": folder / "source",
         "train.tokens": tokens,
         "train.batch_tokens": batch,
+        "train.learning_rate": found.train.learning_rate * (batch / found.train.batch_tokens) ** 0.5,
         "train.micro_batch": next(size for size in (4, 2, 1) if batch // LENGTH % size == 0),
         "train.dtype": "bfloat16" if torch.accelerator.is_available() else "float32",
         "watch.evaluate_every": max(1, steps // EVALUATIONS),
         "checkpoints.every": max(1, steps // EVALUATIONS),
     }
-    if found.distillation is not None:  # the same part of the steps as in the recipe
+    if name.endswith(CONTROL):
+        settings["distillation"] = "null"
+    elif found.distillation is not None:  # the same part of the steps as in the recipe
+        settings["distillation.teacher"] = folder / "source"
         settings["distillation.match_steps"] = round(found.distillation.match_steps / found.steps * steps)
-    return load_recipe(f"small/smollm2_{name}", [*(f"{key}={value}" for key, value in settings.items()), *changes])
+    return load_recipe(shipped, [*(f"{key}={value}" for key, value in settings.items()), *changes])
+
+
+def trained_model(folder: Path, name: str) -> Path:
+    """Where the model lies that a case begins with."""
+    return folder / ("source" if name.endswith(CONTROL) else name)
 
 
 @torch.no_grad()
@@ -104,17 +120,29 @@ def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
         raise SystemExit("stopped: the same command goes on")
     lines = MetricsFile.lines(Path(asked.output))
     curve = [(line["step"] * asked.train.batch_tokens, line["eval_loss"]) for line in lines if "eval_loss" in line]
-    after = curve[-1][1]
+    tokens, after = curve[-1]
     return {
+        "source": source,
         "before": before,
         "after": after,
-        "excess_gone": (before - after) / (before - source),
+        "excess_gone": (before - after) / (before - source) if before != source else None,
         "above_source": after / source - 1,
+        "regained_per_million": (before - after) / tokens * 1e6,
         "curve": [(0, before), *curve],
         "learning_rate": asked.train.learning_rate,
         "tokens_a_step": asked.train.batch_tokens,
         "match_steps": asked.distillation.match_steps if asked.distillation else 0,
     }
+
+
+def beside_controls(report: dict[str, Any]) -> dict[str, Any]:
+    """With each case's figures beside those of its control, where that one was trained in the same way."""
+    for name in CASES:
+        found, control = report.get(name), report.get(f"{name}{CONTROL}")
+        if found and control and all(found[key] == control[key] for key in SAME):
+            found["control"] = control["after"]
+            found["above_control"] = found["after"] / control["after"] - 1
+    return report
 
 
 def tell(stage: str, done: int, total: int | None, told: str = "") -> None:
@@ -130,23 +158,28 @@ def main() -> None:
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=200_000, help="of training, for each")
-    parser.add_argument("--only", choices=sorted(CASES), help="one of them")
+    parser.add_argument("--only", choices=NAMES, help="one of them")
     parser.add_argument("--set", action="append", default=[], dest="changes", help="another value in the recipe")
     asked = parser.parse_args()
     disable_progress_bar()
-    names = [asked.only] if asked.only else sorted(CASES)
+    names = [asked.only] if asked.only else NAMES
     prepare(asked.model, asked.text, asked.folder, names)
     result = asked.folder / "recovery.json"
     for name in names:
         wanted = recipe(asked.folder, name, asked.tokens, asked.changes)
-        figures = {key: loss(wanted, asked.folder / key) for key in ("source", name)}
-        print(f"{name}: {figures[name]:.4f} on held-out text, its source {figures['source']:.4f}", flush=True)
-        found = {"source": figures["source"], **recovered(wanted, figures["source"], figures[name])}
+        source, before = (loss(wanted, path) for path in (asked.folder / "source", trained_model(asked.folder, name)))
+        print(f"{name}: {before:.4f} on held-out text, its source {source:.4f}", flush=True)
+        found = recovered(wanted, source, before)
         report = json.loads(result.read_bytes()) if result.exists() else {}  # the other may run beside this one
         report |= {name: found | {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}}
-        result.write_text(json.dumps(report, indent=2), encoding="utf-8")
-        after = f"{found['after']:.4f} after {asked.tokens:,} tokens, {found['above_source']:+.1%} beside the source"
-        print(f"{name}: {after}, {found['excess_gone']:.1%} of the excess gone", flush=True)
+        result.write_text(json.dumps(beside_controls(report), indent=2), encoding="utf-8")
+        print(f"{name}: {told(found, asked.tokens)}", flush=True)
+
+
+def told(found: dict[str, Any], tokens: int) -> str:
+    """A case's end in words."""
+    gone = "" if found["excess_gone"] is None else f", {found['excess_gone']:.1%} of the excess gone"
+    return f"{found['after']:.4f} after {tokens:,} tokens, {found['above_source']:+.1%} beside the source{gone}"
 
 
 if __name__ == "__main__":

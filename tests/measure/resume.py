@@ -5,7 +5,7 @@ usage: PYTHONPATH=tests python -P tests/measure/resume.py FOLDER [--kills 10] [-
 A model of toy size is trained over two epochs of its text, shuffled, with gradient accumulation, a warmup, a falling
 learning rate and LoRA with dropout. It is killed at random moments, by SIGKILL, and goes on each time; once as one
 process and once as two. Then two processes are stopped by SIGTERM, and one goes on alone. One JSON document on stdout:
-what was compared and how much of it differed.
+what was compared and how much of it differed; exit status 1 where something did.
 """
 
 import argparse
@@ -23,6 +23,9 @@ from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 
 SEQUENCES = 8
+STOPPED = 128 + signal.SIGTERM
+ANOTHER_ORDER = 1e-5
+"""By how much losses may differ where another number of processes adds them up."""
 
 
 def two_epochs(folder: Path, documents: int) -> Recipe:
@@ -83,6 +86,22 @@ def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {"exit_statuses": statuses, "greatest_difference_of_losses": greatest, **same_batches(whole, other)}
 
 
+def differences(report: dict[str, Any]) -> list[str]:
+    """What is not as it should be."""
+    found = [
+        f"{name} of {part['processes']} killed processes"
+        for part in report["killed"]
+        for name in ("losses_different", "batches_different", "steps_with_several_losses")
+        if part[name]
+    ]
+    found += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
+    change = report["two_processes_then_one"]
+    found += ["batches of two processes and then one"] * bool(change["batches_different"])
+    found += ["losses of two processes and then one"] * (change["greatest_difference_of_losses"] > ANOTHER_ORDER)
+    found += ["exit statuses"] * (set(change["exit_statuses"]) != {STOPPED})
+    return found
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -98,6 +117,8 @@ def main() -> None:
         "two_processes_then_one": changed(recipe, asked.folder),
     }
     print(json.dumps(report, indent=2))
+    if differences(report):
+        raise SystemExit(f"different: {', '.join(differences(report))}")
 
 
 if __name__ == "__main__":

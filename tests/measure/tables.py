@@ -51,11 +51,13 @@ Rows = Iterator[tuple[str, str]]
 
 @dataclass(frozen=True)
 class Result:
-    """A file of results: what it is about, the command that writes it, and its lines in the table."""
+    """A file of results: what it is about, the command that writes it, its lines in the table, and what was asked."""
 
     about: str
     command: str
     rows: Callable[[Content], Rows]
+    asked: Callable[[Content], str] = lambda report: ""
+    """What stood behind the command."""
 
 
 def demo_rows(report: Content) -> Rows:
@@ -67,28 +69,53 @@ def demo_rows(report: Content) -> Rows:
 
 
 def recovery_rows(report: Content) -> Rows:
-    """Losses before and after a short training."""
+    """Losses before and after a short training, beside the source and beside the source after the same training."""
     for name, found in report.items():
+        if found["before"] == found["source"]:  # a control, which is told beside its case
+            continue
+        regained = (found["before"] - found["after"]) / found["curve"][-1][0] * 1e6
         learnt = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
-        yield f"SmolLM2-135M, {name}: loss on held-out text", f"{learnt}; its source {found['source']:.3f}"
+        control = f", {found['control']:.3f} trained on the same" if "control" in found else ""
+        outcome = f"{learnt} ({regained:.2f} regained per million); its source {found['source']:.3f}{control}"
+        yield f"SmolLM2-135M, {name}: loss on held-out text", outcome
 
 
 def scratch_rows(report: Content) -> Rows:
     """Losses beside the baseline's."""
-    shape, seeds = report["shape"], max(len(found["losses"]) for found in report["losses"].values())
-    trained = f"{shape['num_hidden_layers']} layers, {report['tokens']:,} tokens, {seeds} seeds"
+    trained = f"{report['shape']['num_hidden_layers']} layers, {report['tokens']:,} tokens, {_seeds(report)} seeds"
     for name, found in report["losses"].items():
         apart = f"{found['mean']:.4f} ({found['beside_baseline']:+.4f} beside the baseline"
         spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
         yield f"from scratch ({trained}), {name}: held-out loss", f"{apart}{spread})"
 
 
+def scratch_asked(report: Content) -> str:
+    """As it is handed on by make."""
+    return f" ARGS='--tokens {report['tokens']} --seeds {_seeds(report)}'"
+
+
+def _seeds(report: Content) -> int:
+    return max(len(found["losses"]) for found in report["losses"].values())
+
+
 def train_rows(report: Content) -> Rows:
     """Training speeds beside the library's own."""
+    run = report.get("settings", {})
+    length = f", {run['rounds']} rounds of {run['steps']} steps" if run else ""
     for name, found in report["tokens_per_second"].items():
+        mixers = found.get("mixers", {})
+        options = ", ".join(f"{key}: {_told(value)}" for mixer in mixers.values() for key, value in mixer.items())
+        case = f"{name} ({options})" if options else name
         least, most = min(found["ratios"]), max(found["ratios"])
         ratio = f"{found['median_ratio']:.3f} times ({least:.3f} to {most:.3f})"
-        yield f"training, {name}: tokens a second beside Trainer and the stock model", f"{ratio}, {_machine(report)}"
+        outcome = f"{ratio}, {_machine(report)}{length}"
+        yield f"training, {case}: tokens a second beside Trainer and the stock model", outcome
+
+
+def train_asked(report: Content) -> str:
+    """Where the report says it."""
+    run = report.get("settings", {})
+    return f" --rounds {run['rounds']} --steps {run['steps']}" if run else ""
 
 
 def _machine(report: Content) -> str:
@@ -101,8 +128,10 @@ SOURCES: Mapping[str, Result] = {
     "recovery.json": Result(
         "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
     ),
-    "from_scratch.json": Result("all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows),
-    "train.json": Result("training speed", "crosshead bench train", train_rows),
+    "from_scratch.json": Result(
+        "all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows, scratch_asked
+    ),
+    "train.json": Result("training speed", "crosshead bench train", train_rows, train_asked),
 }
 """The files in `evals/results/` -> what they hold."""
 
@@ -113,9 +142,11 @@ def results_table(folder: Path = RESULTS) -> str:
     for name, result in SOURCES.items():
         path = folder / name
         found: Rows = iter([(result.about, NOT_MEASURED)])
+        command = result.command
         if path.is_file():
-            found = result.rows(json.loads(path.read_bytes()))
-        lines += [f"| {what} | {outcome} | `{result.command}` |" for what, outcome in found]
+            report = json.loads(path.read_bytes())
+            found, command = result.rows(report), command + result.asked(report)
+        lines += [f"| {what} | {outcome} | `{command}` |" for what, outcome in found]
     return "\n".join(lines) + "\n"
 
 

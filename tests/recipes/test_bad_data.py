@@ -98,6 +98,15 @@ TEXT = {
     "no window within max_tokens": Case(
         "3 tokens to train on", lambda path: write_jsonl(path, ["w1 w2"] * 99), "jsonl", options={"max_tokens": 3}
     ),
+    "a document longer than the cache": Case(
+        "source: the document that begins 'w1 w2 w3", file(GOOD), options={"max_tokens": 20}
+    ),
+    "a row longer than the cache": Case(
+        "source: the document that begins 'w1 w2 w3",
+        lambda path: write_jsonl(path, ["w9 w8", GOOD]),
+        "jsonl",
+        options={"max_tokens": 39},
+    ),
     "Parquet as text": Case("source is no UTF-8 text", rows(GOOD)),
 }
 JSON_LINES = {

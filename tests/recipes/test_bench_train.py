@@ -10,6 +10,7 @@ from transformers import Trainer
 from broken import run
 from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
+from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.run_trainer import RunTrainer
 from crosshead.recipes.train import train
 
@@ -66,6 +67,12 @@ def test_both_sides_do_the_same_work_in_turn(seen):
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
+def test_a_case_is_what_recipes_of_that_form_train():
+    for name in ("papers/kha_dense_0.61b", "small/smollm2_knocking", "small/qwen3_0.6b_knocking"):
+        ours = load_recipe(name).model.config["mixers"]["knocking"]
+        assert CASES[f"knocking-{ours['form']}"]["knocking"].get("on", ["value"]) == ours.get("on", ["value"]), name
+
+
 def test_a_run_that_is_told_to_stop_ends_the_measurement(monkeypatch):
     """Its steps were not all timed."""
     monkeypatch.setattr(module, "train", lambda recipe, note: replace(train(recipe, note), model=None))
@@ -78,7 +85,8 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     status, out, err = run(capfd, monkeypatch, command)
     assert status == 0 and out.splitlines()[1].startswith("knocking-mlp ")
     report = json.loads((tmp_path / "a.json").read_text())
-    assert report["settings"]["steps"] == 2 and report["shape"]["hidden_size"] == 32
+    assert (report["settings"]["rounds"], report["settings"]["steps"]) == (1, 2)
+    assert report["shape"]["hidden_size"] == 32
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),

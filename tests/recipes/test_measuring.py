@@ -1,11 +1,15 @@
 """The commands that measure training, at toy size: they run, write their figures, and go on."""
 
 import json
+import sys
+from copy import deepcopy
 from pydoc_data.topics import topics
 
 import pytest
 
+from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.toy import write_tokenizer
+from measure import processes, recovery, resume
 from measuring import measured
 from toy_checkpoints import write_stock
 
@@ -31,18 +35,119 @@ def test_all_mechanisms_from_scratch(tmp_path, text):
     assert len(lines) == 2 * 8 + 1 + 8
 
 
+@pytest.mark.parametrize("name", recovery.NAMES)
+def test_a_smaller_step_of_a_recovery_has_a_lower_rate(name, tmp_path):
+    """The recipe's, times the root of how much smaller the step is."""
+    shipped = load_recipe(f"small/smollm2_{name.removesuffix(recovery.CONTROL)}").train
+    train = recovery.recipe(tmp_path, name, 200_000, []).train
+    assert train.batch_tokens == 1536
+    assert train.learning_rate == pytest.approx(shipped.learning_rate * (1536 / shipped.batch_tokens) ** 0.5)
+    assert recovery.recipe(tmp_path, name, 200_000, ["train.learning_rate=1e-3"]).train.learning_rate == 1e-3
+    assert recovery.recipe(tmp_path, name, 10**8, []).train.learning_rate == shipped.learning_rate
+
+
+@pytest.mark.parametrize("name", recovery.CASES)
+def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
+    case, control = (recovery.recipe(tmp_path, each, 8192, []) for each in (name, f"{name}{recovery.CONTROL}"))
+    assert case.train == control.train and case.data == control.data and case.checkpoints == control.checkpoints
+    assert control.model.path == str(tmp_path / "source") == case.distillation.teacher
+    assert control.distillation is None and control.output != case.output
+
+
+def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
+    same = dict.fromkeys(recovery.SAME, 1)
+    report = {"explicit": same | {"after": 3.3}, "explicit-control": same | {"after": 3.0}}
+    assert recovery.beside_controls(report)["explicit"]["above_control"] == pytest.approx(0.1)
+    other = {"explicit": same | {"after": 3.3}, "explicit-control": same | {"after": 3.0, "tokens": 2}}
+    assert "above_control" not in recovery.beside_controls(other)["explicit"]
+
+
 @pytest.mark.slow
 def test_recovery(tmp_path, text):
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
     write_stock(tmp_path / "stock", vocab_size=257, **heads)
     write_tokenizer(tmp_path / "stock")
     command = ("recovery.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192)
-    measured(*command, "--only", "mixture", "--set", "train.learning_rate=1e-3")
-    measured(*command, "--only", "explicit", "--set", "train.learning_rate=1e-3")
+    for name in ("mixture", "explicit", "explicit-control"):
+        measured(*command, "--only", name, "--set", "train.learning_rate=1e-3")
     found = json.loads((tmp_path / "out" / "recovery.json").read_text())
-    assert sorted(found) == ["explicit", "mixture"]
+    assert sorted(found) == ["explicit", "explicit-control", "mixture"]
     for figures in found.values():
         assert figures["curve"][0] == [0, figures["before"]] and figures["curve"][-1] == [8192, figures["after"]]
         assert figures["after"] < figures["before"] and len(figures["curve"]) > 5
         assert figures["learning_rate"] == 1e-3 and figures["tokens_a_step"] == 512
-    assert found["explicit"]["match_steps"] == 3 and found["explicit"]["source"] == found["mixture"]["source"]
+        regained = (figures["before"] - figures["after"]) / 8192 * 1e6
+        assert figures["regained_per_million"] == pytest.approx(regained)
+    explicit, control = found["explicit"], found["explicit-control"]
+    assert explicit["match_steps"] == 3 and explicit["source"] == found["mixture"]["source"] == control["before"]
+    assert explicit["above_control"] == pytest.approx(explicit["after"] / control["after"] - 1)
+    assert "above_control" not in found["mixture"] and control["excess_gone"] is None
+
+
+SAME = {"losses_different": 0, "batches_different": 0, "steps_with_several_losses": 0, "weights_equal": True}
+RESUMED = {
+    "killed": [SAME | {"processes": 1}, SAME | {"processes": 2}],
+    "two_processes_then_one": {
+        "exit_statuses": [143, 143],
+        "greatest_difference_of_losses": 2e-7,
+        "batches_different": 0,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "told"),
+    [
+        ((), {}, []),
+        (("killed", 0), {"losses_different": 1}, ["losses_different of 1 killed processes"]),
+        (("killed", 1), {"batches_different": 1}, ["batches_different of 2 killed processes"]),
+        (("killed", 1), {"weights_equal": False}, ["weights of 2"]),
+        (("two_processes_then_one",), {"batches_different": 3}, ["batches of two processes and then one"]),
+        (
+            ("two_processes_then_one",),
+            {"greatest_difference_of_losses": 1e-4},
+            ["losses of two processes and then one"],
+        ),
+        (("two_processes_then_one",), {"exit_statuses": [143, 1]}, ["exit statuses"]),
+    ],
+)
+def test_a_run_that_resumes_otherwise_is_a_failure(place, value, told, tmp_path, monkeypatch, capsys):
+    report = deepcopy(RESUMED)
+    part = report
+    for key in place:
+        part = part[key]
+    part |= value
+    monkeypatch.setattr(sys, "argv", ["resume.py", str(tmp_path)])
+    monkeypatch.setattr(resume, "two_epochs", lambda *_: None)
+    monkeypatch.setattr(resume, "killed", lambda recipe, folder, kills, count, seed: report["killed"][count - 1])
+    monkeypatch.setattr(resume, "changed", lambda *_: report["two_processes_then_one"])
+    ends(resume.main, told)
+    assert json.loads(capsys.readouterr().out) == report
+
+
+@pytest.mark.parametrize(
+    ("kind", "difference", "told"),
+    [
+        ("greatest_difference_of_losses", 9e-6, []),
+        ("greatest_difference_of_losses", 2e-5, ["mixture, 2 x 4"]),
+        ("greatest_difference_of_held_out_losses", float("nan"), ["mixture, 2 x 4"]),
+    ],
+)
+def test_steps_that_differ_are_a_failure(kind, difference, told, tmp_path, monkeypatch, capsys):
+    nothing = {"greatest_difference_of_losses": {}, "greatest_difference_of_held_out_losses": {}}
+    found = nothing | {kind: {"2 x 4": difference, "1 x 2 x 4": 0.0}}
+    monkeypatch.setattr(sys, "argv", ["processes.py", str(tmp_path)])
+    monkeypatch.setattr(processes, "recipes", lambda *_: {"mixture": None})
+    monkeypatch.setattr(processes, "compared", lambda *_: found)
+    ends(processes.main, told)
+    assert "mixture" in json.loads(capsys.readouterr().out)
+
+
+def ends(main, told):
+    """A command that says what differs, or has nothing to say."""
+    if not told:
+        main()
+        return
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == f"different: {', '.join(told)}"

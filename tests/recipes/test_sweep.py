@@ -14,8 +14,9 @@ from crosshead.recipes.errors import DivergedError, RecipeError
 from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
 from crosshead.recipes.scaling_law import ScalingLaw
-from crosshead.recipes.sweep import PICTURE, REPORT, Try, choose, sweep, sweep_runs
+from crosshead.recipes.sweep import PICTURE, REPORT, Try, choose, lower, sweep, sweep_runs
 from crosshead.recipes.train import Outcome
+from crosshead_command.sweep import _lines as lines_of
 
 NAME = "papers/mea_1b_sweep"
 STEPS, WARMUP = 200, 10
@@ -148,19 +149,36 @@ def attempt(rate, fitted, error=0.001, stable=True):
 
 
 @pytest.mark.parametrize(
-    ("tries", "chosen"),
+    ("tries", "chosen", "better"),
     [
-        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8)], 3),
-        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8, stable=False)], 2),
-        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9)], 2),  # stable, and yet worse
-        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.802)], 3),  # worse by chance
-        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9, error=0.1)], 3),
-        ([attempt(1, 3.0, stable=False)], None),
+        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8)], 3, None),
+        ([attempt(1, 3.0), attempt(2, 2.9), attempt(3, 2.8, stable=False)], 2, None),
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9)], 3, 2),  # stable, and yet worse
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.802)], 3, None),  # worse by chance
+        ([attempt(1, 3.0), attempt(2, 2.8), attempt(3, 2.9, error=0.1)], 3, None),
+        ([attempt(1, 2.0, stable=False), attempt(2, 2.8), attempt(3, 2.9)], 3, 2),
+        ([attempt(1, 3.0, stable=False)], None, None),
     ],
 )
-def test_choosing(tries, chosen):
-    found = choose(tries)
-    assert (found.learning_rate if found else None) == chosen
+def test_choosing(tries, chosen, better):
+    found = [choose(tries), lower(tries)]
+    assert [each.learning_rate if each else None for each in found] == [chosen, better]
+
+
+def test_a_lower_loss_at_a_smaller_rate_is_told(recipe, monkeypatch):
+    def stand_in(run, progress):
+        rate = run.train.learning_rate
+        write(run, losses_of(1e-3 if rate == 3e-3 else 3e-3 if rate == 1e-3 else rate))
+        return Outcome(STEPS, STEPS, None, Path(run.output) / "model", {})
+
+    monkeypatch.setattr(module, "train", stand_in)
+    report = sweep(recipe)
+    assert report["chosen"] == 3e-3 and report["lower"] == 1e-3
+    lines = {float(words[0]): line for line in [*lines_of(report)][1:] for words in [line.split()]}
+    assert lines[3e-3].endswith("  chosen")
+    assert lines[1e-3].endswith("  stable, fitted lower than the chosen one")
+    texts = ElementTree.parse(Path(recipe.output) / PICTURE).findall(f"{SVG}text")
+    assert {"chosen", "stable"} <= {text.text for text in texts}
 
 
 def test_a_loss_that_does_not_come_back_is_not_stable(recipe):

@@ -115,8 +115,22 @@ def test_reading_stops_at_the_limit(encoder, tmp_path, monkeypatch):
         write_tokens(documents(), encoder, 0.0, limit, tmp_path, nobody)
         assert written(tmp_path, TRAINING) == expected([words(number, number) for number in range(1, count + 1)])
     assert len(read) < 12
-    write_tokens([[words(*range(1, 50))]], encoder, 0.0, 7, tmp_path, nobody)
-    assert 7 <= len(written(tmp_path, TRAINING)[0]) < 16
+
+
+def test_the_document_that_reaches_the_limit_is_whole(encoder, tmp_path, monkeypatch):
+    """However many pieces it is read in."""
+    monkeypatch.setattr(tokenising, "PIECE", 20)
+    texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
+    write_tokens([[text] for text in texts], encoder, 0.0, 31, tmp_path, nobody)
+    assert written(tmp_path, TRAINING) == expected(texts[:2])
+
+
+@pytest.mark.parametrize("size", [20, 10_000])
+def test_a_document_that_alone_is_longer_than_the_limit_is_refused(size, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenising, "PIECE", size)
+    texts = [words(1, 2), "\n".join(words(number) for number in range(1, 31)), words(3)]
+    with pytest.raises(RecipeError, match=r"^the document that begins 'w1 w2 w3 .*' is longer than max_tokens=30, "):
+        write_tokens([[text] for text in texts], encoder, 0.0, 30, tmp_path, nobody)
 
 
 def test_tokens_take_four_bytes_where_two_are_not_enough(tmp_path):

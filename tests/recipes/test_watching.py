@@ -1,14 +1,19 @@
 """What is told of a run, and when it is ended because it is lost."""
 
+import os
+import signal
+from math import isfinite
 from pathlib import Path
 
 import pytest
 import torch
 
-from crosshead.recipes import run_trainer
+from crosshead.recipes import run_trainer, watching
 from crosshead.recipes.checkpoints import checkpoints
 from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.routing import HeadRouting
 from crosshead.recipes.schema import LoraOptions, TrainOptions
+from crosshead.recipes.train import train as run
 from crosshead.recipes.trainable import set_trainable
 from crosshead.recipes.watching import LossWatch, MetricsFile, moved, plain_name, starting_points
 from toy_training import KNOCKING, LORA, MIXTURE, killed, losses, metrics, toy_run, train
@@ -101,6 +106,20 @@ def test_starting_points_are_found_under_any_wrapper(case):
     assert plain_name("module._orig_mod.model.norm.weight") == "model.norm.weight"
 
 
+@pytest.mark.parametrize("when", ["made", "prepared"])
+def test_parameters_that_are_taken_apart_are_left_out(when):
+    """As ZeRO-3 leaves them, when the model is made or once training begins."""
+    model = mixed_model("Llama", {"knocking": {"form": "linear"}})
+    starts = starting_points(model)
+    for layer in model.model.layers:
+        weight = layer.self_attn.mixers["knocking"].value.weight
+        weight.ds_shape, weight.data = weight.shape, torch.empty(0)
+    if when == "made":
+        starts = starting_points(model)
+        assert starts == {}
+    assert moved(model, starts) == {}
+
+
 def test_a_run_tells_everything(tmp_path):
     recipe = toy_run(MIXTURE, tmp_path, 5, watch={"every": 2, "evaluate_every": 4}, checkpoints={"every": 3})
     train(recipe)
@@ -132,9 +151,9 @@ def test_spikes_are_remembered_after_resuming(tmp_path):
 @pytest.mark.parametrize(
     ("bad", "name", "words"),
     [
-        ((3, "loss"), KNOCKING, "the loss is nan at step 3"),
-        ((3, "gradient"), LORA, "the loss is nan at step 4"),  # of weights that the step before has spoilt
-        ((4, "gradient"), KNOCKING, "the gradient's norm is nan at step 4"),
+        ((3, "loss"), KNOCKING, "the loss is nan at step 3: .*; there is no checkpoint from well before"),
+        ((3, "gradient"), LORA, "the loss is nan at step 4: .*checkpoint-2$"),  # of weights spoilt the step before
+        ((4, "gradient"), KNOCKING, "the gradient's norm is nan at step 4: .*; the last good .*/checkpoint-2$"),
     ],
 )
 def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, tmp_path, monkeypatch):
@@ -156,6 +175,60 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
     assert "\n" not in str(caught.value)
     (kept,) = checkpoints(Path(recipe.output))
     assert kept.name == "checkpoint-2"
+    last = int(words.partition("step ")[2][0])
+    finite = last if "norm" in words else last - 1  # what came before is there to be looked at
+    assert len(losses(recipe)) == finite
+    assert all(isfinite(loss) for loss in losses(recipe))
     monkeypatch.undo()
     assert train(recipe).model
     assert len(losses(recipe)) == 6 and all(loss < 10 for loss in losses(recipe))
+
+
+@pytest.fixture
+def runaway(monkeypatch):
+    """A short memory, little patience, and from step 8 on a loss that is far above."""
+    monkeypatch.setattr(watching, "RECENT", 4)
+    monkeypatch.setattr(watching, "PATIENCE", 5)
+    objective = run_trainer.Objective.__call__
+
+    def broken(self, model, inputs, items, step):
+        loss, outputs = objective(self, model, inputs, items, step)
+        return loss * (9 if step + 1 >= 8 else 1), outputs
+
+    monkeypatch.setattr(run_trainer.Objective, "__call__", broken)
+
+
+def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):
+    recipe = toy_run(KNOCKING, tmp_path, 20, watch={"every": 2}, checkpoints={"every": 1, "keep": 2})
+    with pytest.raises(RecipeError, match=r"run away: .* at step 12, .*; the last good checkpoint is .*-6$"):
+        train(recipe)
+    assert [path.name for path in checkpoints(Path(recipe.output))] == ["checkpoint-7", "checkpoint-6"]
+    assert len(losses(recipe)) == 12 and losses(recipe)[7] > 2 * losses(recipe)[6]
+
+
+def test_a_run_that_is_told_to_stop_while_the_loss_is_high_saves_and_keeps_what_is_good(runaway, tmp_path):
+    asked = []
+
+    def stop(stage, done, total, told=""):
+        if stage == "training" and done == 9 and not asked:  # a second signal would end the process
+            asked.append(os.kill(os.getpid(), signal.SIGTERM))
+
+    recipe = toy_run(KNOCKING, tmp_path, 20, checkpoints={"every": 1, "keep": 1})
+    assert run(recipe, stop).stopped_by == signal.SIGTERM
+    found = [path.name for path in checkpoints(Path(recipe.output))]
+    assert found[1:] == ["checkpoint-7"] and found[0] in ("checkpoint-9", "checkpoint-10")
+
+
+def test_head_load_is_that_of_all_micro_batches_of_a_step(tmp_path, monkeypatch):
+    counted = []
+    load = HeadRouting.load
+    monkeypatch.setattr(HeadRouting, "load", lambda *given: counted.append(load(*given)) or counted[-1])
+    recipe = toy_run(MIXTURE, tmp_path, 3, watch={"every": 2}, train={"micro_batch": 1})
+    train(recipe)
+    (line,) = [line for line in metrics(recipe) if "head_load/0/least" in line]
+    assert line["step"] == 2 and len(counted) == recipe.batch_size > 1
+    for layer in range(4):
+        mean = torch.stack([micro[layer] for micro in counted]).mean(0)
+        assert line[f"head_load/{layer}/least"] == pytest.approx(mean.min().item())
+        assert line[f"head_load/{layer}/most"] == pytest.approx(mean.max().item())
+    assert any(micro[0].max() > line["head_load/0/most"] + 1e-6 for micro in counted)

@@ -1,0 +1,197 @@
+"""The papers' recipes train with the papers' numbers, written down here from the papers' own tables and sections.
+
+Batches stand as the papers print them; the recipes' are near, and made of whole sequences. What a paper does not give
+has no place here.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+from crosshead.recipes.schedule import rate
+
+BILLION = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a paper says of one training."""
+
+    tokens: int
+    batch: float
+    """Tokens a step, as printed."""
+    learning_rate: float
+    lowest: float
+    """At the end of training."""
+    warmup: float
+    """Steps, or a part of all of them."""
+    decay: float | None = None
+    clipping: float | None = None
+    length: int | None = None
+    weights: dict[str, float] = field(default_factory=dict)
+    """Of the sources of data."""
+    train: dict[str, Any] = field(default_factory=dict)
+    """What else it says of `train`."""
+
+
+KHA = Settings(  # Knocking-Heads, section 4.1, the exploratory experiments; tokens: tables 3 and 5
+    tokens=100 * BILLION,
+    batch=2.1e6,
+    learning_rate=7.5e-4,
+    lowest=7.5e-5,
+    warmup=0.05,
+    decay=0.01,
+    clipping=1.0,
+    length=4096,
+    train={"betas": (0.9, 0.95), "schedule": "cosine"},
+)
+QWEN = Settings(  # Explicit Attention, section 5.2.1, appendix C
+    tokens=22 * BILLION,
+    batch=68e6,
+    learning_rate=1.6e-5,
+    lowest=0.0,
+    warmup=32,  # the paper: 1000 steps, of which 22B tokens have 323
+    train={"schedule": "cosine"},
+)
+TABLE_D = {  # Mixture-of-Head
+    "book": 4.24,
+    "wikipedia": 3.50,
+    "arxiv": 4.37,
+    "stackexchange": 3.19,
+    "c4": 10.94,
+    "dolma": 61.28,
+    "pile": 12.48,
+}
+MOH = Settings(  # Mixture-of-Head, appendix B.3, tables D and E: the small one
+    tokens=100 * BILLION,
+    batch=4e6,
+    learning_rate=3e-4,
+    lowest=3e-5,
+    warmup=2000,
+    decay=0.1,
+    clipping=1.0,
+    length=2048,
+    weights=TABLE_D,
+    train={"warmup_from": 1e-7},
+)
+SETTINGS = {
+    "papers/kha_dense_0.61b": KHA,
+    "papers/kha_dense_1.68b": KHA,
+    "papers/kha_dense_3.94b": KHA,
+    "papers/kha_moe_a0.8b_6.6b": KHA,
+    "papers/mea_1b": Settings(  # Explicit Attention, sections 5.1.1 to 5.1.3
+        tokens=500 * BILLION,
+        batch=20e6,
+        learning_rate=3e-3,
+        lowest=3e-4,
+        warmup=1000,
+        decay=0.1,
+        train={"schedule": "cosine"},
+    ),
+    "papers/mea_1b_sweep": Settings(  # Explicit Attention, section 5.1.2, figure 2
+        tokens=50 * BILLION,
+        batch=20e6,
+        learning_rate=1e-3,
+        lowest=1e-3,
+        warmup=1000,
+        decay=0.1,
+        train={"schedule": "constant"},
+    ),
+    "papers/mea_qwen3_30b_deep": QWEN,
+    "papers/mea_qwen3_30b_full": QWEN,
+    "papers/mea_qwen3_30b_half": QWEN,
+    "papers/mea_qwen3_30b_full_recovery": Settings(  # Explicit Attention, section 5.2.1, appendix C
+        tokens=1000 * BILLION,
+        batch=68e6,
+        learning_rate=1.6e-5,
+        lowest=0.0,
+        warmup=1000,
+        train={"schedule": "cosine"},
+    ),
+    "papers/moh_llm_s": MOH,
+    "papers/moh_llm_b": Settings(  # Mixture-of-Head, appendix B.3, tables D and E
+        tokens=100 * BILLION,
+        batch=4e6,
+        learning_rate=5e-4,
+        lowest=5e-5,
+        warmup=500,
+        decay=0.1,
+        clipping=1.0,
+        length=2048,
+        weights=TABLE_D,
+        train={"warmup_from": 1e-7},
+    ),
+    "papers/moh_llama3_8b_stage1": Settings(  # Mixture-of-Head, appendix B.4, table F
+        tokens=300 * BILLION,
+        batch=16e6,
+        learning_rate=6e-5,
+        lowest=6e-6,
+        warmup=50,
+        decay=0.1,
+        clipping=1.0,
+        length=8192,
+    ),
+    "papers/moh_llama3_8b_stage2": Settings(  # the same
+        tokens=100 * BILLION,
+        batch=16e6,
+        learning_rate=2e-5,
+        lowest=1e-6,
+        warmup=50,
+        decay=0.1,
+        clipping=1.0,
+        length=8192,
+    ),
+}
+
+DEVIATIONS = {
+    "warmup: 32": "Section 5.2.1 says 1000 steps",
+    "batch_tokens: 19_922_944": "section 5.1.1: 20M, here",
+    "batch_tokens: 68_157_440": "section 5.2.1: 68M, here",
+    "weight_decay: 0.01": "the paper says Adam",
+    "rope_theta: 10000.0": "rope_theta: 10000.0} # not given in the paper",
+}
+"""What a recipe has, where it is not what its paper has -> what it says of it."""
+
+
+def test_every_recipe_of_a_paper_has_its_settings():
+    assert set(SETTINGS) == {name for name in shipped_recipes() if name.startswith("papers/")}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_recipes_train_as_the_papers_say(name):
+    recipe, paper = load_recipe(name), SETTINGS[name]
+    train = recipe.train
+    assert train.trainable == "all" and recipe.distillation is None
+    assert train.tokens == paper.tokens
+    assert train.batch_tokens == pytest.approx(paper.batch, rel=0.05)  # 4M is 4,194,304
+    assert (train.learning_rate, train.warmup) == (paper.learning_rate, paper.warmup)
+    assert rate(recipe, recipe.steps - 1) * train.learning_rate == pytest.approx(paper.lowest, rel=1e-2, abs=1e-9)
+    assert {key: getattr(train, key) for key in paper.train} == paper.train
+    assert paper.decay in (None, train.weight_decay)
+    assert paper.clipping in (None, train.gradient_clipping)
+    assert paper.length in (None, recipe.data.length)
+    if paper.weights:
+        assert {source.path.rpartition("/")[2]: source.weight for source in recipe.data.sources} == paper.weights
+
+
+def test_the_sweep_tries_the_rates_of_the_paper():
+    """Explicit Attention, section 5.1.2."""
+    assert load_recipe("papers/mea_1b_sweep").sweep.learning_rates == (1e-4, 5e-4, 1e-3, 3e-3)
+
+
+def test_the_recovery_stage_trains_on_what_the_model_from_scratch_trains_on():
+    """Explicit Attention, appendix C."""
+    recovery, scratch = (load_recipe(f"papers/{name}") for name in ("mea_qwen3_30b_full_recovery", "mea_1b"))
+    assert recovery.data.sources == scratch.data.sources
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_choices_of_ours_are_marked(name):
+    """A number that no paper gives stands on a line that says so, or behind one that does."""
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    assert "not given in the paper" in text
+    for deviation, words in DEVIATIONS.items():
+        if deviation in text:
+            assert words in text, deviation
