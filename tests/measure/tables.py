@@ -112,12 +112,6 @@ def train_rows(report: Content) -> Rows:
         yield f"training, {case}: tokens a second beside Trainer and the stock model", outcome
 
 
-def train_asked(report: Content) -> str:
-    """Where the report says it."""
-    run = report.get("settings", {})
-    return f" --rounds {run['rounds']} --steps {run['steps']}" if run else ""
-
-
 def _machine(report: Content) -> str:
     machine = report["machine"]
     return f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
@@ -131,7 +125,7 @@ SOURCES: Mapping[str, Result] = {
     "from_scratch.json": Result(
         "all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows, scratch_asked
     ),
-    "train.json": Result("training speed", "crosshead bench train", train_rows, train_asked),
+    "train.json": Result("training speed", "crosshead bench train", train_rows),
 }
 """The files in `evals/results/` -> what they hold."""
 
