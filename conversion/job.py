@@ -14,7 +14,16 @@ from .errors import ConversionError
 from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
-from .published_folder import add_older_names, copy_code, copy_files, record_file, store_digest, versions, write_json
+from .published_folder import (
+    add_older_names,
+    copy_code,
+    copy_files,
+    drop_tokens,
+    record_file,
+    store_digest,
+    versions,
+    write_json,
+)
 from .safetensors_store import WEIGHTS
 from .shard_writer import Item, tensor_chunks, write_index, write_shard
 from .sources import CONFIG, Source
@@ -80,12 +89,13 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
         digests = write_weights(job, prepared, stage, progress)
         copy_files(job.source.files, stage.folder)
         prepared.config.save_pretrained(stage.folder)
+        left_out = drop_tokens(job.source.config, stage.folder)
         stock = not hasattr(prepared.config, "mixers")
         if stock:
             add_older_names(stage.folder / CONFIG, prepared.config)
         else:
             copy_code(stage.folder)
-        content = record(job, prepared, digests)
+        content = record(job, prepared, digests) | {"left_out": left_out}
         if verify is not None:
             content["verification"] = verify(job, stage.folder, progress)
         write_json(record_file(out if stock else stage.folder, stock), content)

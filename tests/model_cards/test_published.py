@@ -10,7 +10,9 @@ import torch
 from broken import cut, edit_json, remove, weight_map, write
 from card_toys import converted, training
 from crosshead.model_cards.errors import FolderError
+from crosshead.model_cards.published import TOKEN as REFUSED
 from crosshead.model_cards.published import check_folder
+from crosshead.modeling.access_tokens import TOKEN as LEFT_OUT
 from crosshead_command.card import write_card
 from toy_checkpoints import write_model
 from toys import mixed_model
@@ -146,6 +148,11 @@ def test_no_secret_goes_and_none_is_told(made, secret, place, monkeypatch):
     with pytest.raises(FolderError, match="holds an access token") as caught:
         check_folder(made)
     assert secret not in str(caught.value)
+
+
+def test_what_is_left_out_of_results_is_what_is_refused():
+    """In two places: cards import nothing of ours, and models bring the other one along."""
+    assert REFUSED == LEFT_OUT
 
 
 def test_the_hubs_own_token_is_known_wherever_it_comes_from(made, monkeypatch):
