@@ -3,10 +3,12 @@
 #   BASE_PYTHON  the interpreter that the virtual environments are made from
 #   PYTHON       the interpreter that runs things: give one that has everything (absolute path) to skip the set-up
 #   TORCH_FROM   options for installing torch, such as --index-url https://download.pytorch.org/whl/cpu
+#   DEMO         the folder that `make demo` fills
 #   ARGS         more options for pytest, such as ARGS="-k knocking -x"
 BASE_PYTHON = python3
 PYTHON = $(CURDIR)/.venv/bin/python
 TORCH_FROM =
+DEMO = build/demo
 ARGS =
 WORKERS = 2
 THREADS = 1
@@ -32,7 +34,7 @@ help: ## this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 17
 
 demo: $(DEMO_READY) ## a real small model converted, trained a little, scored, shown: in build/demo; it goes on
-	$(PYTHON) -P -m crosshead demo --out build/demo $(ARGS)
+	$(PYTHON) -P -m crosshead demo --out $(DEMO) $(ARGS)
 
 test: $(READY) ## all tests, with the versions in constraints.txt
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)

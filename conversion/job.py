@@ -20,6 +20,7 @@ from .published_folder import (
     check_record,
     copy_code,
     copy_files,
+    drop_tokens,
     record_file,
     store_digest,
     versions,
@@ -95,12 +96,13 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
         digests = write_weights(job, prepared, stage, progress)
         copy_files(job.source.files, stage.folder)
         prepared.config.save_pretrained(stage.folder)
+        left_out = drop_tokens(job.source.config, stage.folder)
         stock = not hasattr(prepared.config, "mixers")
         if stock:
             add_older_names(stage.folder / CONFIG, prepared.config)
         else:
             copy_code(stage.folder)
-        content = record(job, prepared, digests)
+        content = record(job, prepared, digests) | {"left_out": left_out}
         if verify is not None:
             content["verification"] = verify(job, stage.folder, progress)
         write_json(stage.beside(record_file(out, stock).name) if stock else stage.folder / RECORD, content)

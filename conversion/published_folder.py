@@ -14,12 +14,15 @@ import torch
 import transformers
 
 from crosshead import modeling
+from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
 
 from .errors import ConversionError
 from .shard_writer import digest_of
 from .store import TensorStore
 
-RECORD = "conversion.json"
+CONFIG, RECORD = "config.json", "conversion.json"
+VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
+"""JSON files of words, any of which may look like anything."""
 Advance = Callable[[int], None]
 """Told the bytes of each tensor that was read."""
 
@@ -51,6 +54,13 @@ def add_older_names(path: Path, config: Any) -> None:
     if rope["rope_type"] != "default":
         older["rope_scaling"] = rope
     write_json(path, dict(sorted((json.loads(path.read_text(encoding="utf-8")) | older).items())))
+
+
+def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
+    """Leave access tokens of a source's config, and of what was copied, out of the result; the names of what went."""
+    files = sorted(file for file in folder.glob("*.json") if file.name not in VOCABULARIES)
+    gone = {CONFIG: without_tokens(config)[1]} | leave_out_tokens(files)
+    return {file: names for file, names in gone.items() if names}
 
 
 def foreign_code(folder: Path) -> str | None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosshead.modeling.access_tokens import TOKEN
+
 from .errors import ConversionError
 from .gguf_header import parts_of
 from .gguf_store import GgufStore
@@ -34,6 +36,8 @@ _PLAIN_SIDE_FILES = (
     "generation_config.json",
     *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
 )
+_TEXTS = ("", ".md", ".txt", ".jinja")
+_WORDS = ("vocab.txt", "merges.txt")
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
 """The files of which a tokenizer can be made: one of these sets is enough."""
 
@@ -100,6 +104,7 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     files = side_files(folder)
     if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
+    _check_texts(files)
     store = SafetensorsStore(folder)
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return Source(store, config, files, origin, _digest(store.fingerprint(), config, states))
@@ -122,6 +127,14 @@ def side_files(folder: Path) -> list[Path]:
                 raise ConversionError(f"{file} is no chat template (*.jinja): remove it from {TEMPLATES}")
         files.append(templates)
     return files
+
+
+def _check_texts(files: Sequence[Path]) -> None:
+    """Licences and templates are copied as they are; what JSON files hold of tokens is left out of the copies."""
+    texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    for file in (file for file in texts if file.suffix in _TEXTS and file.name not in _WORDS):
+        if TOKEN.search(file.read_text(encoding="utf-8", errors="replace")):
+            raise ConversionError(f"{file} holds an access token: take it out, and have another one issued")
 
 
 def _digest(*parts: Any) -> str:

@@ -35,6 +35,8 @@ class Facts:
     """The source's name on the Hub."""
     files: Sequence[str] = ()
     """The names in the folder."""
+    short_run: Json = field(default_factory=dict)
+    """Of a recipe, far from its end: losses on held-out text, and on how many tokens they were reached."""
     plan: Json = field(default_factory=dict)
     """For a model that nobody has made yet: the recipe's name, and the commands that would make it."""
 

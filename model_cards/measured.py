@@ -28,7 +28,7 @@ def measured(facts: Facts) -> Iterator[str]:
     """Paragraphs and tables."""
     yield "## What was measured"
     yield from _conversion(facts)
-    yield from _training(facts.training)
+    yield from _training(facts)
     if not facts.evaluations:
         yield NOTHING["scores"]
     for evaluation in facts.evaluations:
@@ -55,10 +55,10 @@ def _shown(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else figure(value)
 
 
-def _training(training: Json) -> Iterator[str]:
-    metrics = training.get("metrics")
+def _training(facts: Facts) -> Iterator[str]:
+    metrics = facts.training.get("metrics")
     if not metrics:
-        yield NOTHING["training"]
+        yield _short(facts.short_run) if facts.short_run else NOTHING["training"]
         return
     yield f"Training, {metrics['step']:,} steps:"
     rows = [(text, figure(metrics[key])) for key, text in CURVE.items() if key in metrics]
@@ -70,6 +70,15 @@ def _training(training: Json) -> Iterator[str]:
         if key.startswith("moved/")
     ]
     yield table(["", "value"], rows)
+
+
+def _short(run: Json) -> str:
+    before, after, source = (figure(run[key]) for key in ("before", "after", "source"))
+    return (
+        f"Training to its end: {NOT_MEASURED}. A short run, of {run['tokens']:,} tokens, {run['tokens_a_step']:,} a "
+        f"step, at a learning rate of {run['learning_rate']:g}: loss on held-out text {before} when it was converted, "
+        f"{after} afterwards; the source's is {source}."
+    )
 
 
 def _scores(evaluation: Json, name: str) -> Iterator[str]:

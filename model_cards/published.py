@@ -24,9 +24,14 @@ BINARY = {".png", ".jpg", ".jpeg", ".gif", ".webp"}
 """Pictures, for a card."""
 PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 """How pickles begin, and the archives that torch puts them into."""
+ROOTS = (
+    r"(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes|lustre|gpfs|nfs|beegfs|"
+    r"fsx|efs|raid|nvme|ssd|dbfs|content|kaggle)\d*"
+)
+"""How absolute paths begin on machines that models are trained on, a number behind it or not."""
 PATH = re.compile(
-    r"(?<![\w.:/})\]>~-])/(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes)"
-    r"/[\w.@-]+|(?<![\w/])[A-Za-z]:\\+[\w. -]+\\"
+    rf"(?<![\w.:/}})\]>~-])(?:file://)?/{ROOTS}/[\w.@-]+|"
+    r"(?<![\w/])[A-Za-z]:(?:\\+[\w. -]+\\|/+(?:Users|Windows|Program Files)/)"
 )
 WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
 """A value of JSON that is a path and nothing else."""
@@ -124,7 +129,9 @@ def _check_file(path: Path, name: str, places: list[str], secrets: list[str]) ->
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
-        _check_text(path, json.dumps(json.loads(header).get("__metadata__", {})), places, secrets)
+        said = json.dumps(json.loads(header).get("__metadata__", {}), ensure_ascii=False)
+        _check_text(path, said, places, secrets)
+        _check_paths(path, said, is_json=True)
         return
     raw = path.read_bytes()
     if path.suffix.lower() in PICKLES or raw.startswith(PICKLED):
@@ -137,7 +144,7 @@ def _check_file(path: Path, name: str, places: list[str], secrets: list[str]) ->
         raise FolderError(f"{path} is neither text nor safetensors: take it out") from error
     _check_text(path, text, [] if name in VOCABULARIES else places, secrets)
     if name not in VOCABULARIES:
-        _check_paths(path, text)
+        _check_paths(path, text, is_json=path.suffix == ".json")
 
 
 def _check_text(path: Path, text: str, places: list[str], secrets: list[str]) -> None:
@@ -149,10 +156,10 @@ def _check_text(path: Path, text: str, places: list[str], secrets: list[str]) ->
         raise FolderError(f"{path} names a place on this machine, {place!r}: take it out")
 
 
-def _check_paths(path: Path, text: str) -> None:
+def _check_paths(path: Path, text: str, is_json: bool) -> None:
     found = PATH.search(text)
     value = found[0] if found else None
-    if value is None and path.suffix == ".json":
+    if value is None and is_json:
         value = next((text for text in _strings(_parsed(path, text)) if WHOLE_PATH.fullmatch(text)), None)
     if value is not None:
         raise FolderError(f"{path} holds the absolute path {value!r}: take it out")

@@ -142,7 +142,8 @@ def limits(facts: Facts) -> Iterator[str]:
     if facts.conversion or facts.plan.get("convert"):
         lines.append("What its source gets wrong or says that it should not, this model does as well.")
     if facts.plan and "metrics" not in facts.training:
-        lines.append("The recipe's numbers have not been tried at this size.")
+        beyond = ", beyond that short run" if facts.short_run else ""
+        lines.append(f"The recipe's numbers have not been tried at this size{beyond}.")
     if not facts.plan:
         lines.append(
             "What the tables above do not show was not measured: neither its safety nor its use for any task."

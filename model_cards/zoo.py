@@ -122,6 +122,9 @@ def _measured(found: Mapping[str, Any]) -> str:
     loss = found.get("training", {}).get("metrics", {}).get("eval_loss")
     if loss is not None:
         told.insert(0, f"held-out loss {figure(loss)}")
+    short = found.get("short_run")
+    if short is not None:
+        told.append(f"held-out loss {figure(short['after'])} after {short['tokens']:,} tokens")
     return ", ".join(told) or NOT_MEASURED
 
 

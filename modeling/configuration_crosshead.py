@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from .access_tokens import without_tokens
 from .mixer import HeadLayout, Settings
 from .settings import complete_mixers, layer_settings
 
@@ -95,8 +96,8 @@ class MixersConfig(ConfigBase):
         return super().from_dict(config_dict | given, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """JSON with sorted keys, except `mixers`, whose order means something."""
-        content = json.loads(super().to_json_string(use_diff))
+        """JSON with sorted keys, except `mixers`, whose order means something; access tokens are left out."""
+        content, _ = without_tokens(json.loads(super().to_json_string(use_diff)))
         content["mixers"] = self.mixers
         return json.dumps(content, indent=2) + "\n"
 

@@ -5,6 +5,8 @@ from typing import Any
 
 import torch
 
+from crosshead.modeling.access_tokens import without_tokens
+
 from .errors import RecipeError, one_line
 from .model_config import model_config
 from .schema import ModelOptions, Recipe
@@ -22,9 +24,13 @@ def load_tokenizer(recipe: Recipe) -> Any:
     options = recipe.model
     key, name = ("model.tokenizer", options.tokenizer) if options.tokenizer else ("model.path", options.path)
     try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # its files may be broken in many ways
         raise RecipeError(f"the tokenizer of {_unloadable(key, str(name), error, options)}") from None
+    # Some become words of the vocabulary when they are read, so they cannot be left out of the result.
+    if without_tokens(tokenizer.init_kwargs)[1]:
+        raise RecipeError(f"the tokenizer of {key}={name} holds an access token: take it out of tokenizer_config.json")
+    return tokenizer
 
 
 def load_model(recipe: Recipe, tokenizer: Any) -> Any:

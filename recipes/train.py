@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosshead.modeling.access_tokens import leave_out_tokens
+
 from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
 from .errors import RecipeError
@@ -26,6 +28,8 @@ from .training_data import TrainingData, open_data
 from .watching import MetricsFile
 
 RESULT = "training.json"
+SETTINGS = ("config.json", "generation_config.json")
+"""Files of the result that repeat what the model to continue had in them, whatever it was."""
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ def _finish(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, beside: Sequenc
             tokenizer.save_pretrained(str(partial))
             for path in beside:
                 shutil.copyfile(path, partial / path.name)
+            leave_out_tokens(partial / name for name in SETTINGS if (partial / name).is_file())
             content = {"recipe": without_places(asdict(recipe)), "processes": trainer.args.world_size}
             content |= {"metrics": MetricsFile.last(output)}
             (partial / RESULT).write_text(json.dumps(content, indent=2), encoding="utf-8")

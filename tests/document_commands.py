@@ -53,6 +53,11 @@ def documents() -> list[Path]:
     return [path for path in project_files() if path.suffix == ".md" and path.relative_to(ROOT).parts[0] != GENERATED]
 
 
+def pages() -> list[Path]:
+    """The generated ones."""
+    return sorted((ROOT / GENERATED).rglob("*.md"))
+
+
 def name_of(document: Path) -> str:
     """Its path from the root."""
     return document.relative_to(ROOT).as_posix()

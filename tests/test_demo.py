@@ -17,6 +17,8 @@ from crosshead.demo.begin import NEEDED
 from crosshead.demo.making import conversions
 from crosshead.demo.sources import PACKED, fetch, own, to_stock
 from crosshead.demo.steps import Screen, Step, run_steps
+from crosshead.evals.bench_machine import machine
+from crosshead.model_cards.published import check_folder
 from house import ROOT
 from toy_checkpoints import write_stock
 from toy_eval import write_scorable
@@ -241,8 +243,7 @@ def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
     made, table = finished(tmp_path)
-    assert made[0] == "explicit-trained:"
-    assert len(made) == 5
+    assert made[0] == "explicit-trained:" and len(made) == 5
     folder = tmp_path / "crosshead-demo-tiny"
     before = snapshot(tmp_path)
     assert finished(tmp_path) == ([], table)
@@ -261,6 +262,9 @@ def check_made(folder, table, models):
     for name in models:
         assert {"config.json", "conversion.json", "model.safetensors", "README.md"} <= set(os.listdir(folder / name))
         assert json.loads((folder / name / "conversion.json").read_text())["verification"]["reload"]
+        assert "README.md" in check_folder(folder / name)
+    assert table.splitlines()[-1] == f"crosshead push {Path(folder.name, models[-1])} YOU/MODEL --dry-run"
+    assert record["machine"] == machine() | {"threads": record["machine"]["threads"]}
     assert [row["model"] for row in rows.values()] == [each["model"] for each in scores["models"]]
     for row, scored in zip(rows.values(), scores["models"], strict=True):
         assert row["scores"] == {each["name"]: each["score"] for each in scored["scores"]}

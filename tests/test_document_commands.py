@@ -1,6 +1,11 @@
 """Every command that a document shows works: its options exist, and it does its work on toys."""
 
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -126,6 +131,37 @@ def tasks(words):
 
 
 CHECKS = {"make": target, "pip": extra, "accelerate": configuration, "python": script, "lm_eval": tasks}
+
+
+def ended(command, folder, **environment):
+    """What a program has written, having done its work."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(folder / "home")} | environment
+    done = subprocess.run(
+        command, cwd=folder, env=os.environ | settings, capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_make_demo_works(tmp_path):
+    assert "make demo" in COMMANDS["README.md"]
+    options = (f"PYTHON={sys.executable}", f"DEMO={tmp_path / 'demo'}", "ARGS=--tiny")
+    told = ended(["make", "-s", "-C", str(ROOT), "demo", *options], tmp_path)
+    assert told.splitlines()[0].startswith("model") and (tmp_path / "demo" / "heads.html").is_file()
+
+
+@pytest.mark.slow
+def test_two_processes_are_launched(toys, tmp_path):
+    (command,) = (each for each in COMMANDS["recipes/accelerate/README.md"] if each.startswith("torchrun"))
+    program, *words = command.replace("RECIPE.yaml", str(toys[0] / "recipe.yaml")).replace("FOLDER", "toy").split()
+    assert program == "torchrun" and "2" in words
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    ended([sys.executable, "-P", "-m", "torch.distributed.run", *words], tmp_path, PET_MASTER_PORT=port)
+    (result,) = tmp_path.glob("toy/run/model/training.json")
+    assert json.loads(result.read_text())["processes"] == 2
 
 
 @pytest.mark.slow

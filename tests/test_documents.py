@@ -17,9 +17,14 @@ from crosshead.recipes.load_recipe import shipped_recipes
 from house import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
+PAGES = DOCUMENTS | {shown.name_of(path): path for path in shown.pages()}
+"""The generated ones as well."""
 README = DOCUMENTS["README.md"].read_text(encoding="utf-8")
+CONTRIBUTING = DOCUMENTS["CONTRIBUTING.md"].read_text(encoding="utf-8")
 NAMED_FILE = re.compile(r"`(\.?[\w-][\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
-MADE = re.compile(r"(checkpoint-STEP|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|moved)\b")
+MADE = re.compile(
+    r"(checkpoint-STEP|measured/RECIPE|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|moved)\b"
+)
 """Names of what commands make, and of metrics."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADINGS = (
@@ -46,25 +51,25 @@ def options_in(table):
     return {names[0]: names[1:] for names in (re.findall(r"`(\w+)`", row) for row in rows)}
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", PAGES)
 def test_named_files_exist(name):
-    place = DOCUMENTS[name].parent
+    place = PAGES[name].parent
     recipes = shipped_recipes()
     missing = [
         file
-        for file in NAMED_FILE.findall(DOCUMENTS[name].read_text(encoding="utf-8"))
+        for file in NAMED_FILE.findall(PAGES[name].read_text(encoding="utf-8"))
         if not (ROOT / file).exists() and not (place / file).exists() and file not in recipes and not MADE.match(file)
     ]
     assert missing == []
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name):
-    for link in LINK.findall(DOCUMENTS[name].read_text(encoding="utf-8")):
+    for link in LINK.findall(PAGES[name].read_text(encoding="utf-8")):
         if link.startswith("https://"):
             continue
         path, _, heading = link.partition("#")
-        target = DOCUMENTS[name].parent / path if path else DOCUMENTS[name]
+        target = PAGES[name].parent / path if path else PAGES[name]
         assert target.is_file(), link
         assert ROOT in target.resolve().parents, link
         if heading:
@@ -240,3 +245,15 @@ def test_the_mechanism_that_the_guide_adds_works(monkeypatch):
         assert torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)
         weight.mul_(2)
         assert not torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)
+
+
+def test_the_steps_of_a_whole_check_are_those_that_are_named():
+    (steps,) = re.findall(r"^for step in (.*); do$", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
+    (named,) = re.findall(r"^ +\.ci/run +(.*), in that order$", CONTRIBUTING, re.MULTILINE)
+    assert named.replace(" and ", ", ").split(", ") == steps.split()
+
+
+def test_the_version_is_the_newest_of_the_changelog():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    newest, *_ = re.findall(r"^## (.*)$", DOCUMENTS["CHANGELOG.md"].read_text(encoding="utf-8"), re.MULTILINE)
+    assert newest == project["version"]

@@ -7,9 +7,12 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import house
 from house import ROOT
@@ -46,17 +49,39 @@ def wheel(tmp_path_factory):
     return built
 
 
+def metadata(wheel):
+    """What the wheel says of itself."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        return email.message_from_bytes(archive.read(name))
+
+
+def brought(wheel, extra):
+    """Every distribution that the wheel asks for with an extra, and what these ask for in turn."""
+    seen, todo = set(), [("crosshead", ""), ("crosshead", extra)]
+    while todo:
+        name, with_extra = asked = todo.pop()
+        if asked in seen:
+            continue
+        seen.add(asked)
+        lines = metadata(wheel).get_all("Requires-Dist") if name == "crosshead" else distribution(name).requires
+        for requirement in map(Requirement, lines or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": with_extra}):
+                todo += [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
+    return {name for name, _ in seen} - {"crosshead"}
+
+
 @pytest.fixture(scope="module")
 def elsewhere(wheel, tmp_path_factory):
-    """An environment with the wheel, and everything else from the one that runs the tests.
-
-    Paths in a .pth file are not searched for more of them: the checkout, installed by one, cannot be found.
-    """
+    """An environment with the wheel, and what it says that the demo needs: links into the one that runs the tests."""
     place = tmp_path_factory.mktemp("elsewhere")
     done(sys.executable, "-m", "venv", "--without-pip", place / "env", cwd=place)
     (packages,) = (place / "env").glob("lib/python*/site-packages")
-    shared = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
-    (packages / "shared.pth").write_text("".join(f"{path}\n" for path in shared))
+    for name in brought(wheel, "demo"):
+        found = distribution(name)
+        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(Path(str(found.locate_file(part))).resolve())
     python = place / "env" / "bin" / "python"
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
     done(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=place)
@@ -88,11 +113,11 @@ def test_the_wheel_holds_every_file_of_the_package_as_it_is(wheel):
 
 
 def test_the_wheel_says_what_it_is(wheel):
+    said = metadata(wheel)
+    record = f"crosshead-{said['Version']}.dist-info"
     with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
-        said = email.message_from_bytes(archive.read(name))
-        scripts = archive.read(name.replace("METADATA", "entry_points.txt")).decode()
-        assert archive.read(name.replace("METADATA", "licenses/LICENSE")) == (ROOT / "LICENSE").read_bytes()
+        scripts = archive.read(f"{record}/entry_points.txt").decode()
+        assert archive.read(f"{record}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
     assert said["Version"] == "0.1.0" and wheel.name == "crosshead-0.1.0-py3-none-any.whl"
     assert said["Description-Content-Type"].startswith("text/markdown")
     assert said.get_payload(decode=True).decode().strip() == (ROOT / "README.md").read_text(encoding="utf-8").strip()
@@ -109,6 +134,14 @@ def test_the_wheel_works_where_the_checkout_is_not(elsewhere):
     assert not any(Path(path).is_relative_to(ROOT) and Path(path).name != "site-packages" for path in paths)
     assert done(program, "--version", cwd=elsewhere) == "crosshead 0.1.0\n"
     assert json.loads(done(program, "zoo", "--json", cwd=elsewhere))
+
+
+@pytest.mark.slow
+def test_what_the_demo_does_not_ask_for_is_not_there(elsewhere):
+    """Else the demo would not show what it needs."""
+    for name in ("pytest", "trl", "selenium", "matplotlib"):
+        code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is not None)"
+        done(elsewhere / "env" / "bin" / "python", "-P", "-c", code, cwd=elsewhere)
 
 
 @pytest.mark.slow

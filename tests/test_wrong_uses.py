@@ -1,6 +1,9 @@
 """Wrong uses of every command: its exit status, one clear line, and nothing left behind."""
 
+import tempfile
+
 import pytest
+import typer
 from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 
@@ -63,6 +66,14 @@ CASES = {
     "probe head source": (2, "Did you mean 'heads'?"),
     "probe heads source --draws 0": (2, "--draws"),
     "probe layers made": (1, "crosshead_llama"),
+    "bench": (2, "bench [OPTIONS]"),
+    "bench atention": (2, "Did you mean 'attention'"),
+    "bench attention mixture-haf-2048": (1, "did you mean 'mixture-half-2048'"),
+    "bench attention --device tpu": (2, "--device"),
+    "bench decode cash": (1, "did you mean 'cache'?"),
+    "bench decode cache --rounds 1 --out no/decode.json": (1, "no/decode.json"),
+    "bench convert neutrl": (1, "did you mean 'neutral'?"),
+    "bench convert --gigabytes 0": (2, "--gigabytes"),
     "bench train nothing": (1, "nothing"),
     "bench train knocking-mlp --steps 1": (2, "--steps"),
     "card none": (1, "none"),
@@ -77,6 +88,8 @@ CASES = {
     "demo --tiny --out source": (1, "source holds files"),
     "demo --model none": (1, "none"),
 }
+WITHOUT_WORDS = {"convert", "train", "sweep", "eval", "cost", "probe", "bench"}
+"""Commands that tell how they are used where nothing is said."""
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +105,8 @@ def place(tmp_path_factory):
     save_file(trained, folder / "trained" / "model.safetensors", metadata={"format": "pt"})
     (folder / "text.txt").write_text("a quick brown fox\n")
     (folder / "there.json").write_text("{}")
+    (folder / "TMPDIR").mkdir()
+    (folder / "HF_HOME").mkdir()
     return folder
 
 
@@ -100,6 +115,11 @@ def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, place, capfd,
     expected, words = CASES[command]
     monkeypatch.chdir(place)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    for name in ("TMPDIR", "HF_HOME"):  # for child processes; this one has read them already
+        monkeypatch.setenv(name, str(place / name))
+    monkeypatch.setattr(tempfile, "tempdir", str(place / "TMPDIR"))
+    for name in ("HF_HUB_CACHE", "HF_ASSETS_CACHE", "HF_XET_CACHE"):
+        monkeypatch.setattr(constants, name, str(place / "HF_HOME" / name))
     before = snapshot(place)
     status, out, err = run(capfd, monkeypatch, command)
     assert snapshot(place) == before
@@ -109,9 +129,15 @@ def test_a_wrong_use_is_one_clear_line_and_leaves_nothing(command, place, capfd,
         assert err.startswith("crosshead: error: ") and err.endswith("\n") and err.count("\n") == 1
     else:
         assert err.startswith(("Usage: ", "Error: "))
+        *_, last = err.splitlines()
+        assert last.startswith("Error: ") or command in WITHOUT_WORDS, err
 
 
 def test_no_command_is_left_out():
-    names = {command.name for command in app.registered_commands} | {group.name for group in app.registered_groups}
-    assert {command.split()[0] for command in CASES} >= names
+    tried = {tuple(command.split()[:length]) for command in CASES for length in (1, 2)}
+    todo = [((), typer.main.get_command(app))]
+    while todo:
+        words, command = todo.pop()
+        assert not words or words in tried, words
+        todo += [((*words, name), each) for name, each in getattr(command, "commands", {}).items()]
     assert len(CASES) >= 40

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Any
 
 import typer
@@ -56,3 +57,6 @@ def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:
         yield f"{row['name']}: {row['model']}"
     for name in ("heads.html", "scores.json", RECORD):
         yield str(folder / name)
+    yield ""
+    yield "What would be published of the last one; without --dry-run it is, under that name on the Hub:"
+    yield f"crosshead push {quote(record['models'][-1]['model'])} YOU/MODEL --dry-run"

@@ -11,6 +11,9 @@ LENGTH = 4096
 """Tokens of the text that costs are given for, where the model takes so many."""
 DTYPE = "bfloat16"
 """What the KV cache is counted in, for all alike."""
+SHORT_RUNS = Path("evals", "results", "recovery.json")
+"""What `make measure-recovery` has written, in the folder above the zoo: by mechanism, on SmolLM2-135M."""
+SHORT = ("source", "before", "after", "tokens", "tokens_a_step", "learning_rate")
 LOCAL = ("models/", "runs/")
 """How the shipped recipes' own folders begin: any other source is a name on the Hub."""
 
@@ -79,8 +82,18 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
         "tokens": recipe.train.tokens,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
         "cost": cost_report(config, min(LENGTH, config.max_position_embeddings)),
-        "measured": measurements(place, name),
+        "measured": measurements(place, name) | _short_run(place, name),
     }
+
+
+def _short_run(place: Path, name: str) -> dict[str, Any]:
+    """What a short run of a recipe has measured, where there was one."""
+    from crosshead.model_cards.facts import read_json
+
+    path = place.absolute().parent / SHORT_RUNS
+    mechanism = name.removeprefix("small/smollm2_")
+    found = read_json(path).get(mechanism) if path.is_file() else None
+    return {} if found is None else {"short_run": {key: found[key] for key in SHORT}}
 
 
 def _commands(text: str) -> list[str]:

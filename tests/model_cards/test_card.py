@@ -109,28 +109,6 @@ def test_nothing_was_measured(tmp_path):
     assert section(text, "What was measured").count("not measured") == 2
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--mixer explicit:key_heads=1+2,value_heads=50%,method=svd --mixer mixture:active_heads=75%,shared=calibrated",
-        "--mixer knocking:form=linear,on=query+key,layers=1 --dtype bfloat16 --seed 3 --vocab-size 70",
-        "--mixer explicit --layers auto --budget 0.75",
-        "--mixer differential --allow-inexact",
-    ],
-)
-def test_the_command_on_the_card_makes_the_same_model(tmp_path, line, monkeypatch, arguments):
-    monkeypatch.chdir(tmp_path)
-    write_stock(Path("source"))
-    assert line(f"convert source made {arguments} --no-verify")[0] == 0
-    command = re.search(r"```sh\ncrosshead (convert .*)\n```", write_card(Path("made")).read_text())[1]
-    before = {path.name: path.read_bytes() for path in Path("made").iterdir() if path.name != "README.md"}
-    shutil.rmtree("made")
-    assert line(f"{command} --no-verify")[0] == 0
-    after = {path.name: path.read_bytes() for path in Path("made").iterdir()}
-    assert {name for name in before if before[name] != after[name]} <= {"conversion.json"}
-    assert json.loads(before["conversion.json"])["tensors"] == json.loads(after["conversion.json"])["tensors"]
-
-
 def test_the_example_on_the_card_runs(made, capsys):
     examples = re.findall(r"```python\n(.*?)```", write_card(made).read_text(), re.DOTALL)
     assert len(examples) == 2

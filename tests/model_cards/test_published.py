@@ -10,7 +10,9 @@ import torch
 from broken import cut, edit_json, remove, weight_map, write
 from card_toys import converted, training
 from crosshead.model_cards.errors import FolderError
+from crosshead.model_cards.published import TOKEN as REFUSED
 from crosshead.model_cards.published import check_folder
+from crosshead.modeling.access_tokens import TOKEN as LEFT_OUT
 from crosshead_command.card import write_card
 from toy_checkpoints import write_model
 from toys import mixed_model
@@ -125,7 +127,9 @@ def test_a_whole_model_may_go(made):
         ),
         (add_card(f"\nTrained in {ELSEWHERE}/runs.\n"), f"README.md holds the absolute path {ELSEWHERE!r}"),
         (add_card("\nC:\\\\Users\\me\\x\n"), "README.md holds the absolute path"),
-        (write("note.json", json.dumps({"a": ["/lustre9/me/run"]})), "holds the absolute path '/lustre9/me/run'"),
+        (write("note.json", json.dumps({"a": ["/stores/me/run"]})), "holds the absolute path '/stores/me/run'"),
+        (metadata(f"from {ELSEWHERE}/runs"), f"safetensors holds the absolute path {ELSEWHERE!r}"),
+        (metadata("/stores/me/run"), "safetensors holds the absolute path '/stores/me/run'"),
     ],
 )
 def test_it_may_not(made, damage, words):
@@ -133,6 +137,35 @@ def test_it_may_not(made, damage, words):
     with pytest.raises(FolderError) as caught:
         check_folder(made)
     assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        *("lustre/me", "lustre9/me", "gpfs/me", "nfs/me", "raid/me", "fsx/me", "nvme0/me", "kaggle/working"),
+        *("content/drive", "workspace/me", "mnt/me", "scratch/me", "Users/me", "Volumes/me"),
+    ],
+)
+@pytest.mark.parametrize("around", ["Trained in {}/run.", "`{}`", "file://{}", '{{"a": "at {} it was"}}'])
+def test_where_machines_keep_things(made, place, around):
+    (made / "note.md").write_text(around.format(f"/{place}"))
+    with pytest.raises(FolderError, match=f"note.md holds the absolute path .*{place}"):
+        check_folder(made)
+
+
+@pytest.mark.parametrize("place", ["C:\\Users\\me", "D:\\runs\\a", "C:/Users/me"])
+def test_where_windows_keeps_things(made, place):
+    (made / "note.md").write_text(f"Trained in {place}.")
+    with pytest.raises(FolderError, match=r"note.md holds the absolute path"):
+        check_folder(made)
+
+
+def test_addresses_and_fractions_are_no_paths(made):
+    sites = ("https://example.org/{}/x", "http://localhost:80/{}/x", "example.org/{}/x", "{{place}}/{}/x", "../{}/x")
+    roots = ("home", "content", "data", "lustre", "nfs", "raid", "workspace", "kaggle", "tmp")
+    (made / "note.md").write_text("\n".join(site.format(root) for site in sites for root in roots))
+    (made / "more.md").write_text("and/or, 1/2, s/home/b/, [x](/datasets/a/b), #!/usr/bin/env, a: b, http://c:/d")
+    assert {"note.md", "more.md"} <= check_folder(made).keys()
 
 
 @pytest.mark.parametrize("secret", [TOKEN, SECRET, "-----BEGIN OPENSSH PRIVATE KEY-----", "ghp_" + "a1" * 18])
@@ -146,6 +179,11 @@ def test_no_secret_goes_and_none_is_told(made, secret, place, monkeypatch):
     with pytest.raises(FolderError, match="holds an access token") as caught:
         check_folder(made)
     assert secret not in str(caught.value)
+
+
+def test_what_is_left_out_of_results_is_what_is_refused():
+    """In two places: cards import nothing of ours, and models bring the other one along."""
+    assert REFUSED == LEFT_OUT
 
 
 def test_the_hubs_own_token_is_known_wherever_it_comes_from(made, monkeypatch):

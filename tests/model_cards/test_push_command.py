@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+import crosshead
 from broken import run, snapshot
 from card_toys import converted, write_report
-from crosshead.model_cards import push as pushing
-from crosshead.model_cards.push import push as upload
 from crosshead_command.card import write_card
 from crosshead_command.push import release
 from hub_client import own_hub
@@ -135,18 +136,27 @@ def test_a_public_repository_that_is_there(made, line, hub, unloaded):
     assert "config.json" in hub.repositories["org/model"].files
 
 
+def folded(folder, monkeypatch):
+    """A stock model out of one of ours, and the model."""
+    monkeypatch.chdir(folder)
+    converted(Path("linear"), {"knocking": {"form": "linear"}}, verify=False)
+    crosshead.fold("linear", "folded", verify=False)
+    return AutoModelForCausalLM.from_pretrained("folded", attn_implementation="eager").eval()
+
+
 @pytest.mark.slow
 def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line, monkeypatch):
-    from safetensors.torch import load_file
-
     ids, expected = tokens(), {}
+    models = {"folded": folded(tmp_path, monkeypatch)}
     for mechanism, mixers in MECHANISM_CASES.items():
-        model = mixed_model("Qwen3", mixers)
-        expected[f"org/{mechanism}"] = model(ids).logits.detach()
-        folder = write_model(model, tmp_path / mechanism, shard_size=12_000)
-        write_card(folder)
-        upload(folder, f"org/{mechanism}")
-        assert pushing.tag(f"org/{mechanism}", release()) is None
+        models[mechanism] = mixed_model("Qwen3", mixers)
+        write_model(models[mechanism], Path(mechanism), shard_size=12_000)
+    for name, model in models.items():
+        expected[f"org/{name}"] = model(ids).logits.detach()
+        write_card(Path(name))
+        pushed = f"pushed to {hub.address}/org/{name}\ntagged {release()}\n"
+        assert line(f"push {name} org/{name}") == (0, pushed, "")
+    assert not [name for name in hub.repositories["org/folded"].files if name.endswith(".py")]
     result = tmp_path / "logits.safetensors"
     settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
     settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
@@ -157,7 +167,7 @@ def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line,
     )
     assert done.returncode == 0, done.stderr
     found = load_file(result)
-    assert found.keys() == expected.keys() and len(found) == 5
+    assert found.keys() == expected.keys() and len(found) == 6
     for name, logits in expected.items():
         assert (found[name] - logits).abs().max() <= 1e-5 * logits.abs().max(), name
 

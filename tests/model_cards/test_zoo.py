@@ -13,7 +13,8 @@ from broken import run
 from card_toys import ROW, report, training
 from crosshead.model_cards.evaluations import kept, scored_here
 from crosshead.recipes.load_recipe import shipped_recipes
-from crosshead_command.zoo import entries
+from crosshead_command.zoo import SHORT_RUNS, entries
+from hub_rules import faults
 
 CARDS = Path(__file__).resolve().parents[2] / "model_cards"
 
@@ -42,8 +43,10 @@ def test_every_recipe_has_a_card_that_the_hub_would_take(made):
     assert {f"{name}.md" for name in recipes} == made.keys() - {"README.md", "zoo.json"}
     for name in recipes:
         data = ModelCard(made[f"{name}.md"]).data
-        assert data.library_name == "transformers" and "crosshead" in data.tags and data.eval_results is None
-        assert made[f"{name}.md"].count("not measured") >= 2, name
+        assert data.library_name == "transformers" and "crosshead" in data.tags
+        assert list(faults(made[f"{name}.md"])) == []
+        if not (CARDS / zoo.MEASURED / name).exists():
+            assert data.eval_results is None and made[f"{name}.md"].count("not measured") >= 2, name
 
 
 def test_every_page_is_linked(made):
@@ -77,12 +80,32 @@ def test_what_was_measured_shows(tmp_path):
     assert "Training: not measured" not in card and "Training: not measured" in pages["small/smollm2_talking.md"]
 
 
+def test_a_short_run_shows_as_one(tmp_path):
+    (tmp_path / SHORT_RUNS).parent.mkdir(parents=True)
+    run = {"source": 3.0, "before": 5.5, "after": 3.25, "tokens": 12_000, "tokens_a_step": 600, "learning_rate": 1e-4}
+    (tmp_path / SHORT_RUNS).write_text(json.dumps({"mixture": run | {"curve": []}}))
+    pages = zoo.zoo_pages(entries(tmp_path / "model_cards"))
+    card = pages["small/smollm2_mixture.md"]
+    assert "A short run, of 12,000 tokens, 600 a step, at a learning rate of 0.0001" in card
+    assert "loss on held-out text 5.5000 when it was converted, 3.2500 afterwards; the source's is 3.0000." in card
+    assert (
+        "have not been tried at this size, beyond that short run." in card
+        and ModelCard(card).data.eval_results is None
+    )
+    assert "short run" not in pages["small/smollm2_explicit.md"] + pages["small/qwen3_0.6b_mixture.md"]
+    row = next(row for row in pages["README.md"].splitlines() if "small/smollm2_mixture" in row)
+    assert row.endswith("| held-out loss 3.2500 after 12,000 tokens |")
+
+
 def test_writing(tmp_path, line):
-    shutil.copytree(CARDS / "small", tmp_path / "small")
-    (tmp_path / "small/old_recipe.md").write_text("gone")
-    status, _, err = line(["zoo", "--write", str(tmp_path)])
-    assert (status, err) == (0, "") and not (tmp_path / "small/old_recipe.md").exists()
-    assert (tmp_path / "README.md").read_text() == (CARDS / "README.md").read_text()
+    place = tmp_path / "model_cards"
+    for name in ("model_cards/small", "model_cards/measured", "evals/results"):
+        if (CARDS.parent / name).exists():
+            shutil.copytree(CARDS.parent / name, tmp_path / name)
+    (place / "small/old_recipe.md").write_text("gone")
+    status, _, err = line(["zoo", "--write", str(place)])
+    assert (status, err) == (0, "") and not (place / "small/old_recipe.md").exists()
+    assert (place / "README.md").read_text() == (CARDS / "README.md").read_text()
     assert not list(tmp_path.rglob("*.partial"))
 
 

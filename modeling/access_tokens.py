@@ -1,0 +1,44 @@
+"""Access tokens: what is written of a model, a configuration first of all, leaves them out."""
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+TOKEN = re.compile(
+    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
+    r"sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}\b)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+"""How tokens look that the usual places issue."""
+
+
+def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The content of a JSON object without the values that hold a token, and the names of those."""
+    kept, names = {}, []
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            kept[name], inner = without_tokens(value)
+            names += [f"{name}.{each}" for each in inner]
+        elif TOKEN.search(json.dumps(value, default=str)):
+            names.append(name)
+        else:
+            kept[name] = value
+    return kept, names
+
+
+def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
+    """Take tokens out of JSON files; returns which values went, by file. `ValueError` where that is not possible."""
+    gone = {}
+    for path in files:
+        text = path.read_text(encoding="utf-8")
+        if TOKEN.search(text) is None:
+            continue
+        content = json.loads(text)
+        kept, names = without_tokens(content) if isinstance(content, dict) else (content, [])
+        left = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+        if TOKEN.search(left):
+            raise ValueError(f"{path.name} holds an access token: take it out, and have another one issued")
+        path.write_text(left, encoding="utf-8")
+        gone[path.name] = names
+    return gone
