@@ -16,7 +16,7 @@ from toy_checkpoints import write_stock
 from toy_data import write_jsonl
 from toy_eval import write_scorable
 from toy_training import KNOCKING, toy_run
-from toys import stock_model
+from toys import mixed_config, stock_model
 
 ENVIRONMENT, PLANTED = "hf_" + "TheTokenOfWhoeverRunsTheseCommands", "hf_" + "ATokenThatTheSourceWasLeftWithAlas"
 EVERY_COMMAND = """
@@ -159,3 +159,11 @@ def test_a_token_that_cannot_be_left_out_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config.json holds an access token") as caught:
         leave_out_tokens([tmp_path / "config.json"])
     assert PLANTED not in str(caught.value)
+
+
+def test_a_configuration_is_saved_without_tokens(tmp_path):
+    config = mixed_config("Llama", {"knocking": {}})
+    config.use_auth_token = PLANTED
+    config.save_pretrained(tmp_path)
+    assert PLANTED not in (tmp_path / "config.json").read_text() + str(config)
+    assert json.loads((tmp_path / "config.json").read_text())["mixers"] == config.mixers
