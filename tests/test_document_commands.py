@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from huggingface_hub import constants
 
 import document_commands as shown
@@ -87,7 +88,7 @@ def test_commands_within_sentences_exist(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_options_exist(name):
     """Also those that are named alone."""
-    known = {"--config_file", "--nproc_per_node"}
+    known = {"--nproc_per_node", *launch_command_parser()._option_string_actions}
     groups = [typer.main.get_command(app)]
     while groups:
         group = groups.pop()
