@@ -120,7 +120,7 @@ def convert(
     virtual-heads    half as many component heads as KV heads, from a saved calibration
 
     It needs three times the size of the checkpoint where temporary files are (TMPDIR). For each GB, a round of neutral
-    takes some ten seconds on two cores, of calibration half a minute, of virtual-heads some minutes. For example:
+    takes some seconds on two cores, of calibration a minute or two, of virtual-heads half a minute. For example:
 
     crosshead bench convert neutral --gigabytes 8 --out convert.json
     """
