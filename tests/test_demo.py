@@ -1,11 +1,9 @@
 import json
-import os
 import signal
 import subprocess
 import sys
 import zipfile
 from contextlib import nullcontext
-from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
@@ -15,14 +13,11 @@ from broken import run, snapshot
 from crosshead.demo import texts
 from crosshead.demo.begin import NEEDED
 from crosshead.demo.making import conversions
-from crosshead.demo.sources import PACKED, fetch, own, to_stock
+from crosshead.demo.sources import PACKED, fetch, to_stock
 from crosshead.demo.steps import Screen, Step, run_steps
-from crosshead.evals.bench_machine import machine
-from crosshead.model_cards.published import check_folder
+from demo_checks import check_made
 from house import ROOT
 from toy_checkpoints import write_stock
-from toy_eval import write_scorable
-from toys import stock_model
 
 COMMAND = [sys.executable, "-P", "-m", "crosshead", "demo"]
 MADE = ["source", "knocking", "explicit", "mixture", "explicit-trained"]
@@ -253,48 +248,3 @@ def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
     }
     check_made(folder, table, [f"tiny-llama-{name}" for name in MADE[1:]])
     assert sorted(path.name for path in folder.iterdir() if path.name.startswith(".")) == []
-
-
-def check_made(folder, table, models):
-    """Every model is whole, with its card; the table says what the files say."""
-    record, scores = (json.loads((folder / name).read_text()) for name in ("demo.json", "scores.json"))
-    rows = {row["name"]: row for row in record["models"]}
-    for name in models:
-        assert {"config.json", "conversion.json", "model.safetensors", "README.md"} <= set(os.listdir(folder / name))
-        assert json.loads((folder / name / "conversion.json").read_text())["verification"]["reload"]
-        assert "README.md" in check_folder(folder / name)
-    assert table.splitlines()[-1] == f"crosshead push {Path(folder.name, models[-1])} YOU/MODEL --dry-run"
-    assert record["machine"] == machine() | {"threads": record["machine"]["threads"]}
-    assert [row["model"] for row in rows.values()] == [each["model"] for each in scores["models"]]
-    for row, scored in zip(rows.values(), scores["models"], strict=True):
-        assert row["scores"] == {each["name"]: each["score"] for each in scored["scores"]}
-        assert f"{row['kv_bytes_per_token']:,}" in table
-        if row["decoded"]:
-            assert row["decoded"]["bytes_per_token"] == row["kv_bytes_per_token"]
-            assert f"{row['decoded']['cache_bytes']:,} bytes of cache" in table
-    assert "<html" in (folder / "heads.html").read_text()[:500]
-    assert all(str(Path(folder.name, name)) in table for name in (*models, "heads.html", "scores.json", "demo.json"))
-    return rows
-
-
-@pytest.mark.slow
-def test_a_model_of_ones_own(line, tmp_path):
-    """With a single key/value head, which leaves nothing to spare."""
-    model = stock_model("Qwen3", num_key_value_heads=1, max_position_embeddings=1024)
-    write_scorable(model, tmp_path / "mine")
-    before = snapshot(tmp_path)
-    status, out, err = line("demo --model mine --out here")
-    assert status == 0
-    assert err.splitlines()[0] == "explicit is left out: with 1 key/value head there is none to spare"
-    rows = check_made(tmp_path / "here", out, ["mine-knocking", "mine-mixture", "mine-mixture-trained"])
-    assert list(rows) == ["source", "knocking", "mixture", "mixture-trained"]
-    assert rows["source"]["model"] == "mine"
-    assert {key: value for key, value in snapshot(tmp_path).items() if not key.startswith("here")} == before
-
-
-def test_a_gguf_of_ones_own_is_named_by_its_file(tmp_path):
-    gguf_toys.write_model(tmp_path / "inside" / "toy.Q8.gguf", gguf_toys.model("Llama"), "Llama")
-    start = own(str(tmp_path / "inside"), tmp_path / "out")
-    assert (start.label, start.heads) == ("toy.Q8", (4, 2))
-    assert start.origin == str(tmp_path / "inside" / "toy.Q8.gguf")
-    assert start.name == str(tmp_path / "out" / "toy.Q8")
