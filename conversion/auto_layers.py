@@ -21,13 +21,20 @@ CHOSEN = ("key_heads", "value_heads", "layers", "on")
 
 @dataclass(frozen=True)
 class AutoLayers:
-    """What is to be chosen."""
+    """What is to be chosen, of what, and on which text."""
 
     budget: float
+    source: Source
+    stock: Any
+    """The source's configuration."""
+    target: Any
+    """The configuration of the result, before anything is chosen."""
+    request: MixerRequest
+    text: Text
 
-    def check(self, request: MixerRequest) -> None:
+    def check(self) -> None:
         """`ConversionError` where there is nothing to choose, or somebody has chosen already."""
-        explicit = request.mixers.get("explicit")
+        explicit = self.request.mixers.get("explicit")
         if explicit is None:
             raise ConversionError("--layers auto chooses component heads of 'explicit': add --mixer explicit")
         for option in CHOSEN:
@@ -35,43 +42,26 @@ class AutoLayers:
                 raise ConversionError(f"--layers auto chooses mixers.explicit.{option}: leave one of the two out")
 
     def resolve(
-        self,
-        source: Source,
-        stock: Any,
-        target: Any,
-        request: MixerRequest,
-        text: Text,
-        calibration: Calibration | None,
-        kept: Path,
-        progress: Progress,
+        self, calibration: Calibration | None, kept: Path, progress: Progress
     ) -> tuple[MixerRequest, dict[str, Any]]:
         """The request with counts and layers, and what was measured: now, or by a run before this, which kept it."""
         if not kept.exists():
-            write_json(kept, self._measured(source, stock, target, request, text, calibration, progress))
+            write_json(kept, self._measured(calibration, progress))
         found = json.loads(kept.read_bytes())
         counts = {side: found[side] for side in ("key_heads", "value_heads")}
-        layers = {"layers": Choice(**counts).layers(stock.num_key_value_heads)}
-        mixers = request.mixers | {"explicit": request.mixers["explicit"] | counts | layers}
-        return replace(request, mixers=mixers), found
+        layers = {"layers": Choice(**counts).layers(self.stock.num_key_value_heads)}
+        mixers = self.request.mixers | {"explicit": self.request.mixers["explicit"] | counts | layers}
+        return replace(self.request, mixers=mixers), found
 
-    def _measured(
-        self,
-        source: Source,
-        stock: Any,
-        target: Any,
-        request: MixerRequest,
-        text: Text,
-        calibration: Calibration | None,
-        progress: Progress,
-    ) -> dict[str, Any]:
-        tokens = text.windows(source, TRIAL_LENGTH, TRIALS, stock.vocab_size)
+    def _measured(self, calibration: Calibration | None, progress: Progress) -> dict[str, Any]:
+        tokens = self.text.windows(self.source, TRIAL_LENGTH, TRIALS, self.stock.vocab_size)
         losses = measure_losses(
-            StreamedModel(source.store, stock),
-            source.store,
-            target.layouts(),
+            StreamedModel(self.source.store, self.stock),
+            self.source.store,
+            self.target.layouts(),
             calibration,
-            request.choices["explicit"]["method"],
+            self.request.choices["explicit"]["method"],
             tokens,
             lambda *done: progress("choosing", *done),
         )
-        return {"text": text.read_as} | describe(losses, choose(losses, target.layouts(), self.budget))
+        return {"text": self.text.read_as} | describe(losses, choose(losses, self.target.layouts(), self.budget))

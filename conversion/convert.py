@@ -102,9 +102,9 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     target = _target_config(origin.config, stock, request, asked)
     neutral = starts_neutral(target, asked.allow_inexact) and asked.budget is None
     text = Text.of(_path(asked.calibration), origin)
-    auto = None if asked.budget is None else AutoLayers(asked.budget)
+    auto = None if asked.budget is None else AutoLayers(asked.budget, origin, stock, target, request, text)
     if auto is not None:
-        auto.check(request)
+        auto.check()
     wanted = needed_observations(target, request, auto is not None)
     reads = bool(wanted) or auto is not None
     for option, used in (("calibration", reads), ("save_calibration", bool(wanted))):
@@ -130,9 +130,7 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
             if asked.save_calibration is not None:
                 _copy_whole(calibration.path, Path(asked.save_calibration))
         if auto is not None:
-            settled, chosen = auto.resolve(
-                origin, stock, target, request, text, calibration, keep("chosen.json"), progress
-            )
+            settled, chosen = auto.resolve(calibration, keep("chosen.json"), progress)
             config, observed = _target_config(origin.config, stock, settled, asked), observed | {"chosen": chosen}
         shapes = mixed_shapes(config, stock_shapes(config))
         rewrites = mix_layers(origin.store, config, shapes, settled, calibration, asked.seed)
