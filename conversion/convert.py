@@ -1,5 +1,6 @@
 """Stock checkpoint in, crosshead checkpoint out."""
 
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
@@ -60,6 +61,8 @@ class Options:
             raise ConversionError(
                 f"--save-calibration {saved} is not allowed: name a {SUFFIX} file in an existing folder"
             )
+        if saved is not None and not os.access(saved.parent, os.W_OK | os.X_OK):
+            raise ConversionError(f"--save-calibration {saved} cannot be written: name a file in another folder")
 
     def recorded(self) -> dict[str, Any]:
         """Those that were given, without anything of this machine."""
@@ -143,7 +146,7 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
         rounded_to.add(dtype)
     allowed = tolerance(target, rounded_to) if neutral else None
     sizes = least_size(origin.store, dropped, dtype), 0 if text.is_saved else observers.size
-    return Job("convert", origin, options, *sizes, allowed, prepare)
+    return Job("convert", origin, options, *sizes, reads or "explicit" in request.mixers, allowed, prepare)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
@@ -182,8 +185,14 @@ def _check_saved(path: Path | None, observers: Observers) -> None:
 def _copy_whole(path: Path, target: Path) -> None:
     """Copy a file so that there is never half of one."""
     partial = target.with_name(f".{target.name}.partial")
-    shutil.copyfile(path, partial)
-    partial.replace(target)
+    try:
+        shutil.copyfile(path, partial)
+        partial.replace(target)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise ConversionError(
+            f"--save-calibration {target} cannot be written ({error.strerror}): make room, or name another folder"
+        ) from error
 
 
 def _path(given: str | Path | None) -> Path | None:

@@ -47,7 +47,10 @@ def _job(origin: Source) -> Job:
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
     rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}
     allowed = tolerance(stock, {"F32"} | rounded_to)
-    return Job("fold", origin, {}, plan.size, 0, allowed, lambda keep, progress: Prepared(stock, plan, rewrites, {}))
+    computed = bool(rewrites.layers)
+    return Job(
+        "fold", origin, {}, plan.size, 0, computed, allowed, lambda keep, progress: Prepared(stock, plan, rewrites, {})
+    )
 
 
 def _stock_config(content: dict[str, Any], family: Family) -> Any:

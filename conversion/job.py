@@ -65,6 +65,8 @@ class Job:
     """Bytes that the result will take at least."""
     kept: int
     """Bytes that lie beside it until it is complete, at most."""
+    computed: bool
+    """Numbers are computed, and not only copied, made or put in another format."""
     tolerance: Tolerance | None
     """How far the result may be from the source; None where any distance may be right."""
     prepare: Callable[[Callable[[str], Path], Progress], Prepared]
@@ -73,7 +75,9 @@ class Job:
     @property
     def identity(self) -> str:
         """Equal for two runs that would write the same bytes."""
-        arithmetic = [torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]  # both decide on roundings
+        arithmetic: list[Any] = [torch.backends.cpu.get_cpu_capability()]
+        if self.computed:
+            arithmetic.append(torch.get_num_threads())  # which decides on roundings, too
         content = [self.command, self.source.fingerprint, dict(self.options), versions(), arithmetic]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 

@@ -86,6 +86,8 @@ def record_file(folder: Path, stock: bool) -> Path:
 def check_record(folder: Path, overwrite: bool) -> None:
     """Refuse to replace the record beside a stock model, unless told to."""
     path = record_file(folder, stock=True)
+    if path.is_dir():
+        raise ConversionError(f"{path}, where the record would go, is a folder: choose another place")
     if os.path.lexists(path) and not overwrite:
         raise ConversionError(f"{path} is already there: choose another place, or replace it with --overwrite")
 

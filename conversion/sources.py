@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from crosshead.modeling.access_tokens import TOKEN
+from crosshead.modeling.access_tokens import TOKEN, without_tokens
 
 from .errors import ConversionError
 from .gguf_header import parts_of
 from .gguf_store import GgufStore
 from .gguf_tokenizer import write_side_files
 from .hub_source import fetch
+from .published_folder import VOCABULARIES
 from .safetensors_store import SafetensorsStore
 from .store import TensorStore
 from .strict_json import read_object, shown
@@ -37,7 +38,7 @@ _PLAIN_SIDE_FILES = (
     *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
 )
 _TEXTS = ("", ".md", ".txt", ".jinja")
-_WORDS = ("vocab.txt", "merges.txt")
+_WORDS = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
 """The files of which a tokenizer can be made: one of these sets is enough."""
 
@@ -104,7 +105,7 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     files = side_files(folder)
     if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
-    _check_texts(files)
+    _check_tokens([folder / CONFIG, *files], name)
     store = SafetensorsStore(folder)
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return Source(store, config, files, origin, _digest(store.fingerprint(), config, states))
@@ -113,8 +114,9 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 def _open_gguf(path: Path, scratch: Path) -> Source:
     store = GgufStore(path)
     write_side_files(store, scratch)
-    origin = {"kind": "gguf", "name": path.name}
-    return Source(store, store.config, side_files(scratch), origin, _digest(store.fingerprint()), store.dropped)
+    origin, files = {"kind": "gguf", "name": path.name}, side_files(scratch)
+    _check_tokens(files, str(path))
+    return Source(store, store.config, files, origin, _digest(store.fingerprint()), store.dropped)
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -129,12 +131,18 @@ def side_files(folder: Path) -> list[Path]:
     return files
 
 
-def _check_texts(files: Sequence[Path]) -> None:
-    """Licences and templates are copied as they are; what JSON files hold of tokens is left out of the copies."""
+def _check_tokens(files: Sequence[Path], name: str) -> None:
+    """Licences and templates are copied as they are; of JSON files, values that hold a token can be left out."""
     texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
-    for file in (file for file in texts if file.suffix in _TEXTS and file.name not in _WORDS):
-        if TOKEN.search(file.read_text(encoding="utf-8", errors="replace")):
-            raise ConversionError(f"{file} holds an access token: take it out, and have another one issued")
+    for file in (file for file in texts if file.name not in VOCABULARIES | _WORDS):
+        if file.suffix == ".json":
+            text = json.dumps(without_tokens(read_object(file, _LARGEST_CONFIG, "settings"))[0])
+        else:
+            text = file.read_text(encoding="utf-8", errors="replace") if file.suffix in _TEXTS else ""
+        if TOKEN.search(text):
+            raise ConversionError(
+                f"{file.name} of {name} holds an access token: take it out, and have another one issued"
+            )
 
 
 def _digest(*parts: Any) -> str:

@@ -121,8 +121,8 @@ class Staging:
             self.recover()
 
     def discard(self) -> None:
-        """Remove everything but the lock."""
-        for path in self.work.iterdir():
+        """Remove everything but the lock; first what would go beside a model that will not be there."""
+        for path in sorted(self.work.iterdir(), key=lambda path: path != self._beside):
             if path.name != "lock":
                 _remove(path)
 

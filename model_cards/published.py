@@ -36,8 +36,9 @@ PATH = re.compile(
 WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
 """A value of JSON that is a path and nothing else."""
 TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
-    r"sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}\b)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{4}))(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
+    r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})|AKIA[0-9A-Z]{16}\b)|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 SECRETS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)$")
 """How the names of variables end that hold what nobody else may know."""

@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
-    r"sk-[A-Za-z0-9_-]{20,}|AKIA[0-9A-Z]{16}\b)|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{4}))(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
+    r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})|AKIA[0-9A-Z]{16}\b)|"
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""How tokens look that the usual places issue."""
+"""How tokens look that the usual places issue, in plain text or behind what JSON writes for a line break."""
 
 
 def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:

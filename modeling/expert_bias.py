@@ -24,7 +24,7 @@ class BiasedRouter(Qwen3MoeTopKRouter):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.register_buffer(BIAS, torch.zeros(config.num_experts, dtype=torch.float32))
+        self.register_buffer(BIAS, torch.zeros(config.num_experts).float())  # ZeRO-3 passes over a `dtype=` in `zeros`
 
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Logits (tokens, experts), and of the chosen experts (tokens, k) the weights and indices."""
@@ -40,8 +40,8 @@ class BiasedRouter(Qwen3MoeTopKRouter):
         # As `model.to(torch.bfloat16)` and DeepSpeed do: steps of a thousandth would be lost in the rounding.
         exact = self.e_score_correction_bias
         super()._apply(fn, recurse)
-        if self.e_score_correction_bias.dtype != exact.dtype:
-            self.e_score_correction_bias = exact.to(self.e_score_correction_bias.device)
+        if self.e_score_correction_bias.dtype != torch.float32:
+            self.e_score_correction_bias = exact.to(self.e_score_correction_bias.device, torch.float32)
         return self
 
 

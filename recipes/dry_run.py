@@ -14,7 +14,7 @@ from .memory import Teacher, memory
 from .model_config import check_expert_bias, model_config
 from .models import check_expected
 from .schema import Recipe
-from .sharding import ALONE, FSDP, ZERO3, Sharding
+from .sharding import ALONE, FSDP, ZERO3, Sharding, check_teacher
 from .trainable import set_trainable
 from .training_arguments import accumulation
 
@@ -57,7 +57,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     config.dtype = getattr(torch, recipe.train.dtype)
     cost = model_cost(config, recipe.data.length)
     moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)
-    teacher, teacher_from = _teacher(recipe, config)
+    teacher, teacher_from = _teacher(recipe, config, sharding.kind)
     steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
     return {
         "model": recipe.model.path,
@@ -95,11 +95,12 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     return found, CONFIG
 
 
-def _teacher(recipe: Recipe, config: Any) -> tuple[Teacher | None, str | None]:
+def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
     """The model to learn from, by its own configuration where that is on this disk."""
     name = recipe.distillation.teacher if recipe.distillation else None
     if name is None:
         return None, None
+    check_teacher(kind)
     if Path(name).exists():
         found, where = _stored(name, "distillation.teacher"), CONFIG
     else:

@@ -73,14 +73,15 @@ class ExpertBalance(TrainerCallback):
 def read_everywhere(accelerator: Any, config: Any, path: str | None) -> None:
     """With FSDP2, let each process keep what it has made, or refuse.
 
-    Where the first process alone reads a model, accelerate takes all that is saved for sharded, which biases are not.
+    Where what the first process has read goes to the others, accelerate takes all that is saved for sharded, which
+    biases are not.
     """
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is None or not plugin.cpu_ram_efficient_loading or not getattr(config, "expert_bias", False):
         return
     if path is not None:
         raise RecipeError(
-            f"model.path={path} has expert_bias=true, which FSDP shares out only where every process reads the model: "
-            "add `--fsdp_cpu_ram_efficient_loading false` to `accelerate launch`"
+            f"model.path={path} has expert_bias=true, which FSDP shares out only where every process keeps "
+            "what it has read: add `--fsdp_cpu_ram_efficient_loading false` to `accelerate launch`"
         )
     plugin.cpu_ram_efficient_loading = False

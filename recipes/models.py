@@ -45,9 +45,22 @@ def load_model(recipe: Recipe, tokenizer: Any) -> Any:
             torch.manual_seed(recipe.train.seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = _loaded(options.path, "model.path", torch.float32, options)
+    _forget_tokens(model)
     if options.config is not None:
         check_expected(model.config, model_config(options.config))
     return model
+
+
+def _forget_tokens(model: Any) -> None:
+    """Access tokens in its configurations: checkpoints hold all that is in them, and trackers are told of it."""
+    for config in (model.config, model.generation_config):
+        content = config.to_dict()
+        kept, _ = without_tokens(content)
+        for name, value in content.items():
+            if name not in kept:
+                delattr(config, name)
+            elif kept[name] != value:
+                setattr(config, name, kept[name])
 
 
 def files_beside(options: ModelOptions) -> list[Path]:

@@ -74,6 +74,7 @@ class RunTrainer(CheckpointTrainer):
         self._step_losses: list[torch.Tensor] = []
         self._loads: list[list[torch.Tensor]] = []
         self._settled = checkpoint is None
+        self._owed = False
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return Remaining(self.first_step * self.recipe.batch_size, len(self.train_dataset))
@@ -125,12 +126,14 @@ class RunTrainer(CheckpointTrainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Whatever is saved has been logged: resuming goes on behind it."""
+        self.control.should_save |= self._owed and self.control.should_log
         self.control.should_log |= self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """While the loss is too high, only at the end of a session, and no earlier one goes for it."""
-        if self.loss_watch.above and not self.control.should_training_stop:
+        """While the loss is too high, later or at the end of a session, and no earlier one goes for it."""
+        self._owed = self.loss_watch.above and not self.control.should_training_stop
+        if self._owed:
             return
         self.keep = sys.maxsize if self.loss_watch.above else self.recipe.checkpoints.keep
         super()._save_checkpoint(model, trial)

@@ -73,6 +73,15 @@ def read_sharding(name: str) -> Sharding:
     return Sharding(path.stem, kind, processes)
 
 
+def check_teacher(kind: str | None) -> None:
+    """`RecipeError` where a teacher beside the model cannot be, as nothing would put its weights together."""
+    if kind == ZERO3:
+        raise RecipeError(
+            f"distillation.teacher is not for {ZERO3}, which would take it apart: use distillation.logits, made "
+            "before the run, or FSDP2"
+        )
+
+
 def _check(name: str, kind: str, content: dict[str, Any]) -> None:
     section, settings = COUNTED_ON.get(kind, ("", {}))
     found = content.get(section) or {}

@@ -19,6 +19,7 @@ from .models import files_beside, load_model, load_teacher, load_tokenizer
 from .processes import in_turn
 from .run_trainer import RunTrainer
 from .schema import Recipe
+from .sharding import ZERO3, check_teacher
 from .stopping import StopRequest, StopWhenAsked
 from .teacher_logits import WithTeacher, belonging
 from .telling import Progress, TellSteps, silent
@@ -116,10 +117,12 @@ def _newest(output: Path) -> Path | None:
 def _models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     """The model, ready to be trained, and its teacher; before the data, which may take hours."""
     from transformers import set_seed
+    from transformers.integrations import is_deepspeed_zero3_enabled
 
     model, options, teacher = load_model(recipe, tokenizer), recipe.distillation, None
     check_expert_bias(model.config, recipe.train.expert_bias_rate)
     if options is not None and options.teacher is not None:
+        check_teacher(ZERO3 if is_deepspeed_zero3_enabled() else None)
         teacher = load_teacher(options.teacher, model.config.vocab_size)
     if recipe.train.checkpoint_activations:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable

@@ -10,6 +10,7 @@ import pytest
 
 import crosshead
 from crosshead.modeling.access_tokens import leave_out_tokens
+from crosshead.recipes.models import load_model, load_tokenizer
 from crosshead.recipes.train import train
 from hub_server import serving
 from toy_checkpoints import write_stock
@@ -49,6 +50,7 @@ COMMANDS = {
     "verify source made --json": 0,
     "cost made": 0,
     "train recipe.yaml": 0,
+    "train recipe.yaml --set model.path=source --set model.tokenizer=ours --set output=stock": 0,
     "eval source made --suite offline --limit 2 --compare": 0,
     "inspect source made --text 'a quick brown fox' --out page.html": 0,
     f"probe heads made --draws 1 {SMALL}": 0,
@@ -93,9 +95,10 @@ def place(tmp_path_factory):
 
 
 def plant(path):
-    """As a user might have left a token there: as a value of its own, and within another one."""
+    """As a user might have left a token there: as a value of its own, within another one, and on a line of its own."""
     content = json.loads(path.read_text()) if path.exists() else {}
-    planted = {"use_auth_token": PLANTED, "kept": {"by": "us", "key": f"Bearer {PLANTED}"}}
+    content.pop("_from_model_config", None)  # with which unknown fields are lost anyhow
+    planted = {"use_auth_token": PLANTED, "kept": {"by": "us", "key": f"Bearer {PLANTED}"}, "lines": f"a\n{PLANTED}"}
     path.write_text(json.dumps(content | planted))
 
 
@@ -131,7 +134,7 @@ def test_the_token_in_a_models_files_goes_no_further(place):
 def test_what_is_left_out_is_said_by_name(place):
     told = json.loads((place / "made" / "conversion.json").read_text())["left_out"]
     assert list(told) == list(FILES)
-    assert all(sorted(names) == ["kept.key", "use_auth_token"] for names in told.values())
+    assert all(sorted(names) == ["kept.key", "lines", "use_auth_token"] for names in told.values())
     for made in ("made", "back", "run/model"):
         assert json.loads((place / made / "config.json").read_text())["kept"] == {"by": "us"}, made
 
@@ -149,9 +152,29 @@ def test_a_token_in_a_text_is_refused(file, tmp_path):
     source = write_stock(tmp_path / "source")
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).write_text(f"key: {PLANTED}")
-    with pytest.raises(ValueError, match=f"{Path(file).name} holds an access token: take it out") as caught:
-        crosshead.convert(source, tmp_path / "made", {"knocking": {}}, verify=False)
-    assert PLANTED not in str(caught.value) and not (tmp_path / "made").exists()
+    refused(source, f"{Path(file).name} of {source} holds an access token: take it out")
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_token_in_a_key_is_refused(file, tmp_path):
+    source = write_stock(tmp_path / "source")
+    (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | {PLANTED: 1}))
+    refused(source, f"{file} of {source} holds an access token")
+
+
+def test_a_token_in_the_template_of_a_gguf_file_is_refused(tmp_path):
+    gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
+    said = {"tokenizer.chat_template": f"{{# {PLANTED} #}}"}
+    source = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama", **said)
+    refused(source, f"chat_template.jinja of {source} holds an access token")
+
+
+def refused(source, words):
+    """A conversion does not begin, and does not repeat the token."""
+    with pytest.raises(ValueError, match=words) as caught:
+        crosshead.convert(source, source.parent / "made", {"knocking": {}}, verify=False)
+    assert PLANTED not in str(caught.value)
+    assert [path for path in source.parent.iterdir() if path != source] == []
 
 
 def test_a_token_that_cannot_be_left_out_is_refused(tmp_path):
@@ -159,6 +182,16 @@ def test_a_token_that_cannot_be_left_out_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"config.json holds an access token") as caught:
         leave_out_tokens([tmp_path / "config.json"])
     assert PLANTED not in str(caught.value)
+
+
+def test_a_model_to_train_has_forgotten_them(tmp_path):
+    """Checkpoints, and what is told to trackers, come from what is in memory."""
+    recipe = toy_run(KNOCKING, tmp_path)
+    for name in FILES[:2]:
+        plant(Path(recipe.model.path, name))
+    model = load_model(recipe, load_tokenizer(recipe))
+    for config in (model.config, model.generation_config):
+        assert PLANTED not in str(config.to_dict()) and config.to_dict()["kept"] == {"by": "us"}
 
 
 def test_a_configuration_is_saved_without_tokens(tmp_path):

@@ -93,6 +93,10 @@ FILES = {
         "in source cannot be loaded: it is a SentencePiece model: pip install sentencepiece",
         both(remove("tokenizer.json"), write("tokenizer.model", b"\x0a\x10abc")),
     ),
+    "generation config in Latin-1": Case(
+        "generation_config.json is not usable JSON", write("generation_config.json", '{"a": "é"}'.encode("latin-1"))
+    ),
+    "template is no JSON": Case("chat_template.json is not usable JSON", write("chat_template.json", "{")),
     "code of its own": Case("brings its own code", config(auto_map={"AutoModelForCausalLM": "own.Model"})),
     "already ours": Case("crosshead fold", base="made"),
 }

@@ -150,6 +150,12 @@ ALL |= {
     "fold without its tensors": Case("talking.logits", config(mixers={"talking": {}}), "fold source back", "made"),
     "fold of no mixers": Case("knocking.value", config(mixers=None), "fold source back", "made"),
     "fold of many layers": Case("1000000000", config(num_hidden_layers=10**9), "fold source back", "made"),
+    "folder in the record's place": Case(
+        "back.conversion.json, where the record would go, is a folder",
+        beside("back.conversion.json", []),
+        "fold source back --overwrite",
+        "made",
+    ),
     "fold of what cannot fold": Case("form='mlp' is not linear", trained, "fold source back", "made"),
     "verify of another": Case("made from 'third'", from_another(tie_word_embeddings=True), "verify source out"),
     "verify of other layers": Case("made from 'third'", from_another(num_hidden_layers=3), "verify source out"),

@@ -1,5 +1,6 @@
 """Conversions that look at text first: component heads, their choice, the order of heads."""
 
+import errno
 import json
 import shutil
 
@@ -93,6 +94,22 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
         crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
 
 
+def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypatch):
+    source, asked = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
+    (tmp_path / "full").mkdir()
+
+    def full(path, target):
+        target.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    saved = tmp_path / "full" / "saved.safetensors"
+    with pytest.raises(ConversionError, match=rf"^--save-calibration {saved} cannot be written \(No space left"):
+        crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved, verify=False)
+    assert list((tmp_path / "full").iterdir()) == []
+    assert {path.name for path in tmp_path.iterdir()} == {"source", "full", "prose.txt"}
+
+
 @pytest.mark.parametrize("present", ["source/model.safetensors", "saved.safetensors"])
 def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
     source, asked = write_stock(tmp_path / "source"), {"explicit": {"key_heads": 1}}
@@ -164,11 +181,14 @@ def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
 
 
 def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypatch):
-    found = job_of(open_source(write_stock(tmp_path / "source"), scratch=tmp_path), {"knocking": {}}, Options())
-    before = found.identity
-    assert found.identity == before
+    source = open_source(write_stock(tmp_path / "source"), scratch=tmp_path)
+    copied, computed = (job_of(source, {mixer: {}}, Options()) for mixer in ("knocking", "explicit"))
+    before = copied.identity, computed.identity
+    assert (copied.identity, computed.identity) == before
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    assert found.identity != before
+    assert copied.identity == before[0] and computed.identity != before[1]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
+    assert copied.identity != before[0]
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])

@@ -6,6 +6,7 @@ from multiprocessing import get_context
 import pytest
 import torch
 
+from crosshead.conversion import staging as module
 from crosshead.conversion.shard_writer import tensor_chunks, write_shard
 from crosshead.conversion.staging import staging
 from crosshead.conversion.store import Entry
@@ -61,3 +62,23 @@ def test_killed_at_any_moment(tmp_path, work):
     many_shards(target)
     assert content(target) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]
+
+
+def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
+    """Else what is left would look like a model in its place whose record is not yet there."""
+
+    def killed(path):
+        remove(path)
+        if path.name == "model":
+            raise KeyboardInterrupt
+
+    target, remove = tmp_path / "out", module._remove
+    with pytest.raises(KeyboardInterrupt), staging(target, "one", overwrite=False) as stage:
+        stage.beside("out.record").write_text("of it")
+        raise KeyboardInterrupt
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "_remove", killed)
+        many_shards(target)  # another conversion, which takes away what the one before it left
+    with pytest.raises(KeyboardInterrupt), staging(target, "one", overwrite=False):
+        raise KeyboardInterrupt
+    assert [path.name for path in tmp_path.iterdir()] == [".out.crosshead-partial"]

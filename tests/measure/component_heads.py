@@ -37,7 +37,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
     parser.add_argument("--out", type=Path, help="JSON document that the figures are added to")
     parser.add_argument("--name", help="of the model and the text, in that document")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if (given.out is None) != (given.name is None):
+        parser.error("--out and --name go together: give both or neither")
+    return given
 
 
 def part_of(text: str, part: str) -> str:
@@ -83,7 +86,8 @@ def main() -> None:
         source = loss(neutral, tokens)
         given = None if options.calibration is None else options.calibration.name
         found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
-        found |= {"text": options.text.name, "calibration": given, "cases": {}, "machine": machine()}
+        found |= {"text": options.text.name, "part": options.part, "calibration": given}
+        found |= {"calibration_part": options.calibration_part if given else None, "cases": {}, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             mixers, asked = request(case)

@@ -169,16 +169,30 @@ def test_addresses_and_fractions_are_no_paths(made):
 
 
 @pytest.mark.parametrize("secret", [TOKEN, SECRET, "-----BEGIN OPENSSH PRIVATE KEY-----", "ghp_" + "a1" * 18])
+@pytest.mark.parametrize("before", ["key: ", "of\nlines\n"])
 @pytest.mark.parametrize("place", ["note.txt", "config.json", "card", "weights"])
-def test_no_secret_goes_and_none_is_told(made, secret, place, monkeypatch):
+def test_no_secret_goes_and_none_is_told(made, secret, before, place, monkeypatch):
     monkeypatch.setenv("TRACKER_API_KEY", SECRET)
     monkeypatch.setenv("HF_TOKEN", "another-token-of-the-hub")
     places = {"card": add_card, "weights": metadata, "note.txt": lambda text: write("note.txt", text)}
     places["config.json"] = lambda text: lambda folder: edit_json(folder, "config.json", note=text)
-    places[place](f"key: {secret}")(made)
+    places[place](f"{before}{secret}")(made)
     with pytest.raises(FolderError, match="holds an access token") as caught:
         check_folder(made)
     assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["org/llama-sk-instruct-finetuned-2024", "runs/sk-learning-rate-sweep-of-2026"])
+def test_a_name_is_no_token(made, name):
+    edit_json(made, "generation_config.json", note=name)
+    assert check_folder(made)
+
+
+@pytest.mark.parametrize("token", ["sk-" + "a1B2" * 12, "sk-proj-" + "aB_1-" * 9, "sk-ant-api03-" + "x-Y_9" * 9])
+def test_keys_of_services_are_refused(made, token):
+    edit_json(made, "generation_config.json", note=token)
+    with pytest.raises(FolderError, match="holds an access token"):
+        check_folder(made)
 
 
 def test_what_is_left_out_of_results_is_what_is_refused():

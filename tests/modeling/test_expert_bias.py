@@ -160,3 +160,15 @@ def test_offloaded(tmp_path: Path) -> None:
 def test_what_is_no_switch_is_refused(wrong: Any) -> None:
     with pytest.raises(ValueError, match=f"expert_bias={wrong!r} is not allowed: use true or false"):
         mixed_config("Qwen3Moe", {}, expert_bias=wrong)
+
+
+def test_float32_where_tensors_are_made_in_another_dtype(monkeypatch):
+    """As inside DeepSpeed's `zero.Init`, whatever `dtype=` says."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, **options: zeros(*size, **options).bfloat16())
+    assert {router.e_score_correction_bias.dtype for router in routers(biased())} == {torch.float32}
+    monkeypatch.undo()
+    rounded = biased()
+    for router in routers(rounded):
+        router._buffers["e_score_correction_bias"] = torch.full((4,), 0.5, dtype=torch.bfloat16)
+    assert {router.e_score_correction_bias.dtype for router in routers(rounded.to(torch.bfloat16))} == {torch.float32}

@@ -99,6 +99,13 @@ def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):
     assert dry_run(recipe, ONE_GPU)["memory_per_gpu"]["teacher"] == 2 * numbers_of(config)
 
 
+def test_no_teacher_with_zero3():
+    with pytest.raises(
+        RecipeError, match=r"distillation.teacher is not for DeepSpeed ZeRO-3.*: use distillation.logits"
+    ):
+        dry_run(load_recipe(SMALL, [FEW]), read_sharding("deepspeed_zero3_8_gpus"))
+
+
 def numbers_of(config):
     with torch.device("meta"):
         return sum(part.numel() for part in AutoModelForCausalLM.from_config(config).parameters())

@@ -187,13 +187,17 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
 @pytest.fixture
 def runaway(monkeypatch):
     """A short memory, little patience, and from step 8 on a loss that is far above."""
+    spoil(monkeypatch, range(8, 99))
+
+
+def spoil(monkeypatch, steps):
     monkeypatch.setattr(watching, "RECENT", 4)
     monkeypatch.setattr(watching, "PATIENCE", 5)
     objective = run_trainer.Objective.__call__
 
     def broken(self, model, inputs, items, step):
         loss, outputs = objective(self, model, inputs, items, step)
-        return loss * (9 if step + 1 >= 8 else 1), outputs
+        return loss * (9 if step + 1 in steps else 1), outputs
 
     monkeypatch.setattr(run_trainer.Objective, "__call__", broken)
 
@@ -204,6 +208,13 @@ def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):
         train(recipe)
     assert [path.name for path in checkpoints(Path(recipe.output))] == ["checkpoint-7", "checkpoint-6"]
     assert len(losses(recipe)) == 12 and losses(recipe)[7] > 2 * losses(recipe)[6]
+
+
+def test_a_checkpoint_that_a_high_loss_forbade_is_made_up_for(monkeypatch, tmp_path):
+    spoil(monkeypatch, [8, 9])
+    train(toy_run(KNOCKING, tmp_path, 12, watch={"every": 1}, checkpoints={"every": 4, "keep": 9}))
+    found = [path.name for path in checkpoints(Path(toy_run(KNOCKING, tmp_path, 12).output))]
+    assert found == ["checkpoint-12", "checkpoint-10", "checkpoint-4"]
 
 
 def test_a_run_that_is_told_to_stop_while_the_loss_is_high_saves_and_keeps_what_is_good(runaway, tmp_path):
