@@ -117,7 +117,7 @@ def _newest(output: Path) -> Path | None:
 def _models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     """The model, ready to be trained, and its teacher; before the data, which may take hours."""
     from transformers import set_seed
-    from transformers.integrations import is_deepspeed_zero3_enabled
+    from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
     model, options, teacher = load_model(recipe, tokenizer), recipe.distillation, None
     check_expert_bias(model.config, recipe.train.expert_bias_rate)

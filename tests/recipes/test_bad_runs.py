@@ -203,6 +203,12 @@ def test_low_rank_changes_and_sharding(kind, tmp_path, monkeypatch):
         train(toy_run(LORA, tmp_path))
 
 
+def test_a_teacher_and_zero3(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(RecipeError, match=r"distillation.teacher is not for DeepSpeed ZeRO-3"):
+        train(toy_run(MIXTURE, tmp_path))
+
+
 def test_an_output_that_not_all_processes_share(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.utils.gather_object", lambda steps: [*steps, 7])
     with pytest.raises(RecipeError, match="is not the same for all processes: use a disk that all machines share"):
