@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExec
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
+from threading import Lock
 
 import torch
 
@@ -75,8 +76,8 @@ def _workers() -> Iterator[Executor]:
 class _Stream:
     """One tensor on its way into a file."""
 
-    def __init__(self, descriptor: int, start: int, entry: Entry, pieces: Iterator[memoryview]) -> None:
-        self.entry, self.pieces = entry, pieces
+    def __init__(self, descriptor: int, turn: Lock, start: int, entry: Entry, pieces: Iterator[memoryview]) -> None:
+        self.entry, self.pieces, self._turn = entry, pieces, turn
         self._descriptor, self._start, self._done, self._total = descriptor, start, 0, 0
 
     def write(self, piece: memoryview) -> None:
@@ -85,7 +86,8 @@ class _Stream:
             raise ConversionError(f"tensor {self.entry.name!r} came out as more than its {self.entry.size} bytes")
         _check_finite(self.entry, piece)
         self._total = zlib.crc32(piece, self._total)
-        _write_at(self._descriptor, piece, self._start + self._done)
+        with self._turn:  # the system lets one in at a time, and has the others burn a core until then
+            _write_at(self._descriptor, piece, self._start + self._done)
         self._done += piece.nbytes
 
     def digest(self) -> str:
@@ -97,8 +99,9 @@ class _Stream:
 
 
 def _streams(descriptor: int, start: int, items: Iterable[Item]) -> Iterator[_Stream]:
+    turn = Lock()
     for entry, chunks in items:
-        yield _Stream(descriptor, start, entry, iter(chunks()))
+        yield _Stream(descriptor, turn, start, entry, iter(chunks()))
         start += entry.size
 
 
