@@ -63,6 +63,7 @@ COMMANDS = {
     "sweep papers/mea_1b_sweep --toy swept --set sweep.learning_rates=[1e-3,1e-2]": 0,
     "bench decode cache --rounds 1 --out bench.json": 0,
     "zoo": 0,
+    "demo --tiny": 0,
     "convert none out --mixer knocking --debug": 1,
 }
 
