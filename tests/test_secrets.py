@@ -63,6 +63,7 @@ COMMANDS = {
     "sweep papers/mea_1b_sweep --toy swept --set sweep.learning_rates=[1e-3,1e-2]": 0,
     "bench decode cache --rounds 1 --out bench.json": 0,
     "zoo": 0,
+    "zoo --write pages": 0,
     "demo --tiny": 0,
     "convert none out --mixer knocking --debug": 1,
 }
@@ -78,7 +79,8 @@ def place(tmp_path_factory):
         plant(folder / name)
     (folder / "recipe.yaml").write_text(RECIPE)
     write_jsonl(folder / "text.jsonl", ["a quick brown fox, " * 20])
-    (folder / "temporary").mkdir()
+    for name in ("temporary", "pages"):
+        (folder / name).mkdir()
     settings = {"HF_TOKEN": ENVIRONMENT, "HF_HUB_DISABLE_XET": "1", "NO_PROXY": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     settings |= {"HF_HOME": str(folder / "home"), "TMPDIR": str(folder / "temporary"), "HOME": str(folder)}
     command = [sys.executable, "-P", "-c", EVERY_COMMAND, *COMMANDS]
@@ -115,7 +117,17 @@ def test_every_command_did_its_work(place):
         int(line.split()[1]) for line in (place / "stdout").read_text().splitlines() if line.startswith("status ")
     ]
     assert statuses == list(COMMANDS.values()), (place / "stderr").read_text()[-4000:]
-    for path in ("made", "back", "heads", "seen.safetensors", "run/model", "eval.json", "page.html", "bench.json"):
+    for path in (
+        "made",
+        "back",
+        "heads",
+        "seen.safetensors",
+        "run/model",
+        "eval.json",
+        "page.html",
+        "bench.json",
+        "pages/README.md",
+    ):
         assert (place / path).exists(), path
 
 
