@@ -44,7 +44,7 @@ NAMES = sorted([*CASES, *(f"{name}{CONTROL}" for name in CASES)])
 HELD_OUT, MOST = 0.1, 200_000
 """Of the text, and characters at most."""
 LENGTH, STEPS, EVALUATIONS = 512, 100, 5
-SAME = ("source", "tokens", "text", "learning_rate", "tokens_a_step")
+SAME = ("source", "tokens", "text", "learning_rate", "tokens_a_step", "dtype")
 """What a case must have in common with its control."""
 
 
@@ -130,6 +130,7 @@ def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
         "regained_per_million": (before - after) / tokens * 1e6,
         "curve": [(0, before), *curve],
         "learning_rate": asked.train.learning_rate,
+        "dtype": asked.train.dtype,
         "tokens_a_step": asked.train.batch_tokens,
         "match_steps": asked.distillation.match_steps if asked.distillation else 0,
     }
@@ -139,7 +140,7 @@ def beside_controls(report: dict[str, Any]) -> dict[str, Any]:
     """With each case's figures beside those of its control, where that one was trained in the same way."""
     for name in CASES:
         found, control = report.get(name), report.get(f"{name}{CONTROL}")
-        if found and control and all(found[key] == control[key] for key in SAME):
+        if found and control and all(found.get(key) == control.get(key) for key in SAME):
             found["control"] = control["after"]
             found["above_control"] = found["after"] / control["after"] - 1
     return report
