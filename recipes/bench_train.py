@@ -1,14 +1,16 @@
 """Training speed beside the library's own: the same steps by our trainer and model, and by transformers' Trainer and
 the stock model of the same shape, in turn.
 
-A run is timed from the end of its first step to the end of its last: steps, their data and their logging, without
-start, checkpoints and result. A ratio is that of two runs that follow each other; which one goes first alternates.
+Two runs stand beside each other and make their steps in turn, so that whatever the machine does meanwhile meets both;
+which one goes first alternates. A run's time is that of all its steps but the first, with their data and their logging,
+without start, checkpoints and result.
 """
 
 import gc
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -18,34 +20,28 @@ import torch
 from transformers import PrinterCallback, TrainerCallback
 
 from crosshead.evals.bench_machine import machine
+from crosshead.evals.bench_models import SHAPE as LAYERS
+from crosshead.evals.bench_pairs import seconds
 from crosshead.modeling.options import unknown
 
 from .data_options import DataOptions, DataSource
 from .errors import RecipeError
 from .models import load_tokenizer
 from .schema import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
+from .step_by_step import Rest, StepByStep
 from .telling import Progress, silent
 from .toy import write_text, write_tokenizer
 from .train import train
 from .training_arguments import training_arguments
 from .training_data import TrainingData, open_data
 
-SHAPE: dict[str, Any] = {
-    "hidden_size": 512,
-    "intermediate_size": 1408,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-    "vocab_size": 8192,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-}
 LENGTH, SEQUENCES, AT_ONCE, LOG_EVERY = 512, 4, 2, 5
+SHAPE: dict[str, Any] = LAYERS | {"vocab_size": 8192, "max_position_embeddings": LENGTH, "tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
     "knocking-mlp": {"knocking": {"form": "mlp"}},
     "knocking-linear": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},  # as in the paper
     "explicit": {"explicit": {}},
-    "mixture": {"mixture": {"active_heads": 6, "shared_heads": 2}},
+    "mixture": {"mixture": {"active_heads": 12, "shared_heads": 4}},
     "talking": {"talking": {}},
     "differential": {"differential": {}},
 }
@@ -53,27 +49,38 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
-    """Tokens a second of each case and of its rival, run by run, and their ratios; of all cases if none is named."""
+    """Tokens a second of each case and of its rival, round by round, and their ratios; of all cases if none is named."""
     for name in names:
         if name not in CASES:
             raise RecipeError(str(unknown("bench train", "case", name, list(CASES))))
     names = names or list(CASES)
     found: dict[str, dict[str, list[float]]] = {name: {"ours": [], "stock": []} for name in names}
-    runs, done = 2 * rounds * len(names), 0
     with TemporaryDirectory() as scratch:
         recipe = _recipe(Path(scratch), steps)
         data = open_data(recipe.data, load_tokenizer(recipe), SHAPE["vocab_size"])
         for turn in range(rounds):
-            for name in names:
-                for side in ("ours", "stock") if turn % 2 else ("stock", "ours"):
-                    progress("measuring", done, runs, f"{name}, {side}")
-                    seconds = _ours(recipe, name) if side == "ours" else _stock(recipe, data)
-                    found[name][side].append((steps - 1) * SEQUENCES * LENGTH / seconds)
-                    done += 1
+            for index, name in enumerate(names):
+                progress("measuring", turn * len(names) + index, rounds * len(names), name)
+                runs = {"ours": partial(_ours, recipe, name), "stock": partial(_stock, recipe, data)}
+                for side, taken in _in_turn(runs, steps).items():
+                    found[name][side].append((steps - 1) * SEQUENCES * LENGTH / taken)
+                gc.collect()  # a trainer and its model refer to each other
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": AT_ONCE, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "logged_every": LOG_EVERY, "dtype": recipe.train.dtype}
     figures = {name: {"mixers": CASES[name], **_figures(**speeds)} for name, speeds in found.items()}
     return {"tokens_per_second": figures, "shape": SHAPE, "settings": settings, "machine": machine()}
+
+
+def _in_turn(runs: Mapping[str, Callable[[Rest], None]], steps: int) -> dict[str, float]:
+    """Seconds of each run's steps behind the first."""
+    with ExitStack() as stack:
+        sides = {name: stack.enter_context(StepByStep(run)) for name, run in runs.items()}
+        taken = dict.fromkeys(sides, 0.0)
+        for step in range(steps):
+            for name in list(sides) if step % 2 else reversed(sides):
+                spent = seconds(sides[name].step)
+                taken[name] += spent if step else 0.0
+    return taken
 
 
 def _figures(ours: list[float], stock: list[float]) -> dict[str, Any]:
@@ -89,7 +96,7 @@ def _figures(ours: list[float], stock: list[float]) -> dict[str, Any]:
 
 
 def _recipe(folder: Path, steps: int) -> Recipe:
-    """Plain windows of real text, a token a byte; nothing is evaluated, and nothing saved before the end."""
+    """Plain windows of real text, a token a byte; nothing is evaluated, and no measured step is the last one."""
     write_tokenizer(folder / "tokenizer")
     batch = SEQUENCES * LENGTH
     return Recipe(
@@ -100,59 +107,53 @@ def _recipe(folder: Path, steps: int) -> Recipe:
         ),
         train=TrainOptions(
             learning_rate=1e-3,
-            tokens=steps * batch,
+            tokens=(steps + 1) * batch,
             batch_tokens=batch,
             micro_batch=AT_ONCE,
             dtype="bfloat16" if torch.accelerator.is_available() else "float32",
         ),
         watch=WatchOptions(every=LOG_EVERY),
-        checkpoints=CheckpointOptions(every=steps),
+        checkpoints=CheckpointOptions(every=steps + 1),
     )
 
 
-def _ours(recipe: Recipe, name: str) -> float:
-    """Seconds between the first and the last step of a run from scratch."""
-    ends: dict[int, float] = {}
+def _ours(recipe: Recipe, name: str, rest: Rest) -> None:
+    """A run from scratch."""
+    ended = 0
 
     def note(stage: str, done: int, total: int | None, told: str = "") -> None:
-        if stage == "training":
-            ends.setdefault(done, time.perf_counter())
+        nonlocal ended
+        if stage == "training" and done > ended:  # a step is told again when it is logged
+            ended = done
+            rest()
 
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
         model = replace(recipe.model, config={**(recipe.model.config or {}), "mixers": CASES[name]})
-        if train(replace(recipe, output=output, model=model), note).model is None:
-            raise KeyboardInterrupt  # the run ends well when it is told to stop; so must the measurement
-    gc.collect()  # a trainer and its model refer to each other
-    return ends[recipe.steps] - ends[1]
+        train(replace(recipe, output=output, model=model), note)
 
 
-class _Clock(TrainerCallback):
-    def __init__(self) -> None:
-        self.ends: dict[int, float] = {}
+class _Resting(TrainerCallback):
+    def __init__(self, rest: Rest) -> None:
+        self._rest = rest
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """One more."""
-        self.ends[state.global_step] = time.perf_counter()
+        self._rest()
 
 
-def _stock(recipe: Recipe, data: TrainingData) -> float:
+def _stock(recipe: Recipe, data: TrainingData, rest: Rest) -> None:
     """The same of the library's Trainer, with the same arguments, and of its model."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
-    clock = _Clock()
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
-        arguments = training_arguments(replace(recipe, output=output))
         trainer = Trainer(
             model=AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32),
-            args=arguments,
+            args=training_arguments(replace(recipe, output=output)),
             train_dataset=data.samples(recipe.steps * recipe.batch_size, recipe.train.seed),
-            callbacks=[clock],
+            callbacks=[_Resting(rest)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    del trainer
-    gc.collect()
-    return clock.ends[recipe.steps] - clock.ends[1]
 
 
 def bench_train_lines(report: Mapping[str, Any]) -> list[str]:

@@ -176,7 +176,7 @@ def train(
 ) -> None:
     """Training: our trainer and model beside transformers' Trainer and the stock model, same shape, same settings.
 
-    From scratch, with 17 million parameters and 512 tokens to a sequence. Times mean something only where nothing
+    From scratch, with 34 million parameters and 512 tokens to a sequence. Times mean something only where nothing
     else runs. For example:
 
     crosshead bench train knocking-mlp explicit --out train.json

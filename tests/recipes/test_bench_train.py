@@ -1,7 +1,7 @@
 """`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn."""
 
 import json
-from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
 from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.run_trainer import RunTrainer
-from crosshead.recipes.train import train
+from crosshead.recipes.step_by_step import StepByStep
 
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
+SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
 
 
 @pytest.fixture(autouse=True)
@@ -25,37 +25,42 @@ def small(monkeypatch):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """Of each run, in turn: the trainer, and the tokens of its micro batches."""
-    runs = []
+    """Each run's trainer, as they begin; and of each micro batch, in turn, whose it is and its tokens."""
+    runs, batches = [], []
     train, step = Trainer.train, Trainer.training_step
 
     def training(self, *args, **kwargs):
-        runs.append((self, []))
+        runs.append(self)
         return train(self, *args, **kwargs)
 
     def stepping(self, model, inputs, *args, **kwargs):
-        runs[-1][1].append({name: value.clone() for name, value in inputs.items()})
+        batches.append((self, {name: value.clone() for name, value in inputs.items()}))
         return step(self, model, inputs, *args, **kwargs)
 
     monkeypatch.setattr(Trainer, "train", training)
     monkeypatch.setattr(Trainer, "training_step", stepping)
-    return runs
+    return runs, batches
 
 
 def test_both_sides_do_the_same_work_in_turn(seen):
     report = bench_train(["explicit", "mixture"], rounds=2, steps=3)
-    kinds = [isinstance(trainer, RunTrainer) for trainer, _ in seen]
-    assert kinds == [False, True, False, True, True, False, True, False]
-    assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer, _ in seen] == kinds
-    (stock, theirs), (ours, mine) = seen[:2]
+    runs, batches = seen
+    kinds = [isinstance(trainer, RunTrainer) for trainer in runs]
+    assert kinds == [False, True] * 4
+    assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer in runs] == kinds
+    stock, ours = runs[:2]
     for name, value in module.SHAPE.items():
         assert getattr(stock.model.config, name) == getattr(ours.model.config, name) == value
     same = set(vars(stock.args)) - {"output_dir", "logging_dir", "accelerator_config", "distributed_state"}
     assert {name: getattr(stock.args, name) for name in same} == {name: getattr(ours.args, name) for name in same}
-    assert len(theirs) == len(mine) == 3 * 2  # two micro batches a step
+    turns = [trainer is ours for trainer, _ in batches[: 2 * 3 * 2]]
+    assert turns == [False, False, True, True, True, True, False, False, False, False, True, True]  # two make a step
+    theirs, mine = ([found for trainer, found in batches if trainer is side] for side in (stock, ours))
     assert [sorted(each) for each in theirs] == [sorted(each) for each in mine] == 6 * [["input_ids", "labels"]]
-    rows = [{tuple(row.tolist()) for batch in found for row in batch["input_ids"]} for found in (theirs, mine)]
-    assert rows[0] == rows[1] and len(rows[0]) > 6
+    rows = [{tuple(sample["input_ids"].tolist()) for sample in side.train_dataset} for side in (stock, ours)]
+    assert rows[0] == rows[1] and len(rows[0]) == (3 + 1) * 4  # each has an order of its own
+    for found in (theirs, mine):
+        assert {tuple(row.tolist()) for batch in found for row in batch["input_ids"]} < rows[0]
     assert {part.dtype for part in stock.model.parameters()} == {torch.float32}
     figures = report["tokens_per_second"]
     assert list(figures) == ["explicit", "mixture"] and figures["mixture"]["mixers"] == CASES["mixture"]
@@ -67,17 +72,47 @@ def test_both_sides_do_the_same_work_in_turn(seen):
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
+def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
+    """The library keeps some of its state once for all trainers."""
+    kept = {}
+    leave = RunTrainer.training_step
+
+    def keeping(self, *args, **kwargs):
+        loss = leave(self, *args, **kwargs)
+        kept.setdefault(self, []).append(loss.item())
+        return loss
+
+    monkeypatch.setattr(RunTrainer, "training_step", keeping)
+    recipe = module._recipe(tmp_path, steps=7)
+    with StepByStep(partial(module._ours, recipe, "explicit")) as alone:
+        for _ in range(7):
+            alone.step()
+    bench_train(["explicit"], rounds=1, steps=7)
+    one, other = kept.values()
+    assert one == other and len(set(one)) == 7 * 2
+
+
+def test_the_steps_behind_the_first_are_timed(monkeypatch):
+    """Of each side alone, whichever goes first."""
+    clock = [0.0]
+    monkeypatch.setattr("crosshead.evals.bench_pairs.time.perf_counter", lambda: clock[0])
+
+    def steps(*taken):
+        def run(rest):
+            for seconds in taken:
+                clock[0] += seconds
+                rest()
+
+        return run
+
+    runs = {"ours": steps(1000, 1, 2, 3, 500), "stock": steps(2000, 10, 20, 30, 500)}
+    assert module._in_turn(runs, 4) == {"ours": 6, "stock": 60}
+
+
 def test_a_case_is_what_recipes_of_that_form_train():
     for name in ("papers/kha_dense_0.61b", "small/smollm2_knocking", "small/qwen3_0.6b_knocking"):
         ours = load_recipe(name).model.config["mixers"]["knocking"]
         assert CASES[f"knocking-{ours['form']}"]["knocking"].get("on", ["value"]) == ours.get("on", ["value"]), name
-
-
-def test_a_run_that_is_told_to_stop_ends_the_measurement(monkeypatch):
-    """Its steps were not all timed."""
-    monkeypatch.setattr(module, "train", lambda recipe, note: replace(train(recipe, note), model=None))
-    with pytest.raises(KeyboardInterrupt):
-        bench_train(["explicit"], rounds=1, steps=2)
 
 
 def test_the_command(tmp_path, monkeypatch, capfd):
@@ -86,7 +121,7 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert status == 0 and out.splitlines()[1].startswith("knocking-mlp ")
     report = json.loads((tmp_path / "a.json").read_text())
     assert (report["settings"]["rounds"], report["settings"]["steps"]) == (1, 2)
-    assert report["shape"]["hidden_size"] == 32
+    assert report["shape"]["hidden_size"] == SMALL["hidden_size"]
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),
