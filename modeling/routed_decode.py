@@ -1,13 +1,13 @@
 """Decoding under a mixture: the keys and values of heads that no active query head reads are left unread.
 
 A token chooses its heads, so that which of them the cache must give up changes from token to token; they are read
-where they lie, block by block as in `explicit_decode.py`. What a needed head's other readers get counts as little as
+where they lie, one by one as in `explicit_decode.py`. What a needed head's other readers get counts as little as
 what the heads left out get: the gates are zero.
 """
 
 import torch
 
-from .explicit_decode import OneSequence, in_blocks, key_blocks
+from .explicit_decode import OneSequence, one_by_one
 from .mixer import AttentionCall
 
 LEAST_KEYS = 4096
@@ -33,8 +33,7 @@ def attend_to_needed(
     `chosen` (B, 1, H) says which queries count.
     """
     needed = chosen.view(len(query), key.shape[1], -1).any(-1)  # (B, heads)
-    blocks = key_blocks(key)
-    if blocks is None or float(needed.float().mean()) > GREATEST_PART:
+    if float(needed.float().mean()) > GREATEST_PART:
         return None
     rows = (query * call.scaling).reshape(*needed.shape, -1, query.shape[-1])
     output = value.new_zeros(*rows.shape[:3], value.shape[-1])
@@ -42,6 +41,6 @@ def attend_to_needed(
         read = heads.nonzero().flatten()
         if len(read):
             keys, values = (OneSequence([x[sequence, head] for head in read.tolist()], None) for x in (key, value))
-            mask = None if call.mask is None else call.mask.expand(len(query), -1, -1, -1)[sequence]
-            output[sequence, read] = in_blocks(rows[sequence, read], keys, values, None, mask, blocks)
+            mask = None if call.mask is None else call.mask.expand(len(query), -1, -1, -1)[sequence : sequence + 1]
+            output[sequence, read] = one_by_one(rows[sequence, read], keys, values, None, mask)
     return output.flatten(1, 2).unsqueeze(1)

@@ -2,7 +2,7 @@
 the stock model of the same shape, in turn.
 
 Two runs stand beside each other and make their steps in turn, so that whatever the machine does meanwhile meets both;
-which one goes first alternates. A run's time is that of all its steps but the first, with their data and their logging,
+which one goes first alternates. A run's time is that of all its steps but the first, with their data and logging,
 without start, checkpoints and result.
 """
 
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
-    """Tokens a second of each case and of its rival, round by round, and their ratios; of all cases if none is named."""
+    """Tokens a second of each case and its rival, round by round, and their ratios; of all cases if none is named."""
     for name in names:
         if name not in CASES:
             raise RecipeError(str(unknown("bench train", "case", name, list(CASES))))

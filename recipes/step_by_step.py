@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from threading import Semaphore, Thread
-from types import TracebackType
 
 Rest = Callable[[], None]
 """Called by a run at the end of each of its steps; returns when the next one is asked for."""
@@ -26,7 +25,7 @@ class StepByStep:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left = True
         self._asked.release()
         self._thread.join()

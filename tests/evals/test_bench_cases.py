@@ -144,7 +144,6 @@ def test_explicit_attends_to_components(padded, monkeypatch):
 
 def test_mixture_leaves_heads_unread(monkeypatch):
     monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
-    monkeypatch.setattr(explicit_decode, "BLOCK", 8)
     monkeypatch.setattr(routed_decode, "LEAST_KEYS", 8)
     ours, rival = small("mixture-8k-batch-8").pair()
     found, wanted = ours(), rival()

@@ -20,10 +20,10 @@ from toys import CASES, mixed_model, tokens
 MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toy lengths are many blocks."""
-    monkeypatch.setattr(explicit_decode, "BLOCK", 3)
+@pytest.fixture(autouse=True, params=("at once", "one by one"))
+def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the lengths."""
+    monkeypatch.setattr(explicit_decode, "LARGE", 0 if request.param == "one by one" else math.inf)
 
 
 @dataclass
@@ -182,8 +182,8 @@ def test_half_precision_is_as_close_as_eager_attention() -> None:
 
 
 @torch.no_grad()
-def test_a_block_that_sees_nothing() -> None:
-    """Long padding, by both kinds of mask."""
+def test_long_padding() -> None:
+    """By both kinds of mask."""
     keys = torch.randn(2, 2, 50, 4)
     allowed = (torch.arange(50) > 40).expand(2, 1, 1, -1)
     query, scalars = torch.randn(2, 3, 1, 4), torch.randn(3, 2)
@@ -208,14 +208,26 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("wide", (False, True))
 @torch.no_grad()
-def test_components_are_not_copied(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explicit_decode, "BLOCK", 16)
+def test_components_are_not_copied_one_by_one(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(explicit_decode, "LARGE", 0)
     heads = torch.randn(2, 40, 2 * 64 + 3)[..., :-3].unflatten(-1, (2, 64)).transpose(1, 2)
     heads = heads if wide else heads.contiguous()
     side = Components(heads, torch.randn(4, 2))
     with Largest() as largest:
         attend_to_components(torch.randn(2, 4, 1, 64), side, side, None, None)
     assert largest.numbers < heads[0, 0].numel()
+
+
+@torch.no_grad()
+def test_many_products_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as are worth it."""
+    made: list[int] = []
+    monkeypatch.setattr(explicit_decode, "product", lambda x, y: made.append(len(x)) or x @ y.t())
+    monkeypatch.setattr(explicit_decode, "LARGE", 3 * 40 * 4)
+    for length in (39, 40):
+        side = Components(torch.randn(2, 2, length, 4), torch.randn(3, 2))
+        attend_to_components(torch.randn(2, 3, 1, 4), side, side, None, None)
+        assert made == ([] if length == 39 else 2 * [40, 40, 3, 3])
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from crosshead.modeling import explicit_decode, mixture, routed_attention, routed_decode
+from crosshead.modeling import mixture, routed_attention, routed_decode
 from crosshead.modeling.routed_decode import attend_to_needed, reads_less
 from routed_cases import MASKS, SKIPPING, WINDOW, call_of, check, logits_in_parts, routes, seen_under
 from toys import mixed_model, tokens
@@ -17,10 +17,8 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 3e-2}
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Toy lengths are many blocks."""
-    monkeypatch.setattr(explicit_decode, "BLOCK", 3)
-    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 2)
+def _few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 5)
 
 
 def check_a_random_shape(kind: str, dtype: torch.dtype) -> int:
