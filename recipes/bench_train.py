@@ -2,8 +2,8 @@
 the stock model of the same shape, in turn.
 
 Two runs stand beside each other and make their steps in turn, so that whatever the machine does meanwhile meets both;
-which one goes first alternates. A run's time is that of all its steps but the first, with their data and logging,
-without start, checkpoints and result.
+which one goes first alternates. A step's time includes its data and its logging; start, checkpoints and result are not
+measured, nor are the first steps, in which memory is taken.
 """
 
 import gc
@@ -36,6 +36,7 @@ from .training_arguments import training_arguments
 from .training_data import TrainingData, open_data
 
 LENGTH, SEQUENCES, AT_ONCE, LOG_EVERY = 512, 4, 2, 5
+WARM_UPS = 3
 SHAPE: dict[str, Any] = LAYERS | {"vocab_size": 8192, "max_position_embeddings": LENGTH, "tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
     "knocking-mlp": {"knocking": {"form": "mlp"}},
@@ -53,34 +54,40 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
     for name in names:
         if name not in CASES:
             raise RecipeError(str(unknown("bench train", "case", name, list(CASES))))
+    figures: dict[str, Any] = {}
     names = names or list(CASES)
-    found: dict[str, dict[str, list[float]]] = {name: {"ours": [], "stock": []} for name in names}
+    measured = rounds * steps
     with TemporaryDirectory() as scratch:
-        recipe = _recipe(Path(scratch), steps)
+        recipe = _recipe(Path(scratch), WARM_UPS + measured + 1)
         data = open_data(recipe.data, load_tokenizer(recipe), SHAPE["vocab_size"])
-        for turn in range(rounds):
-            for index, name in enumerate(names):
-                progress("measuring", turn * len(names) + index, rounds * len(names), name)
-                runs = {"ours": partial(_ours, recipe, name), "stock": partial(_stock, recipe, data)}
-                for side, taken in _in_turn(runs, steps).items():
-                    found[name][side].append((steps - 1) * SEQUENCES * LENGTH / taken)
-                gc.collect()  # a trainer and its model refer to each other
+        for index, name in enumerate(names):
+            progress("measuring", index, len(names), name)
+            runs = {"ours": partial(_ours, recipe, name), "stock": partial(_stock, recipe, data)}
+            taken = _in_turn(runs, WARM_UPS + measured)
+            speeds = {side: _speeds(found[WARM_UPS:], steps) for side, found in taken.items()}
+            figures[name] = {"mixers": CASES[name], **_figures(**speeds)}
+            gc.collect()  # a trainer and its model refer to each other
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": AT_ONCE, "length": LENGTH}
-    settings |= {"steps": steps, "rounds": rounds, "logged_every": LOG_EVERY, "dtype": recipe.train.dtype}
-    figures = {name: {"mixers": CASES[name], **_figures(**speeds)} for name, speeds in found.items()}
+    settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
+    settings |= {"dtype": recipe.train.dtype}
     return {"tokens_per_second": figures, "shape": SHAPE, "settings": settings, "machine": machine()}
 
 
-def _in_turn(runs: Mapping[str, Callable[[Rest], None]], steps: int) -> dict[str, float]:
-    """Seconds of each run's steps behind the first."""
+def _in_turn(runs: Mapping[str, Callable[[Rest], None]], steps: int) -> dict[str, list[float]]:
+    """Seconds of each run's steps, whose first includes its start."""
     with ExitStack() as stack:
         sides = {name: stack.enter_context(StepByStep(run)) for name, run in runs.items()}
-        taken = dict.fromkeys(sides, 0.0)
+        taken: dict[str, list[float]] = {name: [] for name in sides}
         for step in range(steps):
             for name in list(sides) if step % 2 else reversed(sides):
-                spent = seconds(sides[name].step)
-                taken[name] += spent if step else 0.0
+                taken[name].append(seconds(sides[name].step))
     return taken
+
+
+def _speeds(taken: list[float], steps: int) -> list[float]:
+    """Tokens a second of each round of so many steps."""
+    rounds = (taken[start : start + steps] for start in range(0, len(taken), steps))
+    return [steps * SEQUENCES * LENGTH / sum(each) for each in rounds]
 
 
 def _figures(ours: list[float], stock: list[float]) -> dict[str, Any]:
@@ -107,13 +114,13 @@ def _recipe(folder: Path, steps: int) -> Recipe:
         ),
         train=TrainOptions(
             learning_rate=1e-3,
-            tokens=(steps + 1) * batch,
+            tokens=steps * batch,
             batch_tokens=batch,
             micro_batch=AT_ONCE,
             dtype="bfloat16" if torch.accelerator.is_available() else "float32",
         ),
         watch=WatchOptions(every=LOG_EVERY),
-        checkpoints=CheckpointOptions(every=steps + 1),
+        checkpoints=CheckpointOptions(every=steps),
     )
 
 

@@ -17,6 +17,7 @@ from huggingface_hub import constants
 
 import document_commands as shown
 from broken import run
+from crosshead.evals import kept_memory
 from crosshead.recipes import bench_train
 from crosshead_command.main import app
 from house import ROOT
@@ -55,6 +56,7 @@ def place(toys, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(bench_train, "SHAPE", bench_train.SHAPE | SMALL)
     monkeypatch.setattr(bench_train, "LENGTH", 32)
+    monkeypatch.setattr(kept_memory, "MALLOC_SETTINGS", {})
     return toys
 
 

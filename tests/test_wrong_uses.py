@@ -75,7 +75,7 @@ CASES = {
     "bench convert neutrl": (1, "did you mean 'neutral'?"),
     "bench convert --gigabytes 0": (2, "--gigabytes"),
     "bench train nothing": (1, "nothing"),
-    "bench train knocking-mlp --steps 1": (2, "--steps"),
+    "bench train knocking-mlp --steps 0": (2, "--steps"),
     "card none": (1, "none"),
     "card source --eval none.json": (1, "none.json"),
     "push source": (2, "Missing argument 'REPO_ID'"),

@@ -170,22 +170,24 @@ def train(
             help="knocking-mlp, knocking-linear, explicit, mixture, talking or differential; all if none is named."
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Runs of each side.")] = 5,
-    steps: Annotated[int, typer.Option(min=2, help="Training steps of a run; the first is not timed.")] = 11,
+    rounds: Annotated[int, typer.Option(min=1, help="Ratios that are taken of each case.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each side that make a ratio.")] = 5,
     out: Out = None,
 ) -> None:
     """Training: our trainer and model beside transformers' Trainer and the stock model, same shape, same settings.
 
-    From scratch, with 34 million parameters and 512 tokens to a sequence. Times mean something only where nothing
-    else runs. For example:
+    From scratch, with 34 million parameters and 512 tokens to a sequence; their steps are made in turn. Times mean
+    something only where nothing else runs. For example:
 
     crosshead bench train knocking-mlp explicit --out train.json
     """
     from transformers.utils.logging import disable_progress_bar
 
+    from crosshead.evals.kept_memory import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
     _check(out)
+    keep_memory()
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)

@@ -8,6 +8,7 @@ import torch
 from transformers import Trainer
 
 from broken import run
+from crosshead.evals import kept_memory
 from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
 from crosshead.recipes.load_recipe import load_recipe
@@ -21,6 +22,8 @@ SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vo
 def small(monkeypatch):
     monkeypatch.setattr(module, "SHAPE", module.SHAPE | SMALL)
     monkeypatch.setattr(module, "LENGTH", 32)
+    monkeypatch.setattr(module, "WARM_UPS", 1)
+    monkeypatch.setattr(kept_memory, "MALLOC_SETTINGS", {})  # other tests of this process measure memory
 
 
 @pytest.fixture
@@ -43,10 +46,10 @@ def seen(monkeypatch):
 
 
 def test_both_sides_do_the_same_work_in_turn(seen):
-    report = bench_train(["explicit", "mixture"], rounds=2, steps=3)
+    report = bench_train(["explicit", "mixture"], rounds=2, steps=1)
     runs, batches = seen
     kinds = [isinstance(trainer, RunTrainer) for trainer in runs]
-    assert kinds == [False, True] * 4
+    assert kinds == [False, True] * 2
     assert [bool(getattr(trainer.model.config, "mixers", None)) for trainer in runs] == kinds
     stock, ours = runs[:2]
     for name, value in module.SHAPE.items():
@@ -83,16 +86,16 @@ def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
         return loss
 
     monkeypatch.setattr(RunTrainer, "training_step", keeping)
-    recipe = module._recipe(tmp_path, steps=7)
+    recipe = module._recipe(tmp_path, steps=8)
     with StepByStep(partial(module._ours, recipe, "explicit")) as alone:
         for _ in range(7):
             alone.step()
-    bench_train(["explicit"], rounds=1, steps=7)
+    bench_train(["explicit"], rounds=2, steps=3)
     one, other = kept.values()
     assert one == other and len(set(one)) == 7 * 2
 
 
-def test_the_steps_behind_the_first_are_timed(monkeypatch):
+def test_steps_are_timed_and_make_rounds(monkeypatch):
     """Of each side alone, whichever goes first."""
     clock = [0.0]
     monkeypatch.setattr("crosshead.evals.bench_pairs.time.perf_counter", lambda: clock[0])
@@ -106,7 +109,8 @@ def test_the_steps_behind_the_first_are_timed(monkeypatch):
         return run
 
     runs = {"ours": steps(1000, 1, 2, 3, 500), "stock": steps(2000, 10, 20, 30, 500)}
-    assert module._in_turn(runs, 4) == {"ours": 6, "stock": 60}
+    assert module._in_turn(runs, 4) == {"ours": [1000, 1, 2, 3], "stock": [2000, 10, 20, 30]}
+    assert module._speeds([1, 3, 2, 6], steps=2) == [2 * 4 * 32 / 4, 2 * 4 * 32 / 8]
 
 
 def test_a_case_is_what_recipes_of_that_form_train():
@@ -125,7 +129,7 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),
-        ("bench train --steps 1", 2, "--steps"),
+        ("bench train --steps 0", 2, "--steps"),
         ("bench tran", 2, "Did you mean 'train'"),
     ):
         found, out, err = run(capfd, monkeypatch, command)
