@@ -3,7 +3,8 @@
 Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair
 `p // group size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight
 over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per
-layer. It is computed as ordinary attention run twice, once for each half of the values, so every backend works.
+layer. It is computed as ordinary attention, of first and of second heads with each half of the values: four runs of
+half the heads, so that every backend works and nothing is copied for it.
 There is no neutral start, and no dropout: the paper defines none for a difference of weights.
 
 Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
@@ -29,19 +30,9 @@ def lambda_start(layer_index: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer_index)
 
 
-def split_pairs(x: torch.Tensor) -> torch.Tensor:
-    """(B, heads, T, d): the pairs' first heads, then their second heads.
-
-    In memory heads stay beside each other for each token; outputs of attention follow its queries, and the output
-    projection wants them so.
-    """
-    rows = x.transpose(1, 2)
-    return torch.cat([rows[:, :, 0::2], rows[:, :, 1::2]], dim=2).transpose(1, 2)
-
-
-def join_pairs(x: torch.Tensor) -> torch.Tensor:
-    """Undo `split_pairs`."""
-    return torch.stack(x.chunk(2, dim=1), dim=2).flatten(1, 2)
+def pairs_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(B, heads, T, d): the pairs' first heads, and their second heads, where they lie."""
+    return x.unflatten(1, (-1, 2)).unbind(2)
 
 
 class Differential(Mixer, MixerLeaf):
@@ -106,16 +97,17 @@ class Differential(Mixer, MixerLeaf):
         return weights[:, 0::2] - self().to(weights.dtype) * weights[:, 1::2]
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
-        """Attention once per half of the values, then the difference within each pair."""
-        query, key = split_pairs(states.query), split_pairs(states.key)
-        weights = attention_weights(query, key, call.mask, call.scaling) if call.eager else None
-        scale, pairs = self().to(query.dtype), []
-        for half in (0, 1):
-            value = states.value[:, half::2].repeat(1, 2, 1, 1)
-            heads = call.run(query, key, value)[0] if weights is None else weigh_values(weights, value)
-            first, second = heads.chunk(2, dim=2)
-            pairs.append(first - scale * second)
-        return torch.cat(pairs, dim=-1), None if weights is None else join_pairs(weights)
+        """Attention of first and of second heads, each once per half of the values; then their difference."""
+        halves, outputs, seen = pairs_of(states.value), [], []
+        for query, key in zip(pairs_of(states.query), pairs_of(states.key), strict=True):
+            if call.eager:
+                seen.append(attention_weights(query, key, call.mask, call.scaling))
+                outputs.append([weigh_values(seen[-1], value) for value in halves])
+            else:
+                outputs.append([call.run(query, key, value)[0] for value in halves])
+        scale = self().to(states.query.dtype)
+        output = torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1)
+        return output, torch.stack(seen, dim=2).flatten(1, 2) if seen else None
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Norm each pair's output."""

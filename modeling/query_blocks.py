@@ -10,8 +10,8 @@ import torch
 
 LARGEST_BLOCK = 64
 SMALLEST_BLOCK = 16
-BLOCK_NUMBERS = 2**22
-"""Blocks get smaller where one would have more pairs of query and key, over all heads."""
+SCRATCH_NUMBERS = 2**23
+"""Blocks get smaller where all that is held of one, a number for each head, query and key, would be more."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Block:
             grad.masked_fill_(~mask[self.item, :, self.queries, self.keys].transpose(0, 1), 0.0)
 
 
-def block_size(heads: int, keys: int) -> int:
-    """How many queries a block has."""
-    return max(SMALLEST_BLOCK, min(LARGEST_BLOCK, BLOCK_NUMBERS // (heads * keys)))
+def block_size(heads: int, keys: int, tensors: int) -> int:
+    """How many queries a block has of which so many tensors are held."""
+    return max(SMALLEST_BLOCK, min(LARGEST_BLOCK, SCRATCH_NUMBERS // (tensors * heads * keys)))
 
 
 def query_blocks(

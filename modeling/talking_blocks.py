@@ -13,6 +13,9 @@ import torch
 from .numerics import widened
 from .query_blocks import Block, block_size, query_blocks
 
+HELD = 2
+"""Tensors of a block's size at a time."""
+
 
 @dataclass(frozen=True)
 class TalkingCall:
@@ -38,7 +41,7 @@ class TalkingCall:
     later: torch.Tensor | None = None
     """Where a block is causal without a mask: which of its keys, counted from its first query, come after a query."""
 
-    def settled(self) -> "TalkingCall":
+    def settled(self, held: int) -> "TalkingCall":
         """The same with heads that lie each in one piece, a mask of full size, and the scaling in the first map."""
         settled: dict[str, Any] = {side: getattr(self, side).contiguous() for side in ("query", "key", "value")}
         batch, _, queries, _ = self.query.shape
@@ -47,18 +50,18 @@ class TalkingCall:
             settled[name] = None if maps is None else maps * self.scaling
         settled["mask"] = None if self.mask is None else self.mask.expand(batch, -1, queries, -1)
         if self.mask is None and self.causal:
-            size = min(self.block_size(), queries)
+            size = min(self.block_size(held), queries)
             settled["later"] = torch.ones(size, size, dtype=torch.bool, device=self.query.device).triu(1)
         return replace(self, **settled)
 
-    def blocks(self) -> list[Block]:
-        """Blocks of queries with the keys that they see."""
+    def blocks(self, held: int) -> list[Block]:
+        """Blocks of queries with the keys that they see, by the tensors that are held of each."""
         batch, _, queries, _ = self.query.shape
-        return query_blocks(batch, queries, self.key.shape[2], self.block_size(), self.mask, self.causal)
+        return query_blocks(batch, queries, self.key.shape[2], self.block_size(held), self.mask, self.causal)
 
-    def block_size(self) -> int:
+    def block_size(self, held: int) -> int:
         """How many queries a block has."""
-        return block_size(self.most_heads(), self.key.shape[2])
+        return block_size(self.most_heads(), self.key.shape[2], held)
 
     def most_heads(self) -> int:
         """Of queries, softmax and values."""
@@ -79,9 +82,9 @@ class Scratch:
 
 def attend_in_blocks(call: TalkingCall) -> torch.Tensor:
     """Outputs (B, T, heads, features)."""
-    call = call.settled()
-    blocks = call.blocks()
-    scratch = Scratch(call, blocks, 2)
+    call = call.settled(HELD)
+    blocks = call.blocks(HELD)
+    scratch = Scratch(call, blocks, HELD)
     batch, _, queries, _ = call.query.shape
     output = call.value.new_empty(batch, queries, call.weights_map.shape[2], call.value.shape[3])
     for block in blocks:

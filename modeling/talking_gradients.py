@@ -6,15 +6,17 @@ from .numerics import widened
 from .query_blocks import Block
 from .talking_blocks import Scratch, TalkingCall, block_logits, block_weights, met, mix, weigh
 
+HELD = 4
+"""Tensors of a block's size at a time."""
 INPUTS = ("query", "key", "value", "logits_map", "logits_key_map", "weights_map", "weights_key_map")
 """What has a gradient."""
 
 
 def gradients_in_blocks(call: TalkingCall, grad_output: torch.Tensor) -> list[torch.Tensor]:
     """Gradients of `INPUTS` from that of the outputs (B, T, heads, features); an empty one of what is None."""
-    call = call.settled()
-    blocks = call.blocks()
-    scratch = Scratch(call, blocks, 4)
+    call = call.settled(HELD)
+    blocks = call.blocks(HELD)
+    scratch = Scratch(call, blocks, HELD)
     grad_output = grad_output.transpose(1, 2).contiguous()
     totals = {name: _zeros(getattr(call, name), call.query) for name in INPUTS}
     for block in blocks:
