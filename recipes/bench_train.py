@@ -8,7 +8,6 @@ measured, nor are the first steps, in which memory is taken.
 
 import gc
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from crosshead.evals.bench_machine import machine
 from crosshead.evals.bench_models import SHAPE as LAYERS
-from crosshead.evals.bench_pairs import seconds
+from crosshead.evals.bench_pairs import in_turn, seconds
 from crosshead.modeling.options import unknown
 
 from .data_options import DataOptions, DataSource
@@ -62,10 +61,9 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
         data = open_data(recipe.data, load_tokenizer(recipe), SHAPE["vocab_size"])
         for index, name in enumerate(names):
             progress("measuring", index, len(names), name)
-            runs = {"ours": partial(_ours, recipe, name), "stock": partial(_stock, recipe, data)}
-            taken = _in_turn(runs, WARM_UPS + measured)
-            speeds = {side: _speeds(found[WARM_UPS:], steps) for side, found in taken.items()}
-            figures[name] = {"mixers": CASES[name], **_figures(**speeds)}
+            taken = _in_turn(partial(_ours, recipe, name), partial(_stock, recipe, data), WARM_UPS + measured)
+            speeds = [_speeds(found[WARM_UPS:], steps) for found in taken]
+            figures[name] = {"mixers": CASES[name], **_figures(*speeds)}
             gc.collect()  # a trainer and its model refer to each other
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": AT_ONCE, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
@@ -73,15 +71,11 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
     return {"tokens_per_second": figures, "shape": SHAPE, "settings": settings, "machine": machine()}
 
 
-def _in_turn(runs: Mapping[str, Callable[[Rest], None]], steps: int) -> dict[str, list[float]]:
-    """Seconds of each run's steps, whose first includes its start."""
-    with ExitStack() as stack:
-        sides = {name: stack.enter_context(StepByStep(run)) for name, run in runs.items()}
-        taken: dict[str, list[float]] = {name: [] for name in sides}
-        for step in range(steps):
-            for name in list(sides) if step % 2 else reversed(sides):
-                taken[name].append(seconds(sides[name].step))
-    return taken
+def _in_turn(ours: Callable[[Rest], None], stock: Callable[[Rest], None], steps: int) -> list[list[float]]:
+    """Seconds of each step of ours and of the stock run; the first includes the start."""
+    with StepByStep(ours) as mine, StepByStep(stock) as theirs:
+        found = in_turn(lambda: seconds(mine.step), lambda: seconds(theirs.step), steps)
+    return [found["ours"], found["rival"]]
 
 
 def _speeds(taken: list[float], steps: int) -> list[float]:

@@ -108,8 +108,8 @@ def test_steps_are_timed_and_make_rounds(monkeypatch):
 
         return run
 
-    runs = {"ours": steps(1000, 1, 2, 3, 500), "stock": steps(2000, 10, 20, 30, 500)}
-    assert module._in_turn(runs, 4) == {"ours": [1000, 1, 2, 3], "stock": [2000, 10, 20, 30]}
+    ours, stock = steps(1000, 1, 2, 3, 500), steps(2000, 10, 20, 30, 500)
+    assert module._in_turn(ours, stock, 4) == [[1000, 1, 2, 3], [2000, 10, 20, 30]]
     assert module._speeds([1, 3, 2, 6], steps=2) == [2 * 4 * 32 / 4, 2 * 4 * 32 / 8]
 
 
