@@ -44,6 +44,7 @@ def projected(ours: bool, tokens: int, heads: int, head_dim: int, active: int, s
     to_queries = given * chosen.repeat_interleave(head_dim, -1)
     inputs = [hidden.requires_grad_(gradients), output.requires_grad_(gradients)]
 
+    @torch.set_grad_enabled(gradients)
     def both() -> list[torch.Tensor]:
         if not ours:
             return [into(hidden), out(output.flatten(2))]

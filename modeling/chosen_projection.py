@@ -5,28 +5,33 @@ where they belong. Heads that every token chose are one product together. The ba
 that no copy of them is kept.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 
+from .quick_products import product
 from .readable_weights import readable
 
 LEAST_TOKENS = 1024
 """From here on the products that are saved are worth more than the rows that are moved."""
 LEAST_FEATURES = 1024
 """Of the hidden states; a head's part of a narrower product is too small to be worth its rows."""
-GREATEST_SHARE = 0.6
-"""Of the tokens that are chosen; above, the rows that are moved cost what the products save."""
+GREATEST_SHARE, GREATEST_EVALUATED_SHARE = 0.6, 0.75
+"""Of the tokens that are chosen; above, the rows that are moved cost what the products save. Without gradients these
+take less."""
 DTYPES = (torch.float32, torch.float64)
 """The sum over heads would be rounded head by head in half precision."""
 
 
 def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) -> bool:
     """Whether a projection from or to these hidden states is sooner done for the tokens that heads chose alone."""
-    if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or share > GREATEST_SHARE:
+    most = GREATEST_SHARE if torch.is_grad_enabled() else GREATEST_EVALUATED_SHARE
+    if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or share > most:
         return False
     if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
         return False
@@ -35,12 +40,21 @@ def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) ->
     return readable(projection)
 
 
+def _dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """`product` of copies where the matrices have gaps between their rows."""
+    return product(x.contiguous(), weight.contiguous())
+
+
 @dataclass(frozen=True)
 class ChosenTokens:
     """Which tokens (N) each head has, by `mask` (N, H); the first `shared` heads have all."""
 
     mask: torch.Tensor
     shared: int
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = field(
+        default_factory=lambda: functional.linear if torch.is_grad_enabled() else _dense_product
+    )
+    """Training has no memory for the kernels of quick products."""
 
     @cached_property
     def rows(self) -> dict[int, torch.Tensor]:
@@ -53,16 +67,18 @@ class ChosenTokens:
         (count, size, _), shared = weight.shape, self.shared
         heads = tokens.new_zeros(len(tokens), count, size)
         if shared:
-            heads[:, :shared] = (tokens @ weight[:shared].flatten(0, 1).t()).unflatten(1, (shared, size))
+            heads[:, :shared] = self.multiply(tokens, weight[:shared].flatten(0, 1)).unflatten(1, (shared, size))
         for head, rows in self.rows.items():
-            heads.view(-1, size).index_copy_(0, rows * count + head, tokens.index_select(0, rows) @ weight[head].t())
+            found = self.multiply(tokens.index_select(0, rows), weight[head])
+            heads.view(-1, size).index_copy_(0, rows * count + head, found)
         return heads
 
     def out_of(self, heads: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Tokens (N, D) from heads (N, H, d), the other way."""
-        tokens = heads[:, : self.shared].flatten(1) @ weight[: self.shared].flatten(0, 1)
+        tokens = self.multiply(heads[:, : self.shared].flatten(1), weight[: self.shared].flatten(0, 1).t())
         for head, rows in self.rows.items():
-            tokens.index_add_(0, rows, heads[:, head].index_select(0, rows) @ weight[head])
+            found = self.multiply(heads[:, head].index_select(0, rows), weight[head].t())
+            tokens.index_add_(0, rows, found)
         return tokens
 
     def products(self, heads: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,14 @@ Here queries are scaled, and stand by the combined head that they share: (B, h, 
 for one token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.nn import functional
 
 from .numerics import apply_mask, widened
-from .skinny_products import product
+from .quick_products import has_kernels, product, round_part
 
 LARGE = 2**22
 """Multiplications of all queries with one head's keys from which on heads are met one by one. Measured: with half as
@@ -95,9 +96,23 @@ def one_by_one(
     logits = _settled(met.t().contiguous().view(1, *query.shape[:2], -1), scale, mask)
     weights = torch.softmax(logits, -1)[0].to(query.dtype)  # (h, rows, S)
     if values.scalars is not None:
-        weights = weights.flatten(0, 1).expand(len(values.heads), -1, -1)
-    outputs = [product(of_head, head.t()) for of_head, head in zip(weights, values.heads, strict=True)]
-    return unfold_outputs(torch.stack(outputs)[None], values.scalars)[0]
+        weights = weights.flatten(0, 1).unsqueeze(0)
+    whole = round_part(met.shape[0]) if has_kernels(query) else met.shape[0]
+    outputs = _weighed(weights, values.heads, slice(0, whole), product)
+    if whole < met.shape[0]:
+        outputs += _weighed(weights, values.heads, slice(whole, None), functional.linear)
+    return unfold_outputs(outputs[None], values.scalars)[0]
+
+
+def _weighed(
+    weights: torch.Tensor,
+    heads: Sequence[torch.Tensor],
+    span: slice,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Some of each head's values (S, d) under weights (heads or 1, rows, S)."""
+    part = weights[..., span].contiguous().expand(len(heads), -1, -1)
+    return torch.stack([multiply(of_head, head[span].t()) for of_head, head in zip(part, heads, strict=True)])
 
 
 def fold_queries(query: torch.Tensor, scalars: torch.Tensor | None) -> torch.Tensor:

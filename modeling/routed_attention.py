@@ -8,15 +8,16 @@ product, with a softmax in place, so that hardly any of the work is the machiner
 less is computed only to be hidden. The backward pass makes the weights again: memory is linear in the length.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from .eager import repeat_heads
 from .mixer import AttentionCall
+from .quick_products import product
 from .visible_keys import VisibleKeys
 from .where_triton_runs import runs_triton
 
@@ -64,7 +65,8 @@ def routed_attention(
     if call.mask is not None:
         mask = call.mask[:, 0].expand(query.shape[0], -1, -1)
         chosen = chosen & mask.any(-1, keepdim=True)
-    seen = VisibleKeys(mask, call.causal, key.shape[2])
+    unit = None if torch.is_grad_enabled() else ROWS  # training has no memory for the kernels of quick products
+    seen = VisibleKeys(mask, call.causal, key.shape[2], unit)
     output: torch.Tensor = RoutedAttention.apply(query, key, value, chosen, shared, seen, call.scaling)
     return output
 
@@ -137,13 +139,13 @@ class RoutedAttention(torch.autograd.Function):
         if whole:
             found = _dense(query[:, : whole * size], key[:, :whole], value[:, :whole], visible, scaling)
             output[:, :, : whole * size] = found.transpose(1, 2)
-        space = query.new_empty(ROWS * key.shape[2])
+        multiply = functional.linear if visible.unit is None else product
         for group in groups(chosen, range(whole, heads), size, visible):
             q, k, v = _taken(query, key, value, group, scaling)
             found = v.new_empty(len(q), v.shape[-1])
-            for block in group.blocks:
-                weights = _weights(q, k, group, block, visible, space)
-                torch.mm(weights, v[block.keys], out=found[block.rows])
+            for block in reversed(group.blocks):  # the largest first, whose memory the others use again
+                weights = _weights(q, k, group, block, visible, multiply)
+                found[block.rows] = multiply(weights, v[block.keys].t())
             output.view(-1, value.shape[-1]).index_copy_(0, group.overall, found)
         return output
 
@@ -156,16 +158,14 @@ class RoutedAttention(torch.autograd.Function):
         gradient = gradient.reshape(-1, value.shape[-1])
         to_query = query.new_zeros(*chosen.shape, query.shape[-1])
         to_key, to_value = key.new_zeros(key.shape), value.new_zeros(value.shape)
-        spaces = query.new_empty(2, ROWS * key.shape[2])
         for group in groups(chosen, range(heads), size, ctx.visible):
             q, k, v = _taken(query, key, value, group, ctx.scaling)
             given, found = gradient.index_select(0, group.overall), torch.empty_like(q)
             to_k, to_v = to_key[group.sequence, group.head], to_value[group.sequence, group.head]
-            for block in group.blocks:
-                weights = _weights(q, k, group, block, ctx.visible, spaces[0])
+            for block in reversed(group.blocks):  # the largest first, whose memory the others use again
+                weights = _weights(q, k, group, block, ctx.visible)
                 to_v[block.keys].addmm_(weights.t(), given[block.rows])
-                to_scores = spaces[1, : weights.numel()].view_as(weights)
-                torch.mm(given[block.rows], v[block.keys].t(), out=to_scores)
+                to_scores = torch.mm(given[block.rows], v[block.keys].t())
                 torch._softmax_backward_data(to_scores, weights, -1, weights.dtype, grad_input=to_scores)
                 torch.mm(to_scores, k[block.keys], out=found[block.rows])
                 to_k[block.keys].addmm_(to_scores.t(), q[block.rows])
@@ -179,7 +179,7 @@ def _dense(
     """All queries (B, H, T, d) of some heads."""
     keys = visible.span(0, 0, query.shape[2] - 1)
     key, value = (repeat_heads(x[:, :, keys], query.shape[1]) for x in (key, value))
-    return scaled_dot_product_attention(query, key, value, is_causal=visible.causal, scale=scaling)
+    return functional.scaled_dot_product_attention(query, key, value, is_causal=visible.causal, scale=scaling)
 
 
 def _taken(
@@ -193,11 +193,14 @@ def _taken(
 
 
 def _weights(
-    q: torch.Tensor, k: torch.Tensor, group: Group, block: Block, visible: VisibleKeys, space: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    group: Group,
+    block: Block,
+    visible: VisibleKeys,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = functional.linear,
 ) -> torch.Tensor:
-    """What a block's queries give to its keys; it lies in `space`."""
-    keys = k[block.keys]
-    scores = space[: len(block.tokens) * len(keys)].view(len(block.tokens), len(keys))
-    torch.mm(q[block.rows], keys.t(), out=scores)
+    """What a block's queries give to its keys."""
+    scores = multiply(q[block.rows], k[block.keys])
     visible.hide(scores, group.sequence, block.tokens, block.first, block.keys)
     return torch.softmax(scores, dim=-1, out=scores)

@@ -2,6 +2,8 @@
 
 import torch
 
+from .quick_products import round_whole
+
 STRIPE = 64
 """Neighbouring rows of a mask whose keys are looked up together."""
 FAR = 1e30
@@ -11,8 +13,9 @@ FAR = 1e30
 class VisibleKeys:
     """The keys that each token sees: those of a mask (B, T, S), else all, or all up to its own."""
 
-    def __init__(self, mask: torch.Tensor | None, causal: bool, keys: int) -> None:
-        self.mask = mask
+    def __init__(self, mask: torch.Tensor | None, causal: bool, keys: int, unit: int | None = None) -> None:
+        """With a unit, spans are of as round a number of units as there are keys for."""
+        self.mask, self.unit = mask, unit
         self.spans = [] if mask is None else [_spans(of_sequence) for of_sequence in mask]
         self.causal, self.keys = causal, keys
         self.places = torch.arange(keys, dtype=torch.float32)
@@ -20,9 +23,14 @@ class VisibleKeys:
     def span(self, sequence: int, first: int, last: int) -> slice:
         """All that the tokens from `first` to `last` see lies in here, and little else."""
         if self.mask is None:
-            return slice(0, min(last + 1, self.keys) if self.causal else self.keys)
-        spans = self.spans[sequence][first // STRIPE : last // STRIPE + 1]
-        return slice(min(start for start, _ in spans), max(stop for _, stop in spans))
+            start, stop = 0, min(last + 1, self.keys) if self.causal else self.keys
+        else:
+            spans = self.spans[sequence][first // STRIPE : last // STRIPE + 1]
+            start, stop = min(start for start, _ in spans), max(stop for _, stop in spans)
+        if self.unit is not None:
+            size = round_whole(-(-(stop - start) // self.unit)) * self.unit
+            stop = min(start + size, self.keys)
+        return slice(start, stop)
 
     def hide(self, scores: torch.Tensor, sequence: int, tokens: torch.Tensor, first: int, keys: slice) -> None:
         """Take out of the scores of some tokens, the first of which is given, and a span of keys what is not seen."""

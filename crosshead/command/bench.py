@@ -200,9 +200,11 @@ def _measure(
 ) -> None:
     from crosshead.evals.bench_case import chosen
     from crosshead.evals.bench_run import bench
+    from crosshead.evals.kept_memory import keep_memory
 
     wanted = chosen(list(known), cases or [], f"bench {name}")
     _check(out)
+    keep_memory()
     with progress() as show:
         report = bench(wanted, rounds, device, show)
     _tell(report, out)

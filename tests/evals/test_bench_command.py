@@ -13,7 +13,7 @@ import torch
 
 from broken import run
 from crosshead.conversion.bench_convert import MIXERS
-from crosshead.evals import bench_cases, bench_run
+from crosshead.evals import bench_cases, bench_run, kept_memory
 from crosshead.evals.bench_case import TOLD, Case
 from crosshead.evals.bench_cases import ATTENTION, DECODE
 from crosshead.evals.bench_run import amount, bench, bench_lines
@@ -34,6 +34,12 @@ def told(name, ours, rival, **fields):
         return lambda: next(readings[side])
 
     return Case(name, f"{name} in words", "a rival", make, {"tokens": 3}, measured=TOLD, **fields)
+
+
+@pytest.fixture(autouse=True)
+def _others_memory(monkeypatch):
+    """Other tests of this process measure theirs."""
+    monkeypatch.setattr(kept_memory, "MALLOC_SETTINGS", {})
 
 
 @pytest.fixture

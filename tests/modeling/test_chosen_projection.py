@@ -24,6 +24,7 @@ def _from_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_projection, "LEAST_TOKENS", 1)
     monkeypatch.setattr(chosen_projection, "LEAST_FEATURES", 1)
     monkeypatch.setattr(chosen_projection, "GREATEST_SHARE", 1.0)
+    monkeypatch.setattr(chosen_projection, "GREATEST_EVALUATED_SHARE", 1.0)
 
 
 def agree(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor], tolerance: float) -> None:
@@ -59,6 +60,11 @@ def test_random_shapes(bias: bool, dtype: torch.dtype) -> None:
         whole.append(nn.functional.linear(counted.double(), *(x.double() for x in out.parameters())))
         agree(kept.project_in(into, hidden), whole[0], [hidden, *into.parameters()], TOLERANCES[dtype])
         agree(kept.project_out(out, output), whole[1], [output, *out.parameters()], TOLERANCES[dtype])
+        with torch.no_grad():  # by other products
+            kept = ChosenTokens(chosen.flatten(0, 1), shared)
+            found = kept.project_in(into, hidden), kept.project_out(out, output)
+        for mine, exact in zip(found, whole, strict=True):
+            torch.testing.assert_close(mine, exact.to(dtype), rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
 @pytest.mark.parametrize("name", ("into", "out of"))
@@ -121,8 +127,11 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_projection, "LEAST_TOKENS", 32)
     monkeypatch.setattr(chosen_projection, "LEAST_FEATURES", 8)
     monkeypatch.setattr(chosen_projection, "GREATEST_SHARE", 0.6)
+    monkeypatch.setattr(chosen_projection, "GREATEST_EVALUATED_SHARE", 0.75)
     assert pays_to_choose(projection, hidden, 0.5)
     assert not pays_to_choose(projection, hidden, 0.7)
+    with torch.no_grad():
+        assert pays_to_choose(projection, hidden, 0.7) and not pays_to_choose(projection, hidden, 0.8)
     assert not pays_to_choose(projection, hidden[:, :15], 0.5)
     assert not pays_to_choose(projection, hidden[..., :7], 0.5)
     assert not pays_to_choose(projection, hidden.bfloat16(), 0.5)
