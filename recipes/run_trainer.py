@@ -115,12 +115,18 @@ class RunTrainer(CheckpointTrainer):
         return loss
 
     def evaluation_loop(self, dataloader: Any, description: str, *_: Any, **options: Any) -> EvalLoopOutput:
-        """The mean over all predicted tokens, however they are divided into batches and among processes."""
+        """The mean over all predicted tokens, however they are divided into batches and among processes.
+
+        None where the run is asked to stop meanwhile.
+        """
         self.model.eval()
-        found = []
+        found, is_last = [], self.control.should_training_stop
         with torch.random.fork_rng(devices=[]):  # the data loader draws from them: training must not notice
             for inputs in dataloader:
                 found.append(self.accelerator.gather_for_metrics(evaluated(self.model, self._prepare_inputs(inputs))))
+                self.callback_handler.on_prediction_step(self.args, self.state, self.control)
+                if self.control.should_training_stop and not is_last:
+                    return EvalLoopOutput(np.empty(0), None, {}, len(dataloader.dataset))
         losses, counts = torch.cat(found).double().sum(0).tolist()
         return EvalLoopOutput(np.empty(0), None, {"eval_loss": losses / counts}, len(dataloader.dataset))
 
@@ -128,7 +134,11 @@ class RunTrainer(CheckpointTrainer):
         """Whatever is saved has been logged: resuming goes on behind it."""
         self.control.should_save |= self._owed and self.control.should_log
         self.control.should_log |= self.control.should_save
+        saves = self.control.should_save or self.control.should_training_stop
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self.control.should_training_stop and not saves:  # its evaluation was asked to stop
+            self.control.should_evaluate, self.control.should_save = False, True
+            self._maybe_log_save_evaluate(*args, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """While the loss is too high, later or at the end of a session, and no earlier one goes for it."""

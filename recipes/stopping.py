@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step that it is in, with a checkpoint."""
+"""Ctrl-C and SIGTERM end a run after the step that it is in, or in the middle of an evaluation, with a checkpoint."""
 
 import signal
 from collections.abc import Iterator
@@ -49,10 +49,18 @@ class StopWhenAsked(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Stop if any process has been asked to."""
-        self._request.signal = _greatest(self._request.signal or 0, args) or None
-        if self._request.signal is not None and state.global_step < state.max_steps:
+        if self._asked(args, state):
             control.should_save = control.should_training_stop = True
             control.should_evaluate = False  # whoever asks may not wait long
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """The same behind a batch of an evaluation, which then says nothing."""
+        control.should_training_stop |= self._asked(args, state)
+
+    def _asked(self, args: Any, state: Any) -> bool:
+        """Any process, before the last step is done."""
+        self._request.signal = _greatest(self._request.signal or 0, args) or None
+        return self._request.signal is not None and state.global_step < state.max_steps
 
 
 def _greatest(number: int, args: Any) -> int:

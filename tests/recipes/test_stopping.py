@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from broken import run as run_command
+from crosshead.recipes import run_trainer
 from crosshead.recipes.checkpoints import checkpoints, step_of
 from crosshead.recipes.schema import LoraOptions
 from crosshead.recipes.stopping import StopRequest
@@ -45,6 +46,40 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(number, tmp_path):
     assert lines[1] == [line for line in lines[0] if line != (3, False)]  # there was no time to evaluate
     found, expected = weights(recipe), weights(whole)
     assert all(found[name].equal(expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("last", (False, True))
+def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
+    """It ends there, with a checkpoint of the step before it; behind the last step there is nothing to stop."""
+    watch = {"evaluate_every": 3, "every": 2}
+    whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
+    train(whole)
+    seen, real = [], run_trainer.evaluated
+
+    def signalled(*arguments):
+        seen.append(1)
+        if len(seen) == batches + 1 if last else len(seen) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(*arguments)
+
+    monkeypatch.setattr(run_trainer, "evaluated", lambda *arguments: seen.append(1) or real(*arguments))
+    train(toy_run(KNOCKING, tmp_path / "counted", 6, watch=watch))
+    batches = len(seen) // 2
+    assert batches > 1
+    seen.clear()
+    monkeypatch.setattr(run_trainer, "evaluated", signalled)
+    outcome = train(recipe)
+    if last:
+        assert outcome.model and outcome.stopped_by is None and len(seen) == 2 * batches
+        return
+    assert (outcome.step, outcome.stopped_by, outcome.model, len(seen)) == (3, signal.SIGTERM, None, 1)
+    assert step_of(checkpoints(Path(recipe.output))[0]) == 3
+    assert train(recipe).step == 6
+    assert losses(recipe) == losses(whole)
+    lines = [[(line["step"], "eval_loss" in line) for line in metrics(each)] for each in (whole, recipe)]
+    assert lines[0] == [(2, False), (3, True), (4, False), (6, False), (6, True)]
+    assert lines[1] == [(2, False), (3, False), *lines[0][2:]]
+    assert all(weights(recipe)[name].equal(part) for name, part in weights(whole).items())
 
 
 def test_a_signal_in_the_last_step_changes_nothing(tmp_path):
