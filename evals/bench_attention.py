@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from crosshead.modeling.head_cache import split_heads
 from crosshead.modeling.mixer import AttentionCall, HeadStates, Mixer
 
 from .bench_pairs import Run
@@ -58,15 +59,21 @@ def stock(
 
 
 def layers_in_turn(
-    batch: int, heads: int, tokens: int, head_dim: int, rivals: int
+    batch: int, heads: int, tokens: int, head_dim: int, rivals: int, side_by_side: bool = False
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of as many layers as are cold by the time that their turn comes again, as in a model.
 
-    `rivals` are the heads of the rival, which has as many layers.
+    `rivals` are the heads of the rival, which has as many layers; `side_by_side` is how a token's heads lie.
     """
-    size, held = (batch, heads, tokens, head_dim), torch.get_default_dtype().itemsize
+    held = torch.get_default_dtype().itemsize
     turns = max(1, -(-COLD_BYTES // (2 * batch * rivals * tokens * head_dim * held)))
-    return cycle([(torch.randn(size), torch.randn(size)) for _ in range(turns)])
+
+    def made() -> torch.Tensor:
+        if side_by_side:
+            return split_heads(torch.randn(batch, tokens, heads * head_dim), heads)
+        return torch.randn(batch, heads, tokens, head_dim)
+
+    return cycle([(made(), made()) for _ in range(turns)])
 
 
 def mixed(mixer: Mixer, states: HeadStates, mask: torch.Tensor | None = None, eager: bool = False) -> torch.Tensor:

@@ -32,7 +32,7 @@ def decoding(
     torch.manual_seed(SEED)
     query = torch.randn(batch, query_heads, 1, head_dim)
     heads = key_value_heads // 2 if ours else key_value_heads
-    past = layers_in_turn(batch, heads, tokens, head_dim, rivals=key_value_heads)
+    past = layers_in_turn(batch, heads, tokens, head_dim, rivals=key_value_heads, side_by_side=ours)
     settings = {"on": ["key", "value"], "key_heads": heads, "value_heads": heads, "norm": False}
     explicit = Explicit(HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim), settings)
     for scalars in explicit.parameters():

@@ -76,6 +76,7 @@ class Explicit(Mixer):
         for side in settings["on"]:
             self.add_module(side, HeadCombination(layout.key_value_heads, self.component_heads(side)))
         self.norm = HeadRMSNorm(layout.head_dim, layout.norm_eps) if settings["norm"] else None
+        self.reads_side_by_side = len(settings["on"]) == 2
         self.divides_keys = layout.key_norm_eps is not None and "key" in settings["on"]
 
     @classmethod

@@ -2,7 +2,8 @@
 
 The library's caches store one tensor for keys and one for values, (B, heads, S, d) each, with equal head counts in
 a static cache, and have no place for further numbers. Where a layer's key and value components differ in count, or
-numbers go beside the keys, everything is stored as one wide head, (B, 1, S, features): the same bytes, no more.
+numbers go beside the keys, or a mechanism reads a token's heads together, everything is stored as one wide head,
+(B, 1, S, features): the same bytes, no more.
 """
 
 import torch
@@ -11,10 +12,15 @@ from transformers.cache_utils import Cache
 from .mixer import HeadStates
 
 
-def pass_cache(states: HeadStates, cache: Cache, layer_index: int) -> None:
-    """Store the states' keys and values and replace them by past and present together."""
+def pass_cache(states: HeadStates, cache: Cache, layer_index: int, side_by_side: bool = False) -> None:
+    """Store the states' keys and values and replace them by past and present together.
+
+    `side_by_side` asks for one wide head; a past that has several, as a trained prefix does, goes on as it is.
+    """
     key_heads, value_heads = states.key.shape[1], states.value.shape[1]
-    if not states.per_key and key_heads == value_heads:
+    past = _stored(cache, layer_index)
+    wide = states.per_key or key_heads != value_heads or (side_by_side and (past is None or past.shape[1] == 1))
+    if not wide:
         states.key, states.value = update(cache, states.key, states.value, layer_index)
         return
     beside = list(states.per_key.values())
@@ -35,14 +41,20 @@ def update(
     cache: Cache, keys: torch.Tensor, values: torch.Tensor, layer_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The cache's own update, refused where the past was stored by a layer of another form."""
-    past = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
-    if past is not None and past.numel() and (past.shape[1], past.shape[-1]) != (keys.shape[1], keys.shape[-1]):
+    past = _stored(cache, layer_index)
+    if past is not None and (past.shape[1], past.shape[-1]) != (keys.shape[1], keys.shape[-1]):
         raise ValueError(
             f"the cache of layer {layer_index} holds {past.shape[1]} heads of {past.shape[-1]} numbers, the layer "
             f"stores {keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that "
             "was made for the stock one"
         )
     return cache.update(keys, values, layer_index)
+
+
+def _stored(cache: Cache, layer_index: int) -> torch.Tensor | None:
+    """The keys of a layer, where there are any."""
+    past = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
+    return past if past is not None and past.numel() else None
 
 
 def merge_heads(x: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,8 @@ class MixedAttention(nn.Module):
             divides = any(mixer.divides_keys for mixer in self._mixers())
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
             self.k_norm = (HeadScaleRMSNorm if divides else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
+        owned = any(mixer.owns_attention for mixer in self._mixers())
+        self._side_by_side = not owned and any(mixer.reads_side_by_side for mixer in self._mixers())
         self._folded = {side: FoldedProjection() for side in ("query", "key", "value")}
 
     def _mixers(self) -> list[Mixer]:
@@ -74,7 +76,7 @@ class MixedAttention(nn.Module):
             mixer.on_settled(states)
         self._place(states, position_embeddings)
         if past_key_values is not None:
-            pass_cache(states, past_key_values, self.layer_idx)
+            pass_cache(states, past_key_values, self.layer_idx, self._side_by_side)
         output, weights = self._attend(states, mixers, call)
         *others, last = sorted(mixers, key=lambda mixer: not mixer.owns_attention)
         for mixer in others:

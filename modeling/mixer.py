@@ -156,6 +156,8 @@ class Mixer(nn.Module):
 
     divides_keys: bool = False
     """Divides keys by their root mean square itself, so that the backbone's norm on keys only scales."""
+    reads_side_by_side: bool = False
+    """`attend_cached` is sooner done where the heads of a token lie side by side in the cache."""
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__()

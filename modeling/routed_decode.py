@@ -1,13 +1,13 @@
 """Decoding under a mixture: the keys and values of heads that no active query head reads are left unread.
 
 A token chooses its heads, so that which of them the cache must give up changes from token to token; they are read
-where they lie, one by one as in `explicit_decode.py`. What a needed head's other readers get counts as little as
+where they lie, one by one. What a needed head's other readers get counts as little as
 what the heads left out get: the gates are zero.
 """
 
 import torch
 
-from .explicit_decode import OneSequence, one_by_one
+from .few_queries import met_one_by_one, settled, weighed_one_by_one
 from .mixer import AttentionCall
 
 LEAST_KEYS = 4096
@@ -40,7 +40,8 @@ def attend_to_needed(
     for sequence, heads in enumerate(needed):
         read = heads.nonzero().flatten()
         if len(read):
-            keys, values = (OneSequence([x[sequence, head] for head in read.tolist()], None) for x in (key, value))
+            keys, values = ([x[sequence, head] for head in read.tolist()] for x in (key, value))
             mask = None if call.mask is None else call.mask.expand(len(query), -1, -1, -1)[sequence : sequence + 1]
-            output[sequence, read] = one_by_one(rows[sequence, read], keys, values, None, mask)
+            logits = settled(met_one_by_one(rows[sequence, read], keys)[None], None, mask)
+            output[sequence, read] = weighed_one_by_one(torch.softmax(logits, -1)[0].to(query.dtype), values)
     return output.flatten(1, 2).unsqueeze(1)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 
 import oracles
-from crosshead.modeling import explicit, explicit_decode
+from crosshead.modeling import explicit, explicit_decode, few_queries
 from crosshead.modeling.eager import attention_weights, weigh_values
 from crosshead.modeling.explicit_decode import Components, attend_to_components
 from oracle_layers import Layer, assert_layer_agrees
@@ -206,15 +206,19 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("wide", (False, True))
+@pytest.mark.parametrize("combined", (False, True))
+@pytest.mark.parametrize("numbers", (0, 3))
 @torch.no_grad()
-def test_components_are_not_copied_one_by_one(wide: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explicit_decode, "LARGE", 0)
-    heads = torch.randn(2, 40, 2 * 64 + 3)[..., :-3].unflatten(-1, (2, 64)).transpose(1, 2)
-    heads = heads if wide else heads.contiguous()
-    side = Components(heads, torch.randn(4, 2))
+def test_components_are_not_copied(numbers: int, combined: bool) -> None:
+    """Where they lie side by side, with numbers beside them too, and heads that nothing combines wherever they lie."""
+    heads = torch.randn(2, 40, 2 * 64 + numbers)[..., : 2 * 64].unflatten(-1, (2, 64)).transpose(1, 2)
+    heads = heads if combined or numbers else heads.contiguous()
+    if not combined and numbers:
+        heads = heads[:1]  # of several sequences at once, torch's product would
+    side = Components(heads, torch.randn(3, 2) if combined else None)
+    query = torch.randn(len(heads), 3 if combined else 2, 1, 64)
     with Largest() as largest:
-        attend_to_components(torch.randn(2, 4, 1, 64), side, side, None, None)
+        attend_to_components(query, side, side, None, None)
     assert largest.numbers < heads[0, 0].numel()
 
 
@@ -222,12 +226,12 @@ def test_components_are_not_copied_one_by_one(wide: bool, monkeypatch: pytest.Mo
 def test_many_products_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many as are worth it."""
     made: list[int] = []
-    monkeypatch.setattr(explicit_decode, "product", lambda x, y: made.append(len(x)) or x @ y.t())
-    monkeypatch.setattr(explicit_decode, "LARGE", 3 * 40 * 4)
+    monkeypatch.setattr(few_queries, "product", lambda x, y: made.append(len(x)) or x @ y.t())
+    monkeypatch.setattr(explicit_decode, "LARGE", 3 * 40 * 2 * 4)
     for length in (39, 40):
         side = Components(torch.randn(2, 2, length, 4), torch.randn(3, 2))
         attend_to_components(torch.randn(2, 3, 1, 4), side, side, None, None)
-        assert made == ([] if length == 39 else 2 * [40, 40, 3, 3])
+        assert made == ([] if length == 39 else [40, 40, 3, 3])
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))

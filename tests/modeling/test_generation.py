@@ -116,7 +116,30 @@ def test_static_cache_takes_components_only() -> None:
     cache = StaticCache(config=model.config, max_cache_len=32)
     with torch.no_grad():
         model(tokens(), past_key_values=cache)
-    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 2, 32, 8)] * 2
+    assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 1, 32, 2 * 8)] * 2
+
+
+@pytest.mark.parametrize("mixers", ({"explicit": {}}, {"explicit": {"on": ["key"]}}, {"explicit": {}, "talking": {}}))
+@torch.no_grad()
+def test_heads_lie_side_by_side_where_they_are_read_so(mixers: dict[str, Any]) -> None:
+    """And apart where the past, as a prefix that was trained, has them apart."""
+    model, ids = mixed_model("Llama", mixers, backend="sdpa"), tokens()
+    expected, apart = model(ids, use_cache=False).logits[:, -3:], DynamicCache(config=model.config)
+    attentions = [layer.self_attn for layer in model.model.layers]
+    together = list(mixers) == ["explicit"] and not mixers["explicit"]
+    assert all(attention._side_by_side == together for attention in attentions)
+    for attention in attentions:
+        attention._side_by_side = False
+    model(ids[:, :-3], past_key_values=apart)
+    for attention in attentions:
+        attention._side_by_side = together
+    whole = DynamicCache(config=model.config)
+    model(ids[:, :-3], past_key_values=whole)
+    heads = model.config.num_key_value_heads
+    for cache, forms in ((apart, {heads}), (whole, {1 if together else heads})):
+        following = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(len(ids[0]) - 3, len(ids[0]))]
+        assert (torch.cat(following, 1) - expected).abs().max() < 1e-5
+        assert {layer.keys.shape[1] for layer in cache.layers} == forms
 
 
 def test_other_mechanisms_leave_the_cache_as_it_is() -> None:
