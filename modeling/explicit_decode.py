@@ -1,7 +1,7 @@
 """Attention to component heads as the cache holds them, for few queries: the combined heads never exist.
 
-`q_i . K_i = sum_j (C_ij q_i) . B_j`: the scalars go to the queries, and a token's components, side by side, are one long
-key, `[C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`. With values, each head's weights meet the long values, and the
+`q_i . K_i = sum_j (C_ij q_i) . B_j`: the scalars go to the queries, and a token's components, side by side, are one
+long key, `[C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`. With values, each head's weights meet the long values, and the
 scalars come last: `o_i = sum_j C_ij (w_i B_j)`. What is read is `h'` heads; what is multiplied is `h'` times that of
 plain attention, which pays while reading is what takes time.
 
@@ -17,8 +17,8 @@ from .few_queries import met_one_by_one, settled, weighed_one_by_one
 from .head_cache import merge_heads
 
 LARGE = 2**22
-"""Multiplications of a matrix from which on matrices are met one by one. Measured: with half as many, all at once is as
-fast."""
+"""Multiplications of a matrix from which on matrices are met one by one. Measured: with half as many, all at once is
+as fast."""
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
-from .checkpoints import PARTIAL, publish
+from .checkpoints import PARTIAL, publish, step_of
 from .errors import RecipeError, one_line
 from .trainable import is_wrapped, whole_model
 
@@ -23,11 +24,26 @@ class CheckpointTrainer(Trainer):
         self.output, self.checkpoint, self.keep = output, checkpoint, keep
         self._kind = type(options["model"])
         super().__init__(**options)
+        if checkpoint is not None:
+            self._check_checkpoint(checkpoint)
         if is_wrapped(options["model"]) and (self.is_fsdp_enabled or self.is_deepspeed_enabled):
             raise RecipeError(
                 "train.trainable='mixers+lora' is not for FSDP or DeepSpeed, which hold a part of each matrix: use "
                 "'mixers' or 'all', or start without them"
             )
+        if self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
+            raise RecipeError(
+                "fsdp_state_dict_type: only FULL_STATE_DICT is allowed, as others are read by code that they bring"
+            )
+
+    def _check_checkpoint(self, checkpoint: Path) -> None:
+        """It is of the step that its name says, and has the optimizer's moments, which the library does not miss."""
+        with self._reading():
+            step = TrainerState.load_from_json(str(checkpoint / TRAINER_STATE_NAME)).global_step
+            if step != step_of(checkpoint):
+                raise ValueError(f"its {TRAINER_STATE_NAME} is of step {step}")
+            if not self.is_deepspeed_enabled and not any(checkpoint.glob("optimizer*")):
+                raise ValueError("it lacks the optimizer's state")
 
     def save_result(self, folder: Path) -> None:
         """The trained model alone, as `from_pretrained` reads it."""

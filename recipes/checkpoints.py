@@ -18,6 +18,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ LOCK = ".lock"
 LIST = "complete.json"
 RUN = "run.json"
 MODEL = "model"
+METRICS = "metrics.jsonl"
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +58,12 @@ def publish(partial: Path, output: Path, keep: int) -> None:
 def put(partial: Path, target: Path) -> None:
     """Move a folder to its place, its content forced to the disk; what was there before goes last."""
     for path in (*partial.rglob("*"), partial):
-        _force(path)
+        force(path)
     old = partial.with_name(f"{target.name}.old")
     if target.exists():
         target.rename(old)
     partial.rename(target)
-    _force(target.parent)
+    force(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -83,18 +85,19 @@ def only_run(output: Path) -> Iterator[None]:
             logger.warning("%s cannot be locked (%s): nothing else may train there", output, error.strerror)
         try:
             yield
-        except RecipeError:
-            if made and [path.name for path in output.iterdir()] == [LOCK]:  # refused before it began
+        except BaseException:
+            written = {path.name for path in output.iterdir() if path.stat().st_size}
+            if made and written <= {LOCK, RUN}:  # refused before it began
                 shutil.rmtree(output)
             raise
 
 
 def check_run(output: Path, run: Mapping[str, Any]) -> None:
-    """Write down which run this is; `RecipeError` where the folder holds another one."""
-    path = output / RUN
-    if not path.exists():
-        if checkpoints(output) or (output / MODEL).exists():
-            raise RecipeError(f"{output} holds a model, but no {RUN} says of which run: choose another output")
+    """Write down which run this is; `RecipeError` where the folder holds checkpoints or the model of another one."""
+    path, holds = output / RUN, bool(checkpoints(output)) or (output / MODEL).exists()
+    if not path.exists() and (holds or any(output.glob(f"{PREFIX}*")) or (output / METRICS).exists()):
+        raise RecipeError(f"{output} holds a model or a run, but no {RUN} says of which run: choose another output")
+    if not holds:
         temporary = path.with_suffix(".partial")
         temporary.write_text(json.dumps(run, indent=2), encoding="utf-8")
         temporary.replace(path)
@@ -116,7 +119,8 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in sorted(folder.rglob("*")) if path.is_file())
 
 
-def _force(path: Path) -> None:
+def force(path: Path) -> None:
+    """To the disk, whatever becomes of the machine."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -131,5 +135,11 @@ def _is_complete(checkpoint: Path) -> bool:
     except (OSError, ValueError, AttributeError):
         whole = False
     if not whole:
-        logger.warning("%s is damaged: it is passed over", checkpoint)
+        _warn(checkpoint)
     return whole
+
+
+@cache
+def _warn(checkpoint: Path) -> None:
+    """Once."""
+    logger.warning("%s is damaged: it is passed over", checkpoint)

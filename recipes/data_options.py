@@ -1,10 +1,14 @@
 """What a recipe says about its data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from .errors import RecipeError
 from .text_values import Count, Positive, Share
+
+OF_THE_HUB = ("subset", "split", "revision", "streaming")
+UNREAD = {"text": ("column", *OF_THE_HUB), "jsonl": OF_THE_HUB, "parquet": OF_THE_HUB, "hub": ()}
+"""Kind of source -> options that say nothing about it."""
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,17 @@ class DataSource:
     """hub: a branch, tag or commit; without it, what is there on the day when it is tokenised."""
     streaming: bool = False
     """hub: tokenise while the dataset is fetched, and keep no copy of its files."""
+
+    def __post_init__(self) -> None:
+        """No option that nothing would come of."""
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name in UNREAD[self.kind] and value != option.default:
+                kinds = ", ".join(repr(kind) for kind, unread in UNREAD.items() if option.name not in unread)
+                raise RecipeError(
+                    f"{option.name}={value!r} says nothing about a source of the kind {self.kind!r}: leave it out, or "
+                    f"use a kind that has it ({kinds})"
+                )
 
 
 @dataclass(frozen=True)

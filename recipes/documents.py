@@ -6,6 +6,7 @@ A document is an iterable of strings that together are its text, to be consumed 
 import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .column_text import checked_text, missing_column
@@ -18,6 +19,8 @@ BLOCK = 1 << 20
 """Bytes of a text file read at a time."""
 ROWS = 256
 """Rows of a table read at a time."""
+GZIP = b"\x1f\x8b"
+"""How a compressed file begins, and no text."""
 
 Document = Iterable[str]
 Advance = Callable[[int], None]
@@ -32,10 +35,27 @@ def documents(source: DataSource, advance: Advance) -> Iterator[Document]:
             advance(1)
         return
     for path in source_files(source):
-        try:
+        with _reading(path):
+            _check_unpacked(path)
             yield from READERS[source.kind](path, source.column, advance)
-        except OSError as error:
-            raise RecipeError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """`RecipeError` where the system does not let a file be read."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
+
+
+def _check_unpacked(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(len(GZIP)) == GZIP:
+            raise RecipeError(
+                f"{path} is compressed (gzip): unpack it first, or give its folder with kind: hub, which reads such "
+                "files, a line or row a document"
+            )
 
 
 def text_document(path: Path, column: str, advance: Advance) -> Iterator[Document]:
@@ -46,7 +66,7 @@ def text_document(path: Path, column: str, advance: Advance) -> Iterator[Documen
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     begin = 0
-    with path.open("rb") as file:
+    with _reading(path), path.open("rb") as file:  # `documents` is left by then
         while True:
             raw = file.read(BLOCK)
             begin -= len(decoder.getstate()[0])  # a character that the block before left unfinished

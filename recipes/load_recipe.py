@@ -1,10 +1,13 @@
 """From a YAML file, and what the command line changes in it, to a checked recipe."""
 
 from collections.abc import Sequence
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from crosshead.modeling.options import unknown
 
 from .errors import RecipeError
 from .schema import Recipe
@@ -19,10 +22,12 @@ class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml brings no types
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """A mapping; the base class would let the last value of a key win."""
-        content = super().construct_mapping(node, deep)
-        if len(content) < len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "a key stands twice", node.start_mark)
-        return content
+        found = set()
+        for key, _ in node.value:
+            if str(key.value) in found:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} stands twice", key.start_mark)
+            found.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 def shipped_recipes() -> dict[str, Path]:
@@ -51,14 +56,28 @@ def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
 
 def _parse(text: str) -> Any:
     content = yaml.load(text, Loader=_Loader)
-    return "" if content is None else content  # as an empty value inside a document is
+    return "" if content is None else _apart(content)  # as an empty value inside a document is
+
+
+def _apart(content: Any) -> Any:
+    """What an anchor names twice as two, so that one may change alone; and `~/` as the user's folder."""
+    if isinstance(content, dict):
+        return {key: _apart(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [_apart(value) for value in content]
+    return expanduser(content) if content.startswith("~/") else content
 
 
 def _find(name: str) -> Path:
     path, shipped = Path(name), shipped_recipes()
-    if path.exists() or name.removesuffix(".yaml") not in shipped:
+    if path.exists():
         return path
-    return shipped[name.removesuffix(".yaml")]
+    if name.partition("/")[0] in FOLDERS:
+        known = shipped.get(name.removesuffix(".yaml"))
+        if known is None:
+            raise RecipeError(str(unknown("the package", "recipe", name, list(shipped))))
+        return known
+    return path
 
 
 def _change(content: Any, change: str) -> None:

@@ -8,7 +8,7 @@ from statistics import mean, pstdev
 from .errors import RecipeError
 from .scaling_law import LEAST_POINTS
 from .schema import Recipe
-from .watching import LEAST_SPIKE, RECENT, SPIKE, LossWatch, MetricsFile
+from .watching import LEAST_RUNAWAY, LEAST_SPIKE, RECENT, SPIKE, LossWatch, MetricsFile
 
 HELD_OUT, TRAINING = "held-out", "training"
 
@@ -25,7 +25,7 @@ def kind_of_loss(recipe: Recipe) -> str:
     """Held-out loss, which the paper fits, where the recipe evaluates often enough for a curve; or training loss."""
     every = recipe.watch.evaluate_every
     evaluates = bool(recipe.data.held_out or recipe.data.evaluation)
-    points = (recipe.steps - _begin(recipe)) // every if every and evaluates else 0
+    points = (recipe.steps - begin(recipe)) // every if every and evaluates else 0
     return HELD_OUT if points >= LEAST_POINTS else TRAINING
 
 
@@ -36,28 +36,42 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
         points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
     else:
         points = dict(enumerate(MetricsFile.losses(Path(run.output), run.steps), 1))
-    kept = sorted((step, loss) for step, loss in points.items() if step > _begin(run))
+    kept = sorted((step, loss) for step, loss in points.items() if step > begin(run))
     return LossCurve(
         tokens=tuple(step * run.train.batch_tokens for step, _ in kept), losses=tuple(loss for _, loss in kept)
     )
 
 
-def _begin(run: Recipe) -> int:
-    return max(run.warmup_steps, run.distillation.match_steps if run.distillation else 0)
+def begin(run: Recipe) -> int:
+    """The step behind which the curve begins."""
+    return max(run.warmup_steps, _other_until(run))
+
+
+def _other_until(run: Recipe) -> int:
+    """The last step of another objective."""
+    return run.distillation.match_steps if run.distillation else 0
 
 
 def spikes(run: Recipe) -> int:
     """How many the run had; they may well have passed."""
-    watch = LossWatch(run.distillation.match_steps if run.distillation else 0)
+    watch = LossWatch(_other_until(run))
     with suppress(RecipeError):  # where the run diverged, it has ended
         watch.see(MetricsFile.losses(Path(run.output), run.steps), 1)
     return watch.spikes
 
 
 def rise(run: Recipe) -> float:
-    """By how much the training loss ends above its lowest, both averaged over steps; 0 where that may be chance."""
+    """By how much the training loss ends above its lowest, both averaged over steps; 0 where that may be chance.
+
+    Or above its first, which is that of a model that no step has spoilt; one loss alone may be low by chance.
+    """
     losses = loss_curve(run, TRAINING).losses
     window = min(RECENT, len(losses) // 5)
+    if not window:
+        return 0.0
+    risen = mean(losses[-window:]) - MetricsFile.losses(Path(run.output), run.steps)[_other_until(run)]
+    if risen > LEAST_RUNAWAY:
+        return risen
     if window < 2:
         return 0.0
     last, *before = (losses[end - window : end] for end in range(len(losses), window - 1, -window))

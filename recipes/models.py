@@ -13,6 +13,7 @@ from .schema import ModelOptions, Recipe
 
 BESIDE = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 """Patterns of files of the model that is continued which stay true of the result."""
+USE_ITS_SOURCE = "use the model that this one was made from"
 LEFT_OUT = {"expert_bias": False}
 """What a configuration does not write down where it has this value."""
 
@@ -88,15 +89,30 @@ def vocabulary_of(recipe: Recipe) -> int:
         raise RecipeError(_unloadable("model.path", options.path, error, options)) from None
 
 
-def load_teacher(name: str, vocabulary: int) -> Any:
-    """The model that is learnt from, as it is stored and never changed."""
+def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
+    """The model that is learnt from, as it is stored and never changed; it reads the same tokens."""
     teacher = _loaded(name, "distillation.teacher", "auto").eval().requires_grad_(False)
-    if teacher.config.vocab_size > vocabulary:
+    known, highest = teacher.config.vocab_size, max(tokenizer.get_vocab().values(), default=-1)
+    if known > vocabulary:
         raise RecipeError(
-            f"distillation.teacher={name} knows {teacher.config.vocab_size} tokens, the model {vocabulary}: use the "
-            "model that this one was made from"
+            f"distillation.teacher={name} knows {known} tokens, the model {vocabulary}: {USE_ITS_SOURCE}"
+        )
+    if known <= highest:
+        raise RecipeError(
+            f"distillation.teacher={name} knows {known} tokens, the tokenizer's last is {highest}: {USE_ITS_SOURCE}"
         )
     return teacher
+
+
+def check_matches(teacher: Any, config: Any, name: str, steps: int) -> None:
+    """Attention outputs can be fitted to the teacher's, where that is asked for: as many layers of the same width."""
+    for key in ("num_hidden_layers", "hidden_size") if steps else ():
+        theirs, ours = getattr(teacher.config, key), getattr(config, key)
+        if theirs != ours:
+            raise RecipeError(
+                f"distillation.match_steps={steps} compares layers, and distillation.teacher={name} has "
+                f"{key}={theirs}, the model {ours}: use 0, or the model that this one was made from"
+            )
 
 
 def _unloadable(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:

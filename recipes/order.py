@@ -6,6 +6,7 @@ run changes so that after any number of samples each has had its share, to withi
 """
 
 from collections.abc import Sequence
+from decimal import Decimal
 from fractions import Fraction
 from hashlib import blake2b
 from heapq import heappop, heappush
@@ -57,8 +58,8 @@ class Turns:
         self.period = sum(self.units)
         if self.period > LONGEST_PERIOD:
             raise RecipeError(
-                f"the sources' weights {list(weights)} repeat only after {self.period} windows, {LONGEST_PERIOD} at "
-                "most: give shares that need fewer digits, such as 61.28 and 38.72"
+                f"the sources' weights {list(weights)} repeat only after {Decimal(self.period):.6g} windows, "
+                f"{LONGEST_PERIOD} at most: give shares that need fewer digits, such as 61.28 and 38.72"
             )
         self._source = np.empty(self.period, np.int32)
         self._number = np.empty(self.period, np.int32)  # which of its turns in the period this is

@@ -1,6 +1,6 @@
 """What the head routers of `mixture` do in training: their balance loss, and how much each head is used."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,10 +12,12 @@ class HeadRouting:
     """The routers of one model."""
 
     def __init__(self, config: Any) -> None:
-        layers = (config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers))
-        options = [layer["mixture"] for layer in layers if "mixture" in layer]
+        mixers = {layer: config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)}
+        options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
+        self.layers = tuple(options)
+        """Those that have one."""
         self._weight = config.mixers["mixture"]["balance_weight"]
-        self._selected = [settings["active_heads"] - settings["shared_heads"] for settings in options]
+        self._selected = [settings["active_heads"] - settings["shared_heads"] for settings in options.values()]
 
     @classmethod
     def of(cls, config: Any) -> "HeadRouting | None":
@@ -45,9 +47,9 @@ class HeadRouting:
         return found
 
 
-def extremes(loads: Sequence[torch.Tensor]) -> dict[str, float]:
+def extremes(loads: Mapping[int, torch.Tensor]) -> dict[str, float]:
     """By layer, the least and the most used head's share of a step's tokens."""
     found: dict[str, float] = {}
-    for index, load in enumerate(loads):
-        found |= {f"head_load/{index}/least": load.min().item(), f"head_load/{index}/most": load.max().item()}
+    for layer, load in loads.items():
+        found |= {f"head_load/{layer}/least": load.min().item(), f"head_load/{layer}/most": load.max().item()}
     return found

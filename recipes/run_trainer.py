@@ -17,11 +17,12 @@ from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import checkpoints, step_of
 from .errors import DivergedError
 from .expert_balance import ExpertBalance, read_everywhere
+from .moving import moved, starting_points
 from .objective import Objective, evaluated
 from .routing import HeadRouting, extremes
 from .schedule import rate
 from .schema import Recipe
-from .watching import LossWatch, MetricsFile, check_finite, moved, starting_points
+from .watching import LossWatch, MetricsFile, check_finite
 
 
 class Remaining(Sampler[int]):
@@ -180,10 +181,11 @@ class RunTrainer(CheckpointTrainer):
     def _head_load(self) -> dict[str, float]:
         """Over all micro batches and processes of the step."""
         loads, self._loads = self._loads, []
-        if not loads:
+        if self.routing is None or not loads:
             return {}
         layers = (torch.stack(layer).mean(0) for layer in zip(*loads, strict=True))
-        return extremes([self.accelerator.reduce(layer, "mean") for layer in layers])
+        reduced = (self.accelerator.reduce(layer, "mean") for layer in layers)
+        return extremes(dict(zip(self.routing.layers, reduced, strict=True)))
 
     def _losses(self) -> list[float]:
         """Of the steps since the last log."""

@@ -21,10 +21,10 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     arguments = training_arguments(recipe)
     if arguments.world_size > 1:
         raise RecipeError(f"{arguments.world_size} processes would write the same logits: start one")
-    vocabulary = vocabulary_of(recipe)
-    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary, progress)
+    vocabulary, tokenizer = vocabulary_of(recipe), load_tokenizer(recipe)
+    teacher = load_teacher(recipe.distillation.teacher, vocabulary, tokenizer).to(arguments.device)
+    data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
-    teacher = load_teacher(recipe.distillation.teacher, vocabulary).to(arguments.device)
     belongs, advance = belonging(recipe, data), partial(progress, "teacher")
     with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
         write_logits(teacher, samples, recipe.train.micro_batch, belongs, folder, advance)

@@ -59,8 +59,18 @@ def fit_scaling_law(tokens: Sequence[float], losses: Sequence[float]) -> Scaling
         before, weights = weights, TOLERATED * spread / np.maximum(apart, TOLERATED * spread)
         if np.abs(weights - before).max() < 1e-3:
             break
-    error = spread * (3 / len(y)) ** 0.5  # three numbers fitted to so many points
+    error = spread * _leverage(x / last, weights, exponent) ** 0.5
     return ScalingLaw(float(last * height ** (1 / exponent)), exponent, floor, float(error))
+
+
+def _leverage(x: Numbers, weights: Numbers, exponent: float) -> float:
+    """The variance of the fitted loss at 1, the last point, beside that of one point.
+
+    As a change of height, floor and exponent moves it; the exponent's is there even of a flat curve, which has none.
+    """
+    moves = np.stack([x**-exponent, np.ones_like(x), x**-exponent * np.log(x)], axis=1)
+    at_last = np.array([1.0, 1.0, 0.0])
+    return float(at_last @ np.linalg.pinv(moves.T @ (weights[:, None] * moves)) @ at_last)
 
 
 def _search(x: Numbers, y: Numbers, weights: Numbers) -> tuple[float, float, float]:

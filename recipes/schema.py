@@ -5,7 +5,6 @@ read from where the command runs.
 """
 
 from dataclasses import dataclass, field
-from math import ceil
 from typing import Any, Literal
 
 from huggingface_hub.errors import HFValidationError
@@ -14,7 +13,8 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from .data_options import DataOptions
 from .errors import RecipeError
 from .model_config import check_expert_bias, model_config
-from .text_values import Count, NotNegative, Positive, Share, Whole
+from .order import Turns
+from .text_values import Beta, Count, NotNegative, Positive, Seed, Share, Whole
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class TrainOptions:
     warmup_from: NotNegative = 0.0
     """The learning rate before the first step."""
     weight_decay: NotNegative = 0.1
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Positive = 1e-8
     gradient_clipping: NotNegative = 1.0
     """The largest norm of the gradient; 0 means any."""
@@ -81,7 +81,7 @@ class TrainOptions:
     """For a model with `expert_bias`: how far the biases by which routers choose experts move in each step."""
     checkpoint_activations: bool = False
     """Less memory, a third more time."""
-    seed: Whole = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         """LoRA where it is asked for, a warmup that leads up, and steps that are whole."""
@@ -171,8 +171,8 @@ class SweepOptions:
     learning_rates: tuple[Positive, ...]
 
     def __post_init__(self) -> None:
-        """Something to compare."""
-        if len(set(self.learning_rates)) < max(2, len(self.learning_rates)):
+        """Something to compare, in folders of their own."""
+        if len({f"{rate:g}" for rate in self.learning_rates}) < max(2, len(self.learning_rates)):
             raise RecipeError(f"learning_rates={list(self.learning_rates)}: give two or more different ones")
 
 
@@ -195,7 +195,7 @@ class Recipe:
         """Sections that fit each other, and a configuration that a model can be made of."""
         length, train = self.data.length, self.train
         if train.batch_tokens % length:
-            nearest = max(1, round(train.batch_tokens / length)) * length
+            nearest = max(1, (train.batch_tokens + length // 2) // length) * length
             raise RecipeError(
                 f"train.batch_tokens={train.batch_tokens} is no multiple of data.length={length}: "
                 f"the nearest is {nearest}"
@@ -209,6 +209,7 @@ class Recipe:
                 f"train.warmup={train.warmup:g} leaves nothing after it: train.tokens={train.tokens} are "
                 f"{self.steps} steps of train.batch_tokens={train.batch_tokens}"
             )
+        Turns([source.weight for source in self.data.sources])  # or it is refused when all are tokenised
         if self.model.config is not None:
             check_expert_bias(model_config(self.model.config), train.expert_bias_rate)
 
@@ -220,7 +221,7 @@ class Recipe:
     @property
     def steps(self) -> int:
         """Of training in all."""
-        return ceil(self.train.tokens / self.train.batch_tokens)
+        return -(-self.train.tokens // self.train.batch_tokens)
 
     @property
     def warmup_steps(self) -> int:

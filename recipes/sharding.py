@@ -6,6 +6,8 @@ from typing import Any
 
 import yaml
 
+from crosshead.modeling.options import is_whole
+
 from .errors import RecipeError, one_line
 
 FOLDER = Path(__file__).parent / "accelerate"
@@ -67,8 +69,8 @@ def read_sharding(name: str) -> Sharding:
             f"use one of {', '.join(KINDS)}"
         )
     _check(name, kind, content)
-    processes = 1 if kind == ALONE else content.get("num_processes")
-    if not isinstance(processes, int) or processes < 1:
+    processes: Any = 1 if kind == ALONE else content.get("num_processes")
+    if not is_whole(processes) or processes < 1:
         raise RecipeError(f"--accelerate {name}: num_processes={processes!r} does not say how many GPUs there are")
     return Sharding(path.stem, kind, processes)
 
@@ -85,6 +87,8 @@ def check_teacher(kind: str | None) -> None:
 def _check(name: str, kind: str, content: dict[str, Any]) -> None:
     section, settings = COUNTED_ON.get(kind, ("", {}))
     found = content.get(section) or {}
+    if not isinstance(found, dict):
+        raise RecipeError(f"--accelerate {name}: {section}={found!r} is no mapping, one `key: value` a line")
     for key, (counted, if_none) in settings.items():
         value = found.get(key, if_none)
         if value != counted:

@@ -1,6 +1,8 @@
 """Ctrl-C and SIGTERM end a run after the step that it is in, or in the middle of an evaluation, with a checkpoint."""
 
+import os
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -10,13 +12,16 @@ import torch
 from transformers import TrainerCallback
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SAME_REQUEST = 2.0
+"""Seconds in which a signal that comes again is the same request: a launcher passes on what all have got."""
 
 
 class StopRequest:
-    """Whether a signal has come; a second one ends the process at once, as if nobody listened."""
+    """Whether a signal has come; one that comes again later ends the process at once, as if nobody listened."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
+        self._since: float | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -33,8 +38,12 @@ class StopRequest:
             self._give_back()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        self.signal = number
-        self._give_back()
+        now = time.monotonic()
+        if self._since is None:
+            self.signal, self._since = number, now
+        elif now - self._since > SAME_REQUEST:
+            self._give_back()
+            os.kill(os.getpid(), number)
 
     def _give_back(self) -> None:
         for number, handler in self._before.items():
@@ -59,8 +68,10 @@ class StopWhenAsked(TrainerCallback):
 
     def _asked(self, args: Any, state: Any) -> bool:
         """Any process, before the last step is done."""
-        self._request.signal = _greatest(self._request.signal or 0, args) or None
-        return self._request.signal is not None and state.global_step < state.max_steps
+        found = _greatest(self._request.signal or 0, args)
+        if found:  # if not, one may have come while this process waited for the others: it counts the next time
+            self._request.signal = found
+        return bool(found) and state.global_step < state.max_steps
 
 
 def _greatest(number: int, args: Any) -> int:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DivergedError, RecipeError
-from .loss_curves import LossCurve, kind_of_loss, loss_curve, rise, spikes
+from .loss_curves import LossCurve, begin, kind_of_loss, loss_curve, rise, spikes
 from .scaling_law import LEAST_POINTS, ScalingLaw, fit_scaling_law
 from .schema import Recipe
 from .sweep_plot import plot
@@ -61,6 +61,7 @@ class Try:
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
     """Train what is not done yet, and write `sweep.json` and `sweep.svg` into the recipe's output."""
     runs, kind = sweep_runs(recipe), kind_of_loss(recipe)
+    _check_length(recipe)
     tries: list[Try] = []
     for run in runs:
         diverged, stopped_by = _finished(run, progress)
@@ -70,6 +71,16 @@ def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
         report = _report(recipe, kind, tries)
         _write(Path(recipe.output), report)
     return report
+
+
+def _check_length(recipe: Recipe) -> None:
+    """Before the first of the runs is made for nothing."""
+    behind = recipe.steps - begin(recipe)
+    if behind < LEAST_POINTS:
+        raise RecipeError(
+            f"{max(0, behind)} of {recipe.steps} steps lie behind the warmup, too few for a curve: train on more "
+            "tokens"
+        )
 
 
 def sweep_runs(recipe: Recipe) -> list[Recipe]:

@@ -25,17 +25,23 @@ class Range:
     low: float
     high: float = math.inf
     low_itself: bool = True
+    high_itself: bool = True
 
     def check(self, name: str, value: float) -> None:
         """`ValueError` where the value lies outside."""
-        if not (self.low <= value <= self.high) or (value == self.low and not self.low_itself):
-            low = f"from {self.low:g}" if self.low_itself else f"above {self.low:g}"
-            raise refuse(name, value, f"use a number {low}{'' if self.high == math.inf else f' to {self.high:g}'}")
+        too_low = value < self.low or (value == self.low and not self.low_itself)
+        if too_low or value > self.high or (value == self.high and not self.high_itself):
+            low = f"{'from' if self.low_itself else 'above'} {self.low}"
+            high = f" {'to' if self.high_itself else 'to below'} {self.high}"
+            raise refuse(name, value, f"use a number {low}{'' if self.high == math.inf else high}")
 
 
-Count = Annotated[int, Range(1)]
-Whole = Annotated[int, Range(0)]
+LARGEST = 2**63 - 1
+Count = Annotated[int, Range(1, LARGEST)]
+Whole = Annotated[int, Range(0, LARGEST)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
+Beta = Annotated[float, Range(0, 1, high_itself=False)]
 Positive = Annotated[float, Range(0, low_itself=False)]
 NotNegative = Annotated[float, Range(0)]
 

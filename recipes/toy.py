@@ -41,10 +41,10 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
         path = _write_model(config, folder / "model", recipe.train.seed)
-    if distillation is not None:
+    if distillation is not None and distillation.logits is None:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed)
         steps = min(distillation.match_steps, STEPS // 3)
-        distillation = replace(distillation, teacher=teacher, logits=None, match_steps=steps)
+        distillation = replace(distillation, teacher=teacher, match_steps=steps)
     return replace(
         recipe,
         output=str(folder / "run"),
@@ -52,7 +52,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         data=_toy_data(recipe.data, folder),
         train=_toy_train(recipe.train),
         distillation=distillation,
-        watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2, report_to=()),
+        watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2),
         checkpoints=replace(recipe.checkpoints, every=STEPS // 2),
         hub=None,
     )

@@ -15,7 +15,7 @@ from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
 from .errors import RecipeError
 from .model_config import check_expert_bias
-from .models import files_beside, load_model, load_teacher, load_tokenizer
+from .models import check_matches, files_beside, load_model, load_teacher, load_tokenizer
 from .processes import in_turn
 from .run_trainer import RunTrainer
 from .schema import Recipe
@@ -123,7 +123,8 @@ def _models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     check_expert_bias(model.config, recipe.train.expert_bias_rate)
     if options is not None and options.teacher is not None:
         check_teacher(ZERO3 if is_deepspeed_zero3_enabled() else None)
-        teacher = load_teacher(options.teacher, model.config.vocab_size)
+        teacher = load_teacher(options.teacher, model.config.vocab_size, tokenizer)
+        check_matches(teacher, model.config, options.teacher, options.match_steps)
     if recipe.train.checkpoint_activations:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()

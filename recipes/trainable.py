@@ -21,10 +21,11 @@ def set_trainable(model: Any, options: TrainOptions) -> Any:
     """Freeze what is not to move; for `mixers+lora`, the model in peft's wrapper."""
     if options.trainable == "all":
         return model
-    if not any(is_new(name) for name, _ in model.named_parameters()):
+    mixed = bool(getattr(model.config, "mixers", None))
+    if not mixed or (options.lora is None and not any(is_new(name) for name, _ in model.named_parameters())):
+        lacks = "mechanism with parameters" if mixed else "mechanism"
         raise RecipeError(
-            f"train.trainable={options.trainable!r}, but the model has no mechanism with parameters: use all, or "
-            "convert the model first"
+            f"train.trainable={options.trainable!r}, but the model has no {lacks}: use all, or convert the model first"
         )
     if options.lora is not None:
         return _with_lora(model, options.lora)
@@ -36,13 +37,13 @@ def set_trainable(model: Any, options: TrainOptions) -> Any:
 def _with_lora(model: Any, options: LoraOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    names = {name for name, _ in model.named_modules()}
+    names, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # it is a factor: peft multiplies by it
         lora_dropout=options.dropout,
         target_modules=[name for name in PROJECTIONS if any(found.endswith(f".{name}") for found in names)],
-        modules_to_save=[name for name in MECHANISMS if any(found.endswith(f"{MIXERS}{name}") for found in names)],
+        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in found for found in parameters)],
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)

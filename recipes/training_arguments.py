@@ -30,7 +30,7 @@ def training_arguments(recipe: Recipe) -> Any:
     for name in watch.report_to:
         if name not in trackers:
             there = ", ".join(trackers) or "none"
-            raise RecipeError(f"watch.report_to: no tracker {name!r} is installed, only {there}")
+            raise RecipeError(f"watch.report_to: no tracker {name!r} is installed, only {there}: `pip install {name}`")
     evaluation: dict[str, Any] = {"eval_strategy": "no"}
     if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
         evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}

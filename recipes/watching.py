@@ -1,7 +1,7 @@
-"""What is told of a run beside its loss: how the heads are used, how far the mechanisms have come, and spikes."""
+"""A run's losses as they come: spikes are counted, a run that is lost is ended, and all of it is written down."""
 
-import copy
 import json
+import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,25 +10,17 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
-import torch
-from torch import nn
-
-from crosshead.modeling.mixer import MixerLeaf
-
+from .checkpoints import METRICS
 from .errors import DivergedError, RecipeError
-from .trainable import MIXERS
 
-METRICS = "metrics.jsonl"
-WRAPPERS = ("module.", "_orig_mod.", "base_model.model.", "_checkpoint_wrapped_module.", "modules_to_save.default.")
-"""What data parallelism, compilation, peft and checkpointing put into names."""
-COPY = ".original_module."
-"""In the names of what peft keeps beside the modules that move."""
 RECENT = 50
 """Steps that a loss is compared with."""
 SPIKE, LEAST_SPIKE = 4.0, 0.1
 """A spike lies so many standard deviations, and so many nats, above the mean of recent steps."""
 RUNAWAY, LEAST_RUNAWAY, PATIENCE = 2.0, 1.0, 20
-"""A run is lost when the loss has been so many times its lowest mean, and so many nats above it, for so many steps."""
+"""A run is lost when the loss has been so many times its lowest mean, and so many nats above it, for so many steps.
+
+The first mean is the first loss: a run may be lost from its beginning."""
 
 
 class LossWatch:
@@ -57,7 +49,7 @@ class LossWatch:
             if step == self._other_after + 1:
                 self._forget()
             check_finite("loss", loss, step)
-            if len(self._recent) >= RECENT // 2:
+            if self._recent:
                 self._compare(loss, step)
             self._recent.append(loss)
             if not self._above:
@@ -66,7 +58,8 @@ class LossWatch:
     def _compare(self, loss: float, step: int) -> None:
         usual = mean(self._recent)
         self._lowest = min(self._lowest, usual)
-        self.spikes += loss - usual > max(SPIKE * pstdev(self._recent), LEAST_SPIKE)
+        if len(self._recent) >= RECENT // 2:
+            self.spikes += loss - usual > max(SPIKE * pstdev(self._recent), LEAST_SPIKE)
         lost = loss > max(RUNAWAY * self._lowest, self._lowest + LEAST_RUNAWAY)
         self._above = self._above + 1 if lost else 0
         if self._above >= PATIENCE:
@@ -98,6 +91,8 @@ class MetricsFile:
         """Add one."""
         with self._telling(), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())  # as checkpoints are
 
     @contextmanager
     def _telling(self) -> Iterator[None]:
@@ -111,13 +106,16 @@ class MetricsFile:
 
     @staticmethod
     def lines(output: Path) -> list[dict[str, Any]]:
-        """What is there; a last line that was cut short is left out."""
+        """What is there, as far as it is whole: the last line may have been cut short."""
         path, found = output / METRICS, []
-        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             try:
-                found.append(json.loads(line))
+                content = json.loads(line)
             except ValueError:
                 break
+            if not isinstance(content, dict) or not isinstance(content.get("step"), int):
+                break
+            found.append(content)
         return found
 
     @classmethod
@@ -132,51 +130,3 @@ class MetricsFile:
     def losses(cls, output: Path, steps: int) -> list[float]:
         """Of the first so many steps."""
         return [loss for line in cls.lines(output) for loss in line.get("losses", ())][:steps]
-
-
-def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
-    """By name, the parameters of mechanisms that start from values that are not random, at these values.
-
-    Without those that ZeRO-3 has taken apart as it made them: nothing of them is here to be looked at.
-    """
-    found: dict[str, torch.Tensor] = {}
-    for name, leaf in model.named_modules():
-        if isinstance(leaf, MixerLeaf) and COPY not in name and not any(map(_is_taken_apart, leaf.parameters())):
-            first, second = (_started(leaf, seed) for seed in (0, 1))
-            same = [part for part in first if torch.equal(first[part], second[part])]
-            found |= {plain_name(f"{name}.{part}"): first[part] for part in same}
-    return found
-
-
-def _is_taken_apart(parameter: torch.Tensor) -> bool:
-    """DeepSpeed's ZeRO-3 leaves a parameter without elements, and what it was in an attribute."""
-    return hasattr(parameter, "ds_shape")
-
-
-def _started(leaf: MixerLeaf, seed: int) -> dict[str, torch.Tensor]:
-    again = copy.deepcopy(leaf).cpu()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        again.initialise(1.0)
-    return {name: parameter.detach() for name, parameter in again.named_parameters(recurse=False)}
-
-
-@torch.no_grad()
-def moved(model: nn.Module, starts: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far each mechanism is from where it would start: 1 is as far as a map is from zero; mean over tensors."""
-    distances: dict[str, list[float]] = {}
-    for name, parameter in model.named_parameters():
-        start = starts.get(plain_name(name))
-        if start is not None and not _is_taken_apart(parameter):
-            now = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            distance = (now.float().cpu() - start.float()).norm() / start.shape[0] ** 0.5
-            mechanism = plain_name(name).split(MIXERS)[1].split(".")[0]
-            distances.setdefault(f"moved/{mechanism}", []).append(distance.item())
-    return {name: mean(found) for name, found in distances.items()}
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what wrappers add to it."""
-    for added in WRAPPERS:
-        name = name.replace(added, "")
-    return name

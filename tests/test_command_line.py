@@ -37,6 +37,21 @@ def test_bars_show_bytes_and_the_time_that_is_left(capfd, monkeypatch):
     assert re.search(r"writing .*0\.5/2\.0 GB.*-:--:--|writing .*0\.5/2\.0 GB.*\d:\d\d:\d\d", said)
 
 
+def test_lines_say_how_long_it_takes(capfd, monkeypatch):
+    """Where nobody watches, and where a step takes longer than a bar remembers by itself."""
+    clock = [0.0]
+    monkeypatch.setattr("crosshead_command.screen.time.monotonic", lambda: clock[0])
+    with progress() as show:
+        for clock[0], done in ((5.0, 10), (65.0, 11), (185.0, 12), (305.0, 20)):
+            show("training", done, 20, f"loss {done}")
+    assert capfd.readouterr().err.splitlines() == [
+        "training 10 of 20: loss 10",
+        "training 11 of 20: loss 11, 0:09:00 left",
+        "training 12 of 20: loss 12, 0:12:00 left",
+        "training 20 of 20: loss 20",
+    ]
+
+
 @pytest.fixture
 def place(tmp_path, monkeypatch):
     write_stock(tmp_path / "source")

@@ -1,12 +1,16 @@
 """What the user sees while a command works, and at its end."""
 
 import json
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any, Protocol
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
 """What a stage counts, where that is not layers."""
+HOUR = 3600
+"""Seconds of work that the time left is estimated from: one step of a large model may take minutes."""
 SIDES = ("key_heads", "value_heads")
 
 
@@ -32,8 +36,16 @@ def progress() -> Iterator[Progress]:
     left = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
     said: dict[str, str] = {}
+    begun: dict[str, tuple[float, int]] = {}
+
+    def time_left(stage: str, done: int, total: int | None) -> str:
+        since, first = begun[stage]
+        if not total or not first < done < total:
+            return ""
+        return f", {timedelta(seconds=round((time.monotonic() - since) / (done - first) * (total - done)))} left"
 
     def show(stage: str, done: int, total: int | None, told: str = "") -> None:
+        begun.setdefault(stage, (time.monotonic(), done))
         if not current or current[0][0] != stage:
             close()
             count = DownloadColumn() if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
@@ -44,13 +56,16 @@ def progress() -> Iterator[Progress]:
                 left,
                 TextColumn("{task.fields[told]}"),
                 console=console,
+                speed_estimate_period=HOUR,
                 disable=not console.is_terminal,
             )
             bars.start()
             current.append((stage, bars, bars.add_task(stage, total=total, told=told)))
         if not console.is_terminal and told != said.get(stage, ""):
             said[stage] = told
-            console.print(f"{stage} {done} of {total}: {told}", soft_wrap=True, highlight=False)
+            console.print(
+                f"{stage} {done} of {total}: {told}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
+            )
         current[0][1].update(current[0][2], completed=done, total=total, told=told)
 
     def close() -> None:

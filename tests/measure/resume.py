@@ -86,7 +86,7 @@ def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
     return {"exit_statuses": statuses, "greatest_difference_of_losses": greatest, **same_batches(whole, other)}
 
 
-def differences(report: dict[str, Any]) -> list[str]:
+def differences(report: dict[str, Any], kills: int) -> list[str]:
     """What is not as it should be."""
     found = [
         f"{name} of {part['processes']} killed processes"
@@ -94,6 +94,7 @@ def differences(report: dict[str, Any]) -> list[str]:
         for name in ("losses_different", "batches_different", "steps_with_several_losses")
         if part[name]
     ]
+    found += [f"kills of {part['processes']}" for part in report["killed"] if part["kills"] != kills]
     found += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
     change = report["two_processes_then_one"]
     found += ["batches of two processes and then one"] * bool(change["batches_different"])
@@ -117,8 +118,8 @@ def main() -> None:
         "two_processes_then_one": changed(recipe, asked.folder),
     }
     print(json.dumps(report, indent=2))
-    if differences(report):
-        raise SystemExit(f"different: {', '.join(differences(report))}")
+    if found := differences(report, asked.kills):
+        raise SystemExit(f"different: {', '.join(found)}")
 
 
 if __name__ == "__main__":

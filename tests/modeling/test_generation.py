@@ -137,7 +137,9 @@ def test_heads_lie_side_by_side_where_they_are_read_so(mixers: dict[str, Any]) -
     model(ids[:, :-3], past_key_values=whole)
     heads = model.config.num_key_value_heads
     for cache, forms in ((apart, {heads}), (whole, {1 if together else heads})):
-        following = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(len(ids[0]) - 3, len(ids[0]))]
+        following = [
+            model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(len(ids[0]) - 3, len(ids[0]))
+        ]
         assert (torch.cat(following, 1) - expected).abs().max() < 1e-5
         assert {layer.keys.shape[1] for layer in cache.layers} == forms
 

@@ -1,5 +1,6 @@
 """Bad data: one clear line each, and nothing left in the cache."""
 
+import gzip
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -13,6 +14,7 @@ from pyarrow import parquet
 
 from crosshead.recipes.data_options import DataOptions, DataSource
 from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.source_files import SUFFIXES, identity
 from crosshead.recipes.training_data import open_data
 from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
 
@@ -107,6 +109,8 @@ TEXT = {
         "jsonl",
         options={"max_tokens": 39},
     ),
+    "compressed": Case("is compressed (gzip): unpack it first", file(gzip.compress(GOOD.encode()))),
+    "the home folder of nobody": Case("home folder of nobody", lambda path: None, path="~nosuchuser/x"),
     "Parquet as text": Case("source is no UTF-8 text", rows(GOOD)),
 }
 JSON_LINES = {
@@ -127,6 +131,7 @@ JSON_LINES = {
     "half a surrogate": Case("line 1 holds half a character", file('{"text": "w1 \\ud800"}'), "jsonl"),
     "invalid line": Case("line 2 is no UTF-8 text (its byte 10", file(LINE.encode() + b'{"text": "\xff"}'), "jsonl"),
     "binary as lines": Case("line 1 is no UTF-8", file(b"\x89PNG\r\n\x1a\n\0"), "jsonl"),
+    "compressed lines": Case("or give its folder with kind: hub", file(gzip.compress(LINE.encode())), "jsonl"),
     "an empty file of lines": Case("source is empty", file(""), "jsonl"),
     "lines without text": Case("source is empty", file('{"text": ""}\n{"text": null}\n'), "jsonl"),
     "a folder without lines": Case("source has no .jsonl file", files(a__json=LINE), "jsonl"),
@@ -136,6 +141,7 @@ PARQUET = {
     "an empty file as Parquet": Case("source cannot be read as Parquet", file(""), "parquet"),
     "Parquet without its end": Case("source cannot be read as Parquet", cut(rows(GOOD), 20), "parquet"),
     "scratched Parquet": Case("source", scratched, "parquet"),
+    "compressed Parquet": Case("is compressed (gzip)", file(gzip.compress(b"PAR1")), "parquet"),
     "no column in Parquet": Case(
         "no column 'body': choose among 'number', 'text'", rows(GOOD), "parquet", options={"column": "body"}
     ),
@@ -158,6 +164,9 @@ HUB = {
     "a broken file of a dataset": Case("cannot be read", files(train__jsonl=LINE + '{"text'), "hub"),
     "a broken file of a stream": Case("cannot be read", files(train__jsonl=LINE + '{"text'), "hub",
                                       options={"streaming": True}),
+    "a dataset of nothing": Case("is empty", files(train__csv="text\n"), "hub"),
+    "a stream of nothing": Case("is empty", files(train__csv="text\n"), "hub", options={"streaming": True}),
+    "a dataset at nobody's home": Case("home folder of nobody", lambda path: None, "hub", path="~nosuchuser/x"),
 }  # fmt: skip
 CASES = TEXT | JSON_LINES | PARQUET | HUB
 
@@ -179,30 +188,63 @@ def test_one_line_and_nothing_left(case, tmp_path, monkeypatch):
     assert left == [] or "window" in message
 
 
-def test_addresses_of_the_hub_are_shown_without_their_signatures(monkeypatch, tmp_path):
-    def refuse(*names, **options):
-        raise OSError("403 Forbidden for url https://cdn.example.org/file?Signature=secret&Key=1 (id\n 7)")
-
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
-    options = DataOptions((DataSource("a/b", "hub"),), length=8, cache=str(tmp_path))
-    with pytest.raises(RecipeError, match=r"a/b cannot be read: 403 .*org/file \(id 7\)$") as caught:
-        open_data(options, separating_tokenizer(), 61)
-    assert "secret" not in str(caught.value)
+UNREADABLE = [("text", 0), ("text", 1), ("jsonl", 0), ("jsonl", 1), ("parquet", 0)]
 
 
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
-    path = write_jsonl(tmp_path / "a.jsonl", [GOOD])
+@pytest.mark.parametrize(("kind", "opened_before"), UNREADABLE)
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch, kind, opened_before):
+    path, seen = write_jsonl(tmp_path / "a", [GOOD]), []
     opened = Path.open
 
     def refuse(self, *arguments, **options):
         if self == path:
-            raise PermissionError(13, "Permission denied")
+            seen.append(self)
+            if len(seen) > opened_before:
+                raise PermissionError(13, "Permission denied")
         return opened(self, *arguments, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    options = DataOptions((DataSource(str(path), "jsonl"),), length=8, cache=str(tmp_path / "cache"))
-    with pytest.raises(RecipeError, match=r"a\.jsonl cannot be read: Permission denied"):
+    options = DataOptions((DataSource(str(path), kind),), length=8, cache=str(tmp_path / "cache"))
+    with pytest.raises(RecipeError, match=r"/a cannot be read: Permission denied$"):
         open_data(options, separating_tokenizer(), 61)
+
+
+UNLISTABLE = [*((kind, "") for kind in ("text", "jsonl", "parquet", "hub")), ("text", "*/b/*"), ("text", "**/*.txt")]
+
+
+@pytest.mark.parametrize(("kind", "pattern"), UNLISTABLE)
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, kind, pattern):
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    for suffix in SUFFIXES.values():
+        (tmp_path / "a" / f"a{suffix}").write_text("w1")
+    listed = os.scandir
+
+    def refuse(path):
+        if Path(path) == tmp_path / "a" / "b":
+            raise PermissionError(13, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    source = DataSource(str(tmp_path / pattern), kind)
+    with pytest.raises(RecipeError, match=r"^the folder \S+/a/b cannot be read: Permission denied: make it readable"):
+        identity(source)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("text", {"column": "body"}, "column='body' says nothing .* 'text': .*'jsonl', 'parquet', 'hub'"),
+        ("text", {"subset": "en"}, "subset='en' says nothing .*leave it out, or use .*'hub'"),
+        ("jsonl", {"split": "test"}, "split='test' says nothing about a source of the kind 'jsonl'"),
+        ("jsonl", {"revision": "v1"}, "revision='v1' says nothing"),
+        ("parquet", {"streaming": True}, "streaming=True says nothing"),
+    ],
+)
+def test_options_of_another_kind(kind, options, message):
+    with pytest.raises(RecipeError, match=message):
+        DataSource("a", kind, **options)
+    defaults = {"column": "text", "subset": None, "split": "train", "revision": None, "streaming": False}
+    assert DataSource("a", kind, **defaults) == DataSource("a", kind)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
 
 def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     forced, partial = [], written(tmp_path, 2)
-    monkeypatch.setattr(module, "_force", lambda path: forced.append((path, partial.exists())))
+    monkeypatch.setattr(module, "force", lambda path: forced.append((path, partial.exists())))
     put(partial, tmp_path / "checkpoint-2")
     inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
     assert {path for path, before in forced if before} == inside
@@ -103,7 +103,9 @@ def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
 
 def test_the_same_run(tmp_path):
     run = {"data": "a", "train.seed": 1, "distillation": None}
-    check_run(tmp_path, run)
+    check_run(tmp_path, {"data": "b"})
+    check_run(tmp_path, run)  # nothing of the other is there yet
+    publish(written(tmp_path, 3), tmp_path, keep=1)
     check_run(tmp_path, run)
     for other, key in (
         (run | {"train.seed": 2}, "train.seed=1, and now it is 2"),
@@ -118,11 +120,14 @@ def test_the_same_run(tmp_path):
         check_run(tmp_path, run)
 
 
-@pytest.mark.parametrize("name", ["checkpoint-3", "model"])
+@pytest.mark.parametrize("name", ["checkpoint-3", "model", "checkpoint-7", "metrics.jsonl"])
 def test_a_folder_that_says_of_no_run(tmp_path, name):
+    """Other tools have such names as well."""
     publish(written(tmp_path, 3), tmp_path, keep=1)
     (tmp_path / "checkpoint-3").rename(tmp_path / name)
-    with pytest.raises(RecipeError, match=r"holds a model, but no run.json"):
+    if name == "checkpoint-7":
+        (tmp_path / name / "complete.json").unlink()
+    with pytest.raises(RecipeError, match=r"holds a model or a run, but no run.json"):
         check_run(tmp_path, {})
     assert (tmp_path / name / "model").read_text() == "x"
 
@@ -160,7 +165,7 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
     assert not Path(recipe.output, ".partial").exists()
 
 
-@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors"])
+@pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
 def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
     recipe = toy_run(KNOCKING, tmp_path)
     killed(recipe, 3)
@@ -169,6 +174,22 @@ def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
     with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be loaded: .*if it is damaged, remove it") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda path: path.rename(path.with_name("checkpoint-9")), "its trainer_state.json is of step 2"),
+        (lambda path: (path / "optimizer.pt").unlink(), "it lacks the optimizer's state"),
+    ],
+)
+def test_a_checkpoint_that_is_not_what_it_says(change, words, tmp_path, monkeypatch):
+    recipe = toy_run(KNOCKING, tmp_path)
+    killed(recipe, 3)
+    change(Path(recipe.output, "checkpoint-2"))
+    monkeypatch.setattr(module, "_is_complete", lambda checkpoint: True)
+    with pytest.raises(RecipeError, match=rf"cannot be loaded: {words}"):
+        train(recipe)
 
 
 def rewritten(checkpoint, change):

@@ -134,6 +134,8 @@ BAD_FILES = {
         "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
         "fsdp_config.fsdp_offload_params=True is not counted",
     ),
+    "a list": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: [a]", "fsdp_config=['a'] is no mapping"),
+    "no count": ("distributed_type: MULTI_GPU\nnum_processes: true", "num_processes=True"),
     "another stage": ("distributed_type: DEEPSPEED\nnum_processes: 8", "deepspeed_config.zero_stage=2 is not counted"),
 }
 

@@ -84,7 +84,13 @@ def test_recovery(tmp_path, text):
     assert "above_control" not in found["mixture"] and control["excess_gone"] is None
 
 
-SAME = {"losses_different": 0, "batches_different": 0, "steps_with_several_losses": 0, "weights_equal": True}
+SAME = {
+    "losses_different": 0,
+    "batches_different": 0,
+    "steps_with_several_losses": 0,
+    "weights_equal": True,
+    "kills": 10,
+}
 RESUMED = {
     "killed": [SAME | {"processes": 1}, SAME | {"processes": 2}],
     "two_processes_then_one": {
@@ -102,6 +108,7 @@ RESUMED = {
         (("killed", 0), {"losses_different": 1}, ["losses_different of 1 killed processes"]),
         (("killed", 1), {"batches_different": 1}, ["batches_different of 2 killed processes"]),
         (("killed", 1), {"weights_equal": False}, ["weights of 2"]),
+        (("killed", 0), {"kills": 9}, ["kills of 1"]),
         (("two_processes_then_one",), {"batches_different": 3}, ["batches of two processes and then one"]),
         (
             ("two_processes_then_one",),

@@ -130,13 +130,18 @@ def test_no_predictions_at_all_in_a_micro_batch():
     assert ask(model, nothing, ITEMS, 0)[0] == 0
 
 
+def test_layers_without_a_router_are_left_out():
+    mixers = {"mixture": {"shared_heads": 1, "active_heads": 3, "layers": [1]}}
+    assert HeadRouting.of(mixed_model("Llama", mixers).config).layers == (1,)
+
+
 def test_the_load_of_heads():
     routing = HeadRouting.of(mixed_model("Llama", {"mixture": {"shared_heads": 1, "active_heads": 3}}).config)
     first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
     found = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
-    assert extremes(found) == {
+    assert extremes(dict(zip((0, 3), found, strict=True))) == {
         "head_load/0/least": 0.5,  # of four tokens two select the last head, and three each of the others
         "head_load/0/most": 0.75,
-        "head_load/1/least": 0.0,
-        "head_load/1/most": 1.0,
+        "head_load/3/least": 0.0,
+        "head_load/3/most": 1.0,
     }

@@ -4,6 +4,7 @@ Batches stand as the papers print them; the recipes' are near, and made of whole
 has no place here.
 """
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,3 +196,75 @@ def test_choices_of_ours_are_marked(name):
     for deviation, words in DEVIATIONS.items():
         if deviation in text:
             assert words in text, deviation
+
+
+KHA_HEADS = {
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+}
+HALF = {"key_heads": 2, "value_heads": 2}
+MODELS = {  # Knocking-Heads, table 5, sections 4.1 and 4.4; Mixture-of-Head, tables 3, 4, C, E and F, section 4.4
+    "kha_dense_0.61b": {"num_hidden_layers": 24, "hidden_size": 1024, **KHA_HEADS},
+    "kha_dense_1.68b": {"num_hidden_layers": 24, "hidden_size": 2048, **KHA_HEADS},
+    "kha_dense_3.94b": {"num_hidden_layers": 36, "hidden_size": 2560, **KHA_HEADS},
+    "kha_moe_a0.8b_6.6b": {"num_hidden_layers": 18, "hidden_size": 1536, "num_experts": 64, **KHA_HEADS},
+    "moh_llm_s": {
+        "num_hidden_layers": 12,
+        "hidden_size": 768,
+        "intermediate_size": 2048,
+        "num_attention_heads": 12,
+        "head_dim": 64,
+        "mixture": {"active_heads": 9, "router": "two_stage", "gate": "weighted", "balance_weight": 0.01},
+    },
+    "moh_llm_b": {
+        "num_hidden_layers": 24,
+        "hidden_size": 1536,
+        "intermediate_size": 4096,
+        "num_attention_heads": 16,
+        "head_dim": 96,
+        "mixture": {"active_heads": 12, "router": "two_stage", "gate": "weighted", "balance_weight": 0.01},
+    },
+    "moh_llama3_8b_stage1": {"vocab_size": 160896, "num_hidden_layers": 32, "hidden_size": 4096},
+    "moh_llama3_8b_stage2": {
+        "vocab_size": 160896,
+        "num_attention_heads": 32,
+        "mixture": {
+            "active_heads": 24,
+            "shared_heads": 16,
+            "router": "query_norm",
+            "gate": "binary",
+            "balance_weight": 0.01,
+        },
+    },
+    # Explicit Attention, sections 5.1.1 and 5.2.1: Llama-3.2-1B untied; Qwen3-30B-A3B, layers counted from 1
+    "mea_1b": {"num_hidden_layers": 16, "hidden_size": 2048, "tie_word_embeddings": False, "explicit": {"norm": True}},
+    "mea_qwen3_30b_full": {"num_hidden_layers": 48, "explicit": HALF},
+    "mea_qwen3_30b_half": {"explicit": HALF | {"layers": list(range(12 - 1, 35))}},
+    "mea_qwen3_30b_deep": {"explicit": HALF | {"layers": list(range(3, 48))}},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_are_those_of_the_papers(name):
+    config = load_recipe(f"papers/{name}").model.config
+    found = config | config.get("mixers", {})
+    for key, value in MODELS[name].items():
+        has = {part: found[key].get(part) for part in value} if isinstance(value, dict) else found[key]
+        assert has == value, key
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_numbers_say_where_they_are_from(name):
+    """Beside them, at the head of their part, in a comment above, or on a line that speaks for the next ones."""
+    text = shipped_recipes()[name].read_text(encoding="utf-8")
+    for part in ("config", "train"):
+        head, *lines = re.search(rf"^ *{part}:.*\n(?:^ +.*\n|^\n)*", text, re.MULTILINE).group().splitlines()
+        covered, numbers = "#" in head, 0
+        for line in lines:
+            value, comment = line.partition("#")[::2]
+            covered |= bool(comment) and ("next one" in comment or not value.strip())
+            if re.search(r": *[\d.]", value):
+                numbers += 1
+                assert covered or comment, line
+        assert numbers >= 5 or part == "config"

@@ -39,6 +39,20 @@ def test_with_noise_they_come_near(law, seed):
     assert 0.0005 < found.error < 0.002
 
 
+@pytest.mark.parametrize(("first", "points"), [(2e7, 250), (2e10, 30)])
+@pytest.mark.parametrize("law", LAWS[:3])
+def test_the_error_is_that_of_the_last_point(law, first, points):
+    """It is the worst known of all, as points lie on one side of it alone."""
+    tokens = np.linspace(first, 5e10, points)
+    exact = (law[0] / tokens) ** law[1] + law[2]
+    fits = [
+        fit_scaling_law(tokens, exact + 0.01 * np.random.default_rng(seed).standard_normal(points))
+        for seed in range(60)
+    ]
+    found = np.std([fit.loss(5e10) for fit in fits])
+    assert np.median([fit.error for fit in fits]) == pytest.approx(found, rel=0.4)
+
+
 @pytest.mark.parametrize("law", LAWS)
 def test_spikes_do_not_bend_the_curve(law):
     tokens, losses = curve(law, noise=0.005)

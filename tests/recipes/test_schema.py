@@ -64,11 +64,11 @@ def test_the_command_line_changes_any_key(tmp_path):
         "watch.report_to=[trackio, tensorboard]",
         "model.config.mixers.mixture.shared_heads=1",
         "hub.repo=me/model",
-        "data.sources.0.subset=a=b",
+        "data.sources.0.path=a=b",
     ]
     recipe = load_recipe(path, changes)
     assert recipe.train.learning_rate == 1e-5
-    assert recipe.data.sources[0].weight == 3.0 and recipe.data.sources[0].subset == "a=b"
+    assert recipe.data.sources[0].weight == 3.0 and recipe.data.sources[0].path == "a=b"
     assert recipe.watch.report_to == ("trackio", "tensorboard")
     assert recipe.model.config["mixers"] == {"mixture": {"active_heads": 4, "shared_heads": 1}}
     assert recipe.hub.repo == "me/model"
@@ -91,7 +91,10 @@ def test_the_example_loads(tmp_path):
 BAD_FILES = {
     "no section": ([DATA, TRAIN], "the recipe lacks the key 'model'"),
     "no key": ([PATH, DATA, "train: {tokens: 10}"], "train lacks the key 'learning_rate'"),
-    "a key twice": ([PATH, DATA, TRAIN, "output: there"], "is not YAML: a key stands twice"),
+    "a key twice": (
+        [PATH, DATA, TRAIN, "output: there"],
+        "is not YAML: 'output' stands twice in \"<unicode string>\", line 5, column 1",
+    ),
     "no YAML": ([PATH, DATA, TRAIN, "watch: {"], "is not YAML: "),
     "a loop": ([PATH, DATA, TRAIN, "watch: &watch {every: *watch}"], "is not YAML: "),
     "nothing to train": (["model: {tokenizer: a}", DATA, TRAIN], "model.path is missing"),
@@ -154,6 +157,14 @@ BAD_VALUES = {
     "hub.repo=a/b/c": "hub.repo='a/b/c' is no name for the Hub: use one such as organisation/model",
     "hub.token=hf_secret": "hub has no key 'token'",
     "sweep.learning_rates=[1e-4]": "sweep.learning_rates=[0.0001]",
+    "sweep.learning_rates=[1e-3, 1.0000001e-3]": "sweep.learning_rates=[0.001, 0.0010000001]: give two or more",
+    "train.betas=[0.9, 1]": "train.betas.1=1.0 is not allowed: use a number from 0 to below 1",
+    "train.seed=4294967296": "train.seed=4294967296 is not allowed: use a number from 0 to 4294967295",
+    "train.seed=-1": "train.seed=-1 is not allowed: use a number from 0 to ",
+    f"train.tokens={'9' * 400}": " is not allowed: use a number from 1 to 9223372036854775807",
+    f"train.batch_tokens={'9' * 400}": " is not allowed: use a number from 1 to 9223372036854775807",
+    "data.sources=[{path: a, weight: 1}, {path: b, weight: 1e-5}]": "1e-05] repeat only after 100001 windows",
+    "data.sources=[{path: a, weight: 1e308}, {path: b, weight: 0.1}]": "e+309 windows",
 }
 
 
@@ -177,6 +188,24 @@ BAD_CHANGES = {
 @pytest.mark.parametrize("change", BAD_CHANGES)
 def test_bad_changes_are_refused(tmp_path, change):
     refused(written(tmp_path, PATH, DATA, TRAIN), [change], BAD_CHANGES[change])
+
+
+def test_shipped_names_are_corrected():
+    message = "the package has no recipe 'small/smollm2_explict': did you mean 'small/smollm2_explicit'?"
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        load_recipe("small/smollm2_explict")
+
+
+def test_what_an_anchor_names_twice_changes_alone(tmp_path):
+    data = "data: {length: 64, sources: [&one {path: a}, *one]}"
+    found = load_recipe(written(tmp_path, PATH, data, TRAIN), ["data.sources.0.weight=5"])
+    assert [source.weight for source in found.data.sources] == [5, 1]
+
+
+def test_the_users_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", "/users/somebody")
+    found = load_recipe(written(tmp_path, "model: {path: ~/a}", DATA, TRAIN), ["output=~/runs", "data.cache=b/~/c"])
+    assert (found.model.path, found.output, found.data.cache) == ("/users/somebody/a", "/users/somebody/runs", "b/~/c")
 
 
 @pytest.mark.parametrize("content", [b"", b"- a\n- b", b"\xff\xfe\x00", b"just text", None])

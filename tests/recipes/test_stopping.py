@@ -3,15 +3,17 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from broken import run as run_command
-from crosshead.recipes import run_trainer
+from crosshead.recipes import run_trainer, stopping
 from crosshead.recipes.checkpoints import checkpoints, step_of
 from crosshead.recipes.schema import LoraOptions
-from crosshead.recipes.stopping import StopRequest
+from crosshead.recipes.stopping import StopRequest, StopWhenAsked
 from toy_training import KNOCKING, LORA, losses, metrics, toy_run, train, weights
 from training_sessions import Run
 
@@ -105,21 +107,43 @@ def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
     assert not any(line.startswith("crosshead: ") for line in progress)
 
 
-def test_the_second_signal_is_the_default_again():
-    def ours(*_):
-        pass
+def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
+    """At once it is the same: a launcher passes on what its processes have got as well."""
+    clock, seen = [50.0], []
 
+    def ours(*_):
+        seen.append(clock[0])
+
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, ours)
     try:
         request = StopRequest()
         with request.listening():
-            assert signal.getsignal(signal.SIGTERM) != ours
+            for clock[0] in (50.0, 50.5, 52.0):
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert request.signal == signal.SIGTERM and signal.getsignal(signal.SIGTERM) != ours
+            clock[0] = 52.5
             os.kill(os.getpid(), signal.SIGTERM)
-            assert request.signal == signal.SIGTERM
-            assert signal.getsignal(signal.SIGTERM) == ours
+            assert seen == [52.5] and signal.getsignal(signal.SIGTERM) == ours
         assert signal.getsignal(signal.SIGTERM) == ours
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(monkeypatch):
+    request, control = StopRequest(), SimpleNamespace(should_training_stop=False)
+    state, callback = SimpleNamespace(global_step=1, max_steps=9), StopWhenAsked(request)
+
+    def greatest(number, args):
+        if not number:
+            os.kill(os.getpid(), signal.SIGTERM)  # the others have answered already
+        return number
+
+    monkeypatch.setattr(stopping, "_greatest", greatest)
+    with request.listening():
+        for stops in (False, True):
+            callback.on_step_end(None, state, control)
+            assert control.should_training_stop is stops
 
 
 def test_a_thread_listens_to_nobody():

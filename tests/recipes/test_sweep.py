@@ -193,11 +193,27 @@ def test_a_loss_that_does_not_come_back_is_not_stable(recipe):
         assert module.judge(run, TRAINING, None).stable == (not rises)
 
 
+@pytest.mark.parametrize("steps", (STEPS, 6))
+def test_a_loss_that_ends_above_its_first_is_not_stable(recipe, steps):
+    """Though it may fall from a peak that came at once, or there are too few for windows."""
+    chance = np.random.default_rng(0)
+    run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
+    write(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
+    assert rise(run) > 1
+
+
 def test_noise_is_no_rise(recipe):
     run = sweep_runs(recipe)[0]
     for seed in range(20):
         write(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
         assert rise(run) == 0
+
+
+def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
+    stand_in = trainer()
+    with pytest.raises(RecipeError, match="1 of 11 steps lie behind the warmup, too few for a curve"):
+        sweep(replace(recipe, train=replace(recipe.train, tokens=(WARMUP + 1) * 1024)))
+    assert stand_in.asked == []
 
 
 def test_curves_begin_behind_the_warmup(recipe):

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM
 from broken import run as run_command
 from crosshead.recipes import teacher_logits as module
 from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.models import load_tokenizer, vocabulary_of
 from crosshead.recipes.saved_teacher import save_teacher
 from crosshead.recipes.teacher_logits import INDICES, LOGARITHMS, WithTeacher, belonging
+from crosshead.recipes.toy import toy
 from crosshead.recipes.training_data import open_data
 from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
 
@@ -154,3 +156,11 @@ def test_by_command(recipe, tmp_path, monkeypatch, capfd):
     assert train(from_disk(recipe, tmp_path / "logits")).model
     status, out, err = run_command(capfd, monkeypatch, command)
     assert (status, out) == (1, "") and "is already there" in err.splitlines()[-1]
+
+
+def test_a_toy_learns_from_what_a_toy_has_written(tmp_path, monkeypatch, capfd):
+    logits, command = tmp_path / "logits", f"train {MIXTURE} --toy {tmp_path}"
+    assert run_command(capfd, monkeypatch, f"{command} --save-teacher {logits}")[0] == 0
+    recipe = toy(load_recipe(MIXTURE, [f"distillation={{logits: {logits}}}"]), tmp_path)
+    assert recipe.distillation.logits == str(logits) and recipe.distillation.teacher is None
+    assert train(recipe).model

@@ -1,5 +1,6 @@
 """What moves and what stays, bit for bit."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,22 @@ def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
     assert not list(Path(recipe.output, "model").glob("adapter*"))
     assert type(AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))).__module__.startswith("crosshead")
     assert 0 < metrics(recipe)[-2]["moved/knocking"] < 0.1
+
+
+def test_low_rank_changes_beside_a_mechanism_without_parameters():
+    lora = LoraOptions(2, 4.0)
+    options = {"active_heads": 3, "shared_heads": 1, "router": "query_norm", "gate": "binary"}
+    routed = mixed_model("Llama", {"mixture": options})
+    assert not any(".mixers." in name for name, _ in routed.named_parameters())
+    model = set_trainable(routed, TrainOptions(**OPTIONS, trainable="mixers+lora", lora=lora))
+    assert any(parameter.requires_grad for parameter in model.parameters())
+    for trainable, given in (("mixers", None), ("mixers+lora", lora)):
+        stock = mixed_model("Llama", {})
+        for wrong in (stock,) if given else (stock, mixed_model("Llama", {"mixture": options})):
+            with pytest.raises(
+                RecipeError, match=f"train.trainable='{re.escape(trainable)}', but the model has no mech"
+            ):
+                set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)

@@ -11,11 +11,12 @@ import torch
 from crosshead.recipes import run_trainer, watching
 from crosshead.recipes.checkpoints import checkpoints
 from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.moving import moved, plain_name, starting_points
 from crosshead.recipes.routing import HeadRouting
 from crosshead.recipes.schema import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
 from crosshead.recipes.trainable import set_trainable
-from crosshead.recipes.watching import LossWatch, MetricsFile, moved, plain_name, starting_points
+from crosshead.recipes.watching import LossWatch, MetricsFile
 from toy_training import KNOCKING, LORA, MIXTURE, killed, losses, metrics, toy_run, train
 from toys import CASES, mixed_model
 
@@ -50,9 +51,16 @@ def test_a_loss_that_is_no_number(loss):
 
 def test_a_loss_that_has_run_away():
     seen([*CALM, *[6.5] * 19, 3.0, *[6.5] * 19])
-    with pytest.raises(RecipeError, match=r"run away: 6.50 at step 60, and 3.00 before"):
+    with pytest.raises(RecipeError, match=r"run away: 6.50 at step 60, and 2.95 before"):
         seen([*CALM, *[6.5] * 20])
     seen([*[0.02] * 40, *[0.5] * 40])  # many times as much, but nothing to speak of
+
+
+def test_a_loss_that_runs_away_at_once():
+    with pytest.raises(RecipeError, match=r"run away: 25.00 at step 21, and 5.50 before"):
+        seen([5.5, *[25.0] * 20])
+    seen([5.5, *[25.0] * 19, 5.0, *CALM])
+    seen([5.5, *[6.4] * 40])
 
 
 def test_another_loss_is_not_compared_with_the_one_before():
@@ -77,18 +85,43 @@ def test_metrics_are_lines(tmp_path):
     assert MetricsFile.lines(tmp_path / "nowhere") == []
 
 
+@pytest.mark.parametrize("damage", [b"\xff\xfe", b"3", b"{}", b'{"step": "a"}', b"[]"])
+def test_what_follows_a_damaged_line_is_left_out(damage, tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1, "losses": [2.5]}\n' + damage + b'\n{"step": 3}\n')
+    assert MetricsFile.lines(tmp_path) == [{"step": 1, "losses": [2.5]}]
+
+
 def test_how_far_a_mechanism_has_moved():
     model = mixed_model("Llama", {"knocking": {"form": "linear"}, "mixture": CASES["mixture"]["mixture"]})
     starts = starting_points(model)
-    assert set(starts) == {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
+    knocking = {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
+    assert knocking < set(starts)
+    assert moved(model, starts)["moved/knocking"] > 0 and moved(model, starts)["moved/mixture"] == 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name in starts:
+            if name in knocking:
                 parameter.copy_(starts[name])
-    assert moved(model, starts) == {"moved/knocking": 0.0}
+    assert moved(model, starts) == {"moved/knocking": 0.0, "moved/mixture": 0.0}
     with torch.no_grad():
         model.model.layers[0].self_attn.mixers["knocking"].value.weight.zero_()
-    assert moved(model, starts) == {"moved/knocking": pytest.approx(0.5)}  # as far as zero, in one of two layers
+    found = moved(model, starts)["moved/knocking"]
+    assert found == pytest.approx(0.5)  # as far as zero, in one of two layers
+
+
+@pytest.mark.parametrize(("options", "neutral"), [({"norm": False}, True), ({"key_heads": 1, "norm": False}, False)])
+def test_what_does_not_start_neutral_moves_from_where_the_run_begins(options, neutral):
+    model = mixed_model("Llama", {"explicit": options})
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.mixers["explicit"].key.weight.fill_(3.0)
+    assert (moved(model, starting_points(model))["moved/explicit"] == 0) is not neutral
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_mechanism_with_parameters_tells_how_far_it_has_moved(case):
+    model = mixed_model("Llama", CASES[case])
+    names = {name.split(".mixers.")[1].split(".")[0] for name, _ in model.named_parameters() if ".mixers." in name}
+    assert set(moved(model, starting_points(model))) == {f"moved/{name}" for name in names}
 
 
 @pytest.mark.parametrize("case", CASES)

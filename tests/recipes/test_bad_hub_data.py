@@ -1,0 +1,89 @@
+"""Bad data of the kind hub: nothing on stderr beside our one line, and addresses without secrets."""
+
+import os
+import subprocess
+import sys
+
+import datasets
+import pytest
+
+from crosshead.recipes.data_options import DataOptions, DataSource
+from crosshead.recipes.documents import documents
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.training_data import open_data
+from toy_data import separating_tokenizer, write_jsonl, write_parquet
+
+READ = """
+import sys
+from crosshead.recipes.data_options import DataSource
+from crosshead.recipes.documents import documents
+from crosshead.recipes.errors import RecipeError
+
+for name in sys.argv[1:]:
+    for streaming in (False, True):
+        try:
+            list(documents(DataSource(name, "hub", streaming=streaming), lambda count: None))
+        except RecipeError as error:
+            print(error, file=sys.stderr)
+"""
+EXPECTED = {
+    "broken": "the Hub dataset broken cannot be read: JSON parse error",
+    "number": "row 1 of the Hub dataset number holds 5 in 'text'",
+    "no_rows": "the Hub dataset no_rows is empty in its split 'train'",
+    "one_without_rows": "the Hub dataset one_without_rows is empty in its split 'train', or a file of it is: ",
+    "no_lines": "the Hub dataset no_lines is empty",
+}
+
+
+def test_one_line_on_stderr(tmp_path):
+    for name in EXPECTED:
+        (tmp_path / name).mkdir()
+    (tmp_path / "broken" / "train.jsonl").write_text('{"text": "w1"}\n{"text')
+    (tmp_path / "number" / "train.jsonl").write_text('{"text": 5}\n')
+    (tmp_path / "no_lines" / "train.jsonl").write_text("")
+    write_parquet(tmp_path / "no_rows" / "train.parquet", [])
+    write_parquet(tmp_path / "one_without_rows" / "train-0.parquet", ["w1"])
+    write_parquet(tmp_path / "one_without_rows" / "train-1.parquet", [])
+    environment = os.environ | {"HF_DATASETS_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", READ, *EXPECTED], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    lines = ran.stderr.splitlines()
+    assert len(lines) == 2 * len(EXPECTED), ran.stderr
+    for line, words in zip(lines, [words for words in EXPECTED.values() for _ in range(2)], strict=True):
+        assert line.startswith(words)
+
+
+def test_the_library_is_silent_no_longer_than_it_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_jsonl(tmp_path / "train.jsonl", ["w1", "w2"])
+    before = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    reading = documents(DataSource(str(tmp_path), "hub"), lambda count: None)
+    next(reading)
+    assert (datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()) == (
+        True,
+        datasets.logging.CRITICAL,
+    )
+    reading.close()
+    assert (datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()) == before
+
+
+def test_a_dataset_in_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "copy").mkdir()
+    write_jsonl(tmp_path / "copy" / "train.jsonl", ["w1", "w2"])
+    for streaming in (False, True):
+        source = DataSource("~/copy", "hub", streaming=streaming)
+        assert ["".join(document) for document in documents(source, lambda count: None)] == ["w1", "w2"]
+
+
+def test_addresses_of_the_hub_are_shown_without_their_signatures(monkeypatch, tmp_path):
+    def refuse(*names, **options):
+        raise OSError("403 Forbidden for url https://cdn.example.org/file?Signature=secret&Key=1 (id\n 7)")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    options = DataOptions((DataSource("a/b", "hub"),), length=8, cache=str(tmp_path))
+    with pytest.raises(RecipeError, match=r"a/b cannot be read: 403 .*org/file \(id 7\)$") as caught:
+        open_data(options, separating_tokenizer(), 61)
+    assert "secret" not in str(caught.value)
