@@ -146,7 +146,7 @@ CASES = {
     "no teacher": Case(f"distillation.teacher={NOWHERE} is no folder", of("distillation", teacher=NOWHERE), MIXTURE),
     "larger teacher": Case("knows 300 tokens, the model 257", larger_teacher, MIXTURE),
     "smaller teacher": Case(
-        "knows 100 tokens, and the tokenizer's last is 256", other_teacher(vocab_size=100), MIXTURE
+        "knows 100 tokens, the tokenizer's last is 256", other_teacher(vocab_size=100), MIXTURE
     ),
     "deeper teacher": Case(
         "has num_hidden_layers=7, the model 4: use 0, or", other_teacher(num_hidden_layers=7), MIXTURE
