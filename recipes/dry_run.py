@@ -1,6 +1,7 @@
 """What a recipe's run would be: its size, its work and its memory, with no model loaded and no text read."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -8,10 +9,11 @@ from typing import Any
 import torch
 
 from crosshead.evals.cost import model_cost, on_meta
+from crosshead.modeling.mixer import weight_count
 
 from .errors import RecipeError, one_line
 from .memory import Teacher, memory
-from .model_config import check_expert_bias, model_config
+from .model_config import CONFIGS, check_expert_bias, model_config
 from .models import check_expected
 from .schema import Recipe
 from .sharding import ALONE, FSDP, ZERO3, Sharding, check_teacher
@@ -55,9 +57,11 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     config, counted_from = _model(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
-    cost = model_cost(config, recipe.data.length)
-    moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)
-    teacher, teacher_from = _teacher(recipe, config, sharding.kind)
+    with _counting(config, RECIPE if counted_from == RECIPE else f"model.path={recipe.model.path}"):
+        cost = model_cost(config, recipe.data.length)
+        moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)
+        teacher, teacher_from = _teacher(recipe, config, sharding.kind)
+        held = memory(recipe, config, sharding, teacher)
     steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
     return {
         "model": recipe.model.path,
@@ -80,7 +84,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "accelerate": sharding.name,
         "sharding": sharding.kind,
         "processes": sharding.processes,
-        "memory_per_gpu": memory(recipe, config, sharding, teacher).as_dict(),
+        "memory_per_gpu": held.as_dict(),
     }
 
 
@@ -107,7 +111,24 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
         found, where = deepcopy(config), SOURCE
         found.mixers, found.dtype = {}, torch.bfloat16
     dtype = found.dtype or torch.get_default_dtype()
-    return Teacher(model_cost(found, 1).parameters, found.vocab_size, dtype.itemsize), where
+    with _counting(found, f"distillation.teacher={name}"):
+        return Teacher(weight_count(on_meta(found)), found.vocab_size, dtype.itemsize), where
+
+
+@contextmanager
+def _counting(config: Any, name: str) -> Iterator[None]:
+    """`RecipeError` where no model can be made of a configuration, or only one that is put together in other ways."""
+    try:
+        yield
+    except (RecipeError, ImportError):  # what is missing is told as everywhere
+        raise
+    except Exception as error:  # modules are not found, or not what they are elsewhere
+        if f"crosshead_{config.model_type.removeprefix('crosshead_')}" in CONFIGS:
+            raise RecipeError(f"{name}: {one_line(error)}") from error
+        raise RecipeError(
+            f"{name}: a model of model_type={config.model_type!r} cannot be counted, only one of a Llama or Qwen "
+            "family: train it without --dry-run"
+        ) from error
 
 
 def _stored(path: str, key: str) -> Any:

@@ -8,7 +8,7 @@ import torch
 from crosshead.modeling.access_tokens import without_tokens
 
 from .errors import RecipeError, one_line
-from .model_config import model_config
+from .model_config import model_config, named_model_config
 from .schema import ModelOptions, Recipe
 
 BESIDE = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -28,6 +28,11 @@ def load_tokenizer(recipe: Recipe) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # its files may be broken in many ways
         raise RecipeError(f"the tokenizer of {_unloadable(key, str(name), error, options)}") from None
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        kind = type(tokenizer).__name__
+        raise RecipeError(
+            f"the tokenizer of {key}={name}, {kind}, has no tokenizer.json (a fast version): use one that has"
+        )
     # Some become words of the vocabulary when they are read, so they cannot be left out of the result.
     if without_tokens(tokenizer.init_kwargs)[1]:
         raise RecipeError(f"the tokenizer of {key}={name} holds an access token: take it out of tokenizer_config.json")
@@ -42,7 +47,7 @@ def load_model(recipe: Recipe, tokenizer: Any) -> Any:
     if options.path is None:
         config = model_config(options.config or {})
         config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), named_model_config():
             torch.manual_seed(recipe.train.seed)
             return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model = _loaded(options.path, "model.path", torch.float32, options)
@@ -132,13 +137,25 @@ def _loaded(name: str, key: str, dtype: Any, options: ModelOptions | None = None
     kind: Any = AutoModelForCausalLM
     try:
         model, report = kind.from_pretrained(
-            name, dtype=dtype, use_safetensors=True, output_loading_info=True, trust_remote_code=False
+            name,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported instead
+            trust_remote_code=False,
         )
     except Exception as error:
         raise RecipeError(_unloadable(key, name, error, options)) from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise RecipeError(f"{key}={name} lacks {len(missing)} tensors, {missing[0]} first: it is not complete")
+    mismatched = sorted(report["mismatched_keys"])
+    if mismatched:
+        tensor, stored, expected = mismatched[0]
+        raise RecipeError(
+            f"{key}={name} has {tensor} of shape {tuple(stored)}, where its config.json asks for {tuple(expected)}: "
+            "use the config.json that was saved with its weights"
+        )
     return model
 
 
