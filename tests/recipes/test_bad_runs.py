@@ -145,9 +145,7 @@ CASES = {
     "code of its own": Case("model.path=", edit("model/config.json", model_type="x", auto_map={"AutoConfig": "a.B"})),
     "no teacher": Case(f"distillation.teacher={NOWHERE} is no folder", of("distillation", teacher=NOWHERE), MIXTURE),
     "larger teacher": Case("knows 300 tokens, the model 257", larger_teacher, MIXTURE),
-    "smaller teacher": Case(
-        "knows 100 tokens, the tokenizer's last is 256", other_teacher(vocab_size=100), MIXTURE
-    ),
+    "smaller teacher": Case("knows 100 tokens, the tokenizer's last is 256", other_teacher(vocab_size=100), MIXTURE),
     "deeper teacher": Case(
         "has num_hidden_layers=7, the model 4: use 0, or", other_teacher(num_hidden_layers=7), MIXTURE
     ),
