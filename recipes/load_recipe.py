@@ -48,6 +48,8 @@ def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"the recipe {path} is not YAML: {' '.join(str(error).split())}") from None
     for change in changes:
         _change(content, change)
+    if isinstance(content, dict):
+        content = {name: part if name == "data" else _at_home(part) for name, part in content.items()}
     try:
         return read_section(Recipe, content, "")
     except ValueError as error:
@@ -60,12 +62,19 @@ def _parse(text: str) -> Any:
 
 
 def _apart(content: Any) -> Any:
-    """What an anchor names twice as two, so that one may change alone; and `~/` as the user's folder."""
+    """What an anchor names twice as two, so that one may change alone."""
     if isinstance(content, dict):
         return {key: _apart(value) for key, value in content.items()}
     if isinstance(content, list):
         return [_apart(value) for value in content]
-    return expanduser(content) if content.startswith("~/") else content
+    return content
+
+
+def _at_home(content: Any) -> Any:
+    """With the user's folder for `~/`; where data lie, that is done as they are read."""
+    if isinstance(content, dict):
+        return {key: _at_home(value) for key, value in content.items()}
+    return expanduser(content) if isinstance(content, str) and content.startswith("~/") else content
 
 
 def _find(name: str) -> Path:
