@@ -22,7 +22,7 @@ def hub_documents(source: DataSource) -> Iterator[str]:
         from datasets import load_dataset
     except ImportError as error:
         raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
-    path = expanded(source)
+    path = expanded(source.path)
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
     try:
         with _silence():

@@ -24,8 +24,7 @@ class LossCurve:
 def kind_of_loss(recipe: Recipe) -> str:
     """Held-out loss, which the paper fits, where the recipe evaluates often enough for a curve; or training loss."""
     every = recipe.watch.evaluate_every
-    evaluates = bool(recipe.data.held_out or recipe.data.evaluation)
-    points = (recipe.steps - begin(recipe)) // every if every and evaluates else 0
+    points = (recipe.steps - begin(recipe)) // every if every else 0
     return HELD_OUT if points >= LEAST_POINTS else TRAINING
 
 

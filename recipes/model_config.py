@@ -123,3 +123,12 @@ def check_expert_bias(config: Any, rate: float | None) -> None:
             f"train.expert_bias_rate={rate:g}, but the model chooses its experts without a bias: leave it out, or "
             "train one with expert_bias=true"
         )
+
+
+def check_length(config: Any, length: int) -> None:
+    """`RecipeError` where those who use the model would cut texts shorter than it was trained on."""
+    most = config.max_position_embeddings
+    if length > most:
+        raise RecipeError(
+            f"data.length={length} is more than model.config.max_position_embeddings={most}: lower it, or raise that"
+        )

@@ -12,7 +12,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 from .data_options import DataOptions
 from .errors import RecipeError
-from .model_config import check_expert_bias, model_config
+from .model_config import check_expert_bias, check_length, model_config
 from .order import Turns
 from .text_values import Beta, Count, NotNegative, Positive, Seed, Share, Whole
 
@@ -118,7 +118,9 @@ class Distillation:
     def __post_init__(self) -> None:
         """One teacher, and a live one where its attention is to be matched."""
         if (self.teacher is None) == (self.logits is None):
-            raise RecipeError("teacher, a model, or `logits`, a folder: give one of the two")
+            raise RecipeError(
+                f"teacher={self.teacher}, logits={self.logits}: give one of the two, a model or a folder of its logits"
+            )
         if self.logits is not None and self.temperature != 1:
             raise RecipeError(f"temperature={self.temperature:g} needs `teacher`: `logits` are stored for 1")
         if self.logits is not None and self.match_steps:
@@ -209,9 +211,16 @@ class Recipe:
                 f"train.warmup={train.warmup:g} leaves nothing after it: train.tokens={train.tokens} are "
                 f"{self.steps} steps of train.batch_tokens={train.batch_tokens}"
             )
+        if self.watch.evaluate_every and not (self.data.held_out or self.data.evaluation):
+            raise RecipeError(
+                f"watch.evaluate_every={self.watch.evaluate_every} has no text to evaluate on: set data.held_out or "
+                "data.evaluation, or leave it out"
+            )
         Turns([source.weight for source in self.data.sources])  # or it is refused when all are tokenised
         if self.model.config is not None:
-            check_expert_bias(model_config(self.model.config), train.expert_bias_rate)
+            config = model_config(self.model.config)
+            check_expert_bias(config, train.expert_bias_rate)
+            check_length(config, length)
 
     @property
     def batch_size(self) -> int:

@@ -14,7 +14,7 @@ SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
 
 def source_files(source: DataSource) -> list[Path]:
     """The files of a source of local files, in the order of their names."""
-    place = Path(expanded(source))
+    place = Path(expanded(source.path))
     suffix = SUFFIXES[source.kind]
     if place.is_file():
         return [place]
@@ -29,11 +29,11 @@ def source_files(source: DataSource) -> list[Path]:
     return files
 
 
-def expanded(source: DataSource) -> str:
-    """The path of a source, with the home folder for its `~`; as it is where it has none, as names on the Hub."""
-    path = os.path.expanduser(source.path)
+def expanded(place: str) -> str:
+    """A path with the home folder for its `~`; as it is where it has none, as names on the Hub."""
+    path = os.path.expanduser(place)
     if path.startswith("~"):
-        raise RecipeError(f"{source.path} begins with the home folder of nobody here: write the whole path")
+        raise RecipeError(f"{place} begins with the home folder of nobody here: write the whole path")
     return path
 
 
@@ -76,7 +76,7 @@ def identity(source: DataSource) -> dict[str, Any]:
         return limit | {"files": _states(source_files(source))}
     if source.kind != "hub":
         return limit | {"files": _states(source_files(source)), "column": source.column}
-    path = expanded(source)
+    path = expanded(source.path)
     copy = _files_below(Path(path), "") if os.path.isdir(path) else []
     names = {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
     return limit | names | {"files": _states(copy), "column": source.column}

@@ -19,7 +19,7 @@ from crosshead.modeling.settings import LAYERS
 
 from .data_options import DataOptions, DataSource
 from .errors import RecipeError
-from .model_config import model_config
+from .model_config import model_config, named_model_config
 from .schema import ModelOptions, Recipe, TrainOptions
 
 TOY_LAYERS = 4
@@ -132,7 +132,7 @@ def _write_model(content: Mapping[str, Any], folder: Path, seed: int) -> str:
     """A fresh model on disk, without disturbing anybody's random numbers."""
     from transformers import AutoModelForCausalLM
 
-    with torch.random.fork_rng(devices=[]):
+    with named_model_config(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(model_config(content)).save_pretrained(str(folder))
     return str(folder)

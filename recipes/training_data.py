@@ -14,6 +14,7 @@ from .data_options import DataOptions, DataSource
 from .errors import RecipeError
 from .order import RunOrder
 from .packing import Sample, Windows
+from .source_files import expanded
 from .token_cache import TokenCache, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
 
@@ -63,7 +64,7 @@ class TrainingData:
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:
     """Tokenise what is not in the cache yet; `vocabulary` is how many tokens the model knows."""
     encoder = TokenEncoder(tokenizer, vocabulary)
-    root = Path(options.cache).expanduser()
+    root = Path(expanded(options.cache))
 
     def cached(source: DataSource, held_out: float) -> TokenCache:
         return open_cache(source, encoder, held_out, root, partial(progress, source.path))

@@ -262,3 +262,9 @@ def test_weights_that_never_repeat(tmp_path):
     data = open_data(DataOptions(sources, length=8, cache=str(tmp_path / "cache")), separating_tokenizer(), 61)
     with pytest.raises(RecipeError, match=r"weights \[0\.30000000000000004, 1\.0\]"):
         data.samples(10, seed=0)
+
+
+def test_a_cache_at_home_of_nobody(tmp_path):
+    sources = (DataSource(str(write_jsonl(tmp_path / "a.jsonl", [GOOD])), "jsonl"),)
+    with pytest.raises(RecipeError, match="^~nosuchuser/tokens begins with the home folder of nobody here"):
+        open_data(DataOptions(sources, cache="~nosuchuser/tokens"), separating_tokenizer(), 61)

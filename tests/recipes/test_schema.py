@@ -103,6 +103,10 @@ BAD_FILES = {
     "an unknown size": ([CONFIG % "hiden_size: 8", DATA, TRAIN], "model.config has no key 'hiden_size': did you"),
     "a wrong size": ([CONFIG % "hidden_size: wide", DATA, TRAIN], "hidden_size"),
     "no heads": ([CONFIG % "num_attention_heads: 0", DATA, TRAIN], "model.config: "),
+    "windows beyond its positions": (
+        [CONFIG % "max_position_embeddings: 63", DATA, TRAIN],
+        "data.length=64 is more than model.config.max_position_embeddings=63: lower it",
+    ),
     "a wrong mechanism": ([CONFIG % "mixers: {mixture: {active_heads: 99}}", DATA, TRAIN], "active_heads=99 is more"),
 }
 
@@ -150,8 +154,9 @@ BAD_VALUES = {
     "train.warmup_from=1": "train.warmup_from=1.0 is above learning_rate=0.0001",
     "train.trainable=mixers+lora": "train.trainable='mixers+lora' needs `lora`",
     "train.lora={rank: 4, alpha: 8}": "train.trainable='all' has no use for `lora`",
-    "distillation.weight=0.5": "distillation.teacher",
-    "distillation={teacher: a, logits: b}": "distillation.teacher",
+    "distillation.weight=0.5": "distillation.teacher=None, logits=None: give one of the two",
+    "distillation={teacher: a, logits: b}": "distillation.teacher=a, logits=b: give one of the two",
+    "watch.evaluate_every=5": "watch.evaluate_every=5 has no text to evaluate on: set data.held_out",
     "distillation={logits: b, match_steps: 3}": "distillation.match_steps=3 needs `teacher`",
     "distillation={logits: b, temperature: 2}": "distillation.temperature=2 needs `teacher`: `logits` are stored",
     "hub.repo=a/b/c": "hub.repo='a/b/c' is no name for the Hub: use one such as organisation/model",

@@ -228,7 +228,6 @@ def test_which_loss_is_fitted(recipe):
     assert kind_of_loss(recipe) == HELD_OUT
     assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=50))) == TRAINING
     assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=None))) == TRAINING
-    assert kind_of_loss(replace(recipe, data=replace(recipe.data, held_out=0.0))) == TRAINING
 
 
 def test_too_few_losses_for_a_curve(recipe, trainer):
