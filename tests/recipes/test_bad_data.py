@@ -266,5 +266,5 @@ def test_weights_that_never_repeat(tmp_path):
 
 def test_a_cache_at_home_of_nobody(tmp_path):
     sources = (DataSource(str(write_jsonl(tmp_path / "a.jsonl", [GOOD])), "jsonl"),)
-    with pytest.raises(RecipeError, match="^~nosuchuser/tokens begins with the home folder of nobody here"):
+    with pytest.raises(RecipeError, match=r"^~nosuchuser/tokens begins with the home folder of nobody here"):
         open_data(DataOptions(sources, cache="~nosuchuser/tokens"), separating_tokenizer(), 61)
