@@ -72,30 +72,35 @@ def _case(heads: str, tokens: int, batch: int, target: float, padded: bool = Fal
     return Case(name, what, STOCK, decoding, shape, {"cpu": target, "cuda": target})
 
 
-_GROUPED = SHAPE | {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-_HALF = {"mixers": {"explicit": {"key_heads": 4, "value_heads": 4, "norm": False}}}
-_MODEL = _GROUPED | _HALF | {"tokens": 16384}
-_CACHE = _GROUPED | _HALF | {"tokens": 16}
+def _model(heads: str, tokens: int) -> dict[str, Any]:
+    names = {"query_heads": "num_attention_heads", "key_value_heads": "num_key_value_heads", "head_dim": "head_dim"}
+    counts = {names[key]: count for key, count in HEADS[heads].items()}
+    half = counts["num_key_value_heads"] // 2
+    mixers = {"explicit": {"key_heads": half, "value_heads": half, "norm": False}}
+    return SHAPE | counts | {"mixers": mixers, "tokens": tokens}
+
+
+def _token(name: str, heads: str, tokens: int, target: float) -> Case:
+    told = "{query_heads} query and {key_value_heads} KV heads of {head_dim}".format_map(HEADS[heads])
+    what = f"explicit, a token after {tokens} others, whole model, {told}"
+    return Case(name, what, STOCK_MODEL, next_token, _model(heads, tokens), {"cpu": target, "cuda": target})
+
+
 CASES = (
     *(_case("grouped", tokens, batch, 0.5) for tokens in (8192, 32768) for batch in (1, 8)),
     *(_case("grouped", tokens, batch, 1.0) for tokens in (128, 512, 2048) for batch in (1, 8)),
     *(_case("ungrouped", tokens, batch, 1.0) for tokens in (128, 512, 2048, 8192, 32768) for batch in (1, 8)),
     *(_case("few", tokens, 1, 1.0) for tokens in (2048, 8192)),
     *(_case("grouped", tokens, 1, 1.0, padded=True) for tokens in (8192, 32768)),
-    Case(
-        "model-16k",
-        "explicit, a token after 16384 others, whole model, 32 query and 8 KV heads of 128",
-        STOCK_MODEL,
-        next_token,
-        _MODEL,
-        {"cpu": 0.9, "cuda": 0.9},
-    ),
+    _token("model-16k", "grouped", 16384, 0.9),
+    *(_token(f"model-{tokens}", "grouped", tokens, 1.0) for tokens in (128, 512)),
+    *(_token(f"model-ungrouped-{tokens}", "ungrouped", tokens, 1.0) for tokens in (128, 512)),
     Case(
         "cache",
         "explicit, bytes of KV cache of a sequence, 4 component heads for 8",
         STOCK_MODEL,
         cache_bytes,
-        _CACHE,
+        _model("grouped", 16),
         {"cpu": 0.5, "cuda": 0.5},
         TOLD,
         "bytes",

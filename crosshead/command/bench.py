@@ -85,8 +85,10 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
         16 query heads and 16 KV heads of 64; of eight sequences
     few-2k, few-8k
         14 query heads and 2 KV heads of 64
-    model-16k
+    model-128, model-512, model-16k
         a whole model with two layers of 1024, 32 query heads and 8 KV heads of 128; beside the stock model
+    model-ungrouped-128, model-ungrouped-512
+        the same with 16 query heads and 16 KV heads of 64
     cache
         bytes of that model's cache
     mixture-2k, mixture-8k, mixture-32k
