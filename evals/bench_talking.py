@@ -10,7 +10,7 @@ import torch
 from crosshead.modeling.mixer import HeadLayout, HeadStates
 from crosshead.modeling.talking import Talking
 
-from .bench_attention import attention, dense, mixed
+from .bench_attention import SEED, attention, dense, mixed
 from .bench_case import MEMORY, TIME, Case
 from .bench_pairs import Run
 
@@ -25,6 +25,7 @@ def talking(ours: bool, beside: str, tokens: int, heads: int, head_dim: int, gra
     """Attention with mixed heads, in blocks or eager, or stock attention."""
     if not ours and beside == "sdpa":
         return attention(dense, tokens, heads, head_dim, gradients)
+    torch.manual_seed(SEED)
     layout = HeadLayout(heads * head_dim, heads, heads, head_dim, output_heads=heads)
     mixer = Talking(layout, {"on": ["logits", "weights"], "dynamic": []})
     for maps in mixer.parameters():

@@ -33,8 +33,8 @@ class Components:
 
     @property
     def matrices(self) -> torch.Tensor:
-        """(B, 1, S, heads * d), or (B, h, S, d) where nothing combines them."""
-        return self.heads if self.scalars is None else merge_heads(self.heads).unsqueeze(1)
+        """(B, S, heads * d), or (B * h, S, d) where nothing combines them."""
+        return self.heads.flatten(0, 1) if self.scalars is None else merge_heads(self.heads)
 
 
 def attend_to_components(
@@ -52,49 +52,39 @@ def attend_to_components(
         mask = mask.clamp_min(torch.finfo(mask.dtype).min)  # what sees nothing stays finite
     logits = _met(fold_queries(query, keys.scalars), keys.matrices).reshape(*query.shape[:3], -1)
     weights = torch.softmax(settled(logits, scale, mask), -1).to(query.dtype)  # (B, h, rows, S)
-    if values.scalars is not None:
-        weights = weights.flatten(1, 2).unsqueeze(1)
-    return unfold_outputs(_weighed(weights, values.matrices), values.scalars)
+    matrices = values.matrices
+    met = _weighed(weights.view(matrices.shape[0], -1, weights.shape[3]), matrices)
+    return met.view(query.shape) if values.scalars is None else unfold_outputs(met, query.shape, values.scalars)
 
 
 def fold_queries(query: torch.Tensor, scalars: torch.Tensor | None) -> torch.Tensor:
-    """(B, h, rows, d) -> (B, 1, h * rows, components * d), or as they are where nothing combines keys."""
+    """(B, h, rows, d) -> (B, h * rows, components * d), or (B * h, rows, d) where nothing combines keys."""
     if scalars is None:
-        return query
-    folded = query.unsqueeze(3) * scalars.unsqueeze(1).unsqueeze(3)  # (B, h, rows, components, d)
-    return folded.reshape(len(query), 1, scalars.shape[0] * query.shape[2], -1)
+        return query.flatten(0, 1)
+    batch, heads, rows, _ = query.shape
+    folded = query.unsqueeze(3) * scalars.view(heads, 1, -1, 1)  # (B, h, rows, components, d)
+    return folded.reshape(batch, heads * rows, -1)
 
 
-def unfold_outputs(met: torch.Tensor, scalars: torch.Tensor | None) -> torch.Tensor:
-    """(B, 1, h * rows, components * d) -> (B, h, rows, d), or as they are where nothing combines values."""
-    if scalars is None:
-        return met
+def unfold_outputs(met: torch.Tensor, shape: torch.Size, scalars: torch.Tensor) -> torch.Tensor:
+    """(B, h * rows, components * d) -> (B, h, rows, d), which is the shape."""
     heads, components = scalars.shape
-    by_component = met.view(len(met), heads, -1, components, met.shape[3] // components)
-    return (by_component * scalars.unsqueeze(1).unsqueeze(3)).sum(3)
+    by_component = met.view(*shape[:3], components, shape[3])
+    return torch.matmul(scalars.view(heads, 1, 1, components), by_component).squeeze(3)
 
 
 def _met(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Logits (B, n, rows, S) of rows (B, n, rows, k) with keys (B, n, S, k)."""
-    if not _one_by_one_pays(rows, keys):
-        return torch.matmul(rows, keys.transpose(2, 3))
-    return met_one_by_one(_each(rows), _each(keys)).unflatten(0, rows.shape[:2])
+    """Logits (N, rows, S) of rows (N, rows, k) with keys (N, S, k)."""
+    return met_one_by_one(rows, keys) if _one_by_one_pays(rows, keys) else torch.bmm(rows, keys.transpose(1, 2))
 
 
 def _weighed(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Values (B, n, S, k) under weights (B, n, rows, S): (B, n, rows, k)."""
-    if not _one_by_one_pays(weights, values):
-        return torch.matmul(weights, values)
-    return weighed_one_by_one(_each(weights), _each(values)).unflatten(0, weights.shape[:2])
-
-
-def _each(matrices: torch.Tensor) -> list[torch.Tensor]:
-    """Where they lie, of every sequence."""
-    return [matrix for of_sequence in matrices for matrix in of_sequence]
+    """Values (N, S, k) under weights (N, rows, S): (N, rows, k)."""
+    return weighed_one_by_one(weights, values) if _one_by_one_pays(weights, values) else torch.bmm(weights, values)
 
 
 def _one_by_one_pays(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Never off the CPU, nor in a compiled graph, which must not depend on how many keys there are."""
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return rows.shape[2] * matrices[0, 0].numel() >= LARGE
+    return rows.shape[1] * matrices.shape[1] * matrices.shape[2] >= LARGE

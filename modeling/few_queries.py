@@ -14,7 +14,7 @@ from .quick_products import has_kernels, product, round_part
 
 def met_one_by_one(rows: Iterable[torch.Tensor], keys: Iterable[torch.Tensor]) -> torch.Tensor:
     """Logits (n, rows, S): of each of n times some rows (rows, k) with their keys (S, k)."""
-    return torch.stack([product(some, of_them).t() for some, of_them in zip(keys, rows, strict=True)])
+    return _together([product(some, of_them).t() for some, of_them in zip(keys, rows, strict=True)])
 
 
 def settled(logits: torch.Tensor, scale: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
@@ -30,7 +30,12 @@ def settled(logits: torch.Tensor, scale: torch.Tensor | None, mask: torch.Tensor
 
 def weighed_one_by_one(weights: Iterable[torch.Tensor], values: Iterable[torch.Tensor]) -> torch.Tensor:
     """Sums (n, rows, k): of each of n times values (S, k) under their weights (rows, S)."""
-    return torch.stack([_sum_under(of_them, some) for of_them, some in zip(weights, values, strict=True)])
+    return _together([_sum_under(of_them, some) for of_them, some in zip(weights, values, strict=True)])
+
+
+def _together(matrices: list[torch.Tensor]) -> torch.Tensor:
+    """Stacked; one is not copied."""
+    return matrices[0].unsqueeze(0) if len(matrices) == 1 else torch.stack(matrices)
 
 
 def _sum_under(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -115,8 +115,7 @@ class Knocking(Mixer):
 
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""
-        for target, knock in self.named_children():
-            if target in states.folded:
-                continue
-            heads = getattr(states, target).transpose(1, 2)  # (B, T, heads, d), as the projection leaves it
-            setattr(states, target, knock(heads).transpose(1, 2))
+        for target in self.settings["on"]:
+            if target not in states.folded:
+                heads = getattr(states, target).transpose(1, 2)  # (B, T, heads, d), as the projection leaves it
+                setattr(states, target, getattr(self, target)(heads).transpose(1, 2))

@@ -30,6 +30,8 @@ class MixedAttention(nn.Module):
     scaling: float
     attention_dropout: float
     is_causal: bool
+    sliding_window: int | None = None
+    """Where the backbone has none."""
     q_proj: nn.Linear
     k_proj: nn.Linear
     v_proj: nn.Linear
@@ -47,6 +49,7 @@ class MixedAttention(nn.Module):
             if heads != layout.key_value_heads:
                 has_bias = getattr(self, projection).bias is not None
                 setattr(self, projection, nn.Linear(layout.hidden_size, heads * layout.head_dim, bias=has_bias))
+        self._norms_heads = layout.key_norm_eps is not None
         if layout.key_norm_eps is not None:
             # A combination of normed keys is not the normed combination: the mechanism divides, the norm only scales.
             divides = any(mixer.divides_keys for mixer in self._mixers())
@@ -135,7 +138,7 @@ class MixedAttention(nn.Module):
             folded.clear()
 
     def _place(self, states: HeadStates, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
-        if hasattr(self, "q_norm"):
+        if self._norms_heads:
             states.query, states.key = self.q_norm(states.query), self.k_norm(states.key)
         states.query, states.key = apply_rotary_pos_emb(states.query, states.key, *position_embeddings)
 
@@ -143,9 +146,13 @@ class MixedAttention(nn.Module):
         backend = self.config._attn_implementation
         self._check_backend(backend, kwargs)
         dropout = self.attention_dropout if self.training else 0.0
-        window = getattr(self, "sliding_window", None)
         interface = ALL_ATTENTION_FUNCTIONS.get_interface(backend, eager_attention)
-        options = {"attention_mask": mask, "dropout": dropout, "scaling": self.scaling, "sliding_window": window}
+        options = {
+            "attention_mask": mask,
+            "dropout": dropout,
+            "scaling": self.scaling,
+            "sliding_window": self.sliding_window,
+        }
         run = partial(interface, self, **options, **kwargs)
         plain = backend == "sdpa" and kwargs.get("cache") is None
         causal = self.is_causal if kwargs.get("is_causal") is None else kwargs["is_causal"]

@@ -111,6 +111,7 @@ def test_mixture_is_measured_as_a_layer_attends():
 
 @pytest.mark.parametrize("name", ["talking-forward", "talking-gradients"])
 def test_talking_in_blocks_is_eager_talking(name):
+    torch.manual_seed(9)  # the same maps, wherever random numbers are
     found, wanted = (run() for run in small(name).pair())
     if name == "talking-forward":
         found, wanted = [found], [wanted]
