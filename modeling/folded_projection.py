@@ -55,8 +55,10 @@ class FoldedProjection:
     def _is_of(self, weights: list[nn.Parameter]) -> bool:
         if len(weights) != len(self._made_of):
             return False
-        pairs = zip(weights, self._made_of, strict=True)
-        return all(new.data_ptr() == old.data_ptr() and new._version == version for new, (old, version) in pairs)
+        for new, (old, version) in zip(weights, self._made_of, strict=True):
+            if new._version != version or new.data_ptr() != old.data_ptr():
+                return False
+        return True
 
 
 def _product(

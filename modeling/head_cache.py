@@ -24,15 +24,17 @@ def pass_cache(states: HeadStates, cache: Cache, layer_index: int, side_by_side:
         _check_form(past, states.key, layer_index)
         states.key, states.value = cache.update(states.key, states.value, layer_index)
         return
-    beside = list(states.per_key.values())
-    keys = torch.cat([merge_heads(states.key), *beside], dim=-1).unsqueeze(1)
+    keys, beside = merge_heads(states.key).unsqueeze(1), list(states.per_key.values())
+    if beside:
+        keys = torch.cat([keys, *(numbers.unsqueeze(1) for numbers in beside)], dim=-1)
     _check_form(past, keys, layer_index)
     keys, values = cache.update(keys, merge_heads(states.value).unsqueeze(1), layer_index)
-    widths = [key_heads * states.key.shape[-1], *(numbers.shape[-1] for numbers in beside)]
-    merged, *beside = keys.squeeze(1).split(widths, dim=-1)
-    states.key = split_heads(merged, key_heads)
-    states.value = split_heads(values.squeeze(1), value_heads)
-    states.per_key = dict(zip(states.per_key, beside, strict=True))
+    keys, values = keys.squeeze(1), values.squeeze(1)
+    if beside:
+        widths = [key_heads * states.key.shape[-1], *(numbers.shape[-1] for numbers in beside)]
+        keys, *beside = keys.split(widths, dim=-1)
+        states.per_key = dict(zip(states.per_key, beside, strict=True))
+    states.key, states.value = split_heads(keys, key_heads), split_heads(values, value_heads)
 
 
 def _check_form(past: torch.Tensor | None, keys: torch.Tensor, layer_index: int) -> None:

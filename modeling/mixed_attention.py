@@ -81,7 +81,7 @@ class MixedAttention(nn.Module):
         if past_key_values is not None:
             pass_cache(states, past_key_values, self.layer_idx, self._side_by_side)
         output, weights = self._attend(states, mixers, call)
-        *others, last = sorted(mixers, key=lambda mixer: not mixer.owns_attention)
+        *others, last = mixers if len(mixers) == 1 else sorted(mixers, key=lambda mixer: not mixer.owns_attention)
         for mixer in others:
             output = mixer.on_output(output, states)
         if not others and (chosen := last.chosen_tokens(self.o_proj, states, call)) is not None:

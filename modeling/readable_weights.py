@@ -1,22 +1,30 @@
-"""Whether the weights of modules may be read from outside, in place of calling the modules."""
+"""Whether the weights of modules may be read from outside, in place of calling the modules.
+
+Every token of every layer asks: loops here, where a comprehension would be a call more.
+"""
 
 from torch import nn
 
 
 def weights_of(*modules: nn.Module) -> list[nn.Parameter]:
-    """All of them; for a module without others in it much sooner than `parameters()` tells, which every token asks."""
+    """All of them; for a module without others in it much sooner than `parameters()` tells."""
     found: list[nn.Parameter] = []
     for module in modules:
-        own = module.parameters() if module._modules else module._parameters.values()
-        found += [weight for weight in own if weight is not None]
+        for weight in module.parameters() if module._modules else module._parameters.values():
+            if weight is not None:
+                found.append(weight)
     return found
 
 
 def readable(*modules: nn.Module) -> bool:
     """Plain weights, on this device for good, that nobody watches or wraps."""
-    if any(_hooks(x) or "forward" in vars(x) for x in modules):
-        return False
-    return all(type(x) is nn.Parameter and not (x.is_meta or x.is_inference()) for x in weights_of(*modules))
+    for module in modules:
+        if _hooks(module) or "forward" in vars(module):
+            return False
+    for weight in weights_of(*modules):
+        if type(weight) is not nn.Parameter or weight.is_meta or weight.is_inference():
+            return False
+    return True
 
 
 def _hooks(module: nn.Module) -> bool:
