@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,3 +39,29 @@ def test_what_is_freed_is_not_taken_from_the_system_again():
 def test_a_c_library_without_the_setting(monkeypatch):
     monkeypatch.setattr(kept_memory.ctypes, "CDLL", lambda name: object())
     kept_memory.keep_memory()
+
+
+LARGE = """
+import os
+from crosshead.evals.bench_cases import ATTENTION
+from crosshead.evals.kept_memory import LARGE_PAGES, keep_memory
+before = os.environ.get(LARGE_PAGES)
+keep_memory()
+assert os.environ.get(LARGE_PAGES) == before
+import torch
+kept = torch.ones(2**24)
+(line,) = (line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages"))
+print(line.split()[1])
+"""
+PAGES, COUNTED = Path("/sys/kernel/mm/transparent_hugepage/enabled"), Path("/proc/self/smaps_rollup")
+HAS_THEM = PAGES.exists() and COUNTED.exists() and "[never]" not in PAGES.read_text()
+
+
+@pytest.mark.skipif(not HAS_THEM, reason="the system has no large pages")
+@pytest.mark.parametrize("asked", [None, "0"])
+def test_tensors_lie_in_large_pages(asked):
+    """Even where all the benches are imported first; how many there are is the system's affair."""
+    environment = {key: value for key, value in os.environ.items() if key != kept_memory.LARGE_PAGES}
+    environment |= {} if asked is None else {kept_memory.LARGE_PAGES: asked}
+    found = subprocess.check_output([sys.executable, "-P", "-c", LARGE], text=True, env=environment)
+    assert int(found) > 0
