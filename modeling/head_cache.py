@@ -18,8 +18,8 @@ def pass_cache(states: HeadStates, cache: Cache, layer_index: int, side_by_side:
     `side_by_side` asks for one wide head; a past that has several, as a trained prefix does, goes on as it is.
     """
     key_heads, value_heads = states.key.shape[1], states.value.shape[1]
-    past = _stored(cache, layer_index)
-    wide = states.per_key or key_heads != value_heads or (side_by_side and (past is None or past.shape[1] == 1))
+    past = _stored_form(cache, layer_index)
+    wide = states.per_key or key_heads != value_heads or (side_by_side and (past is None or past[0] == 1))
     if not wide:
         _check_form(past, states.key, layer_index)
         states.key, states.value = cache.update(states.key, states.value, layer_index)
@@ -37,20 +37,23 @@ def pass_cache(states: HeadStates, cache: Cache, layer_index: int, side_by_side:
     states.key, states.value = split_heads(keys, key_heads), split_heads(values, value_heads)
 
 
-def _check_form(past: torch.Tensor | None, keys: torch.Tensor, layer_index: int) -> None:
+def _stored_form(cache: Cache, layer_index: int) -> tuple[int, int] | None:
+    """How many heads a layer has stored, and of how many numbers; None where there are none.
+
+    Not the keys themselves: held here, they could not make room for the values that follow.
+    """
+    keys = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
+    return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1])
+
+
+def _check_form(past: tuple[int, int] | None, keys: torch.Tensor, layer_index: int) -> None:
     """`ValueError` where the past was stored by a layer of another form."""
-    if past is not None and (past.shape[1], past.shape[-1]) != (keys.shape[1], keys.shape[-1]):
+    if past is not None and past != (keys.shape[1], keys.shape[-1]):
         raise ValueError(
-            f"the cache of layer {layer_index} holds {past.shape[1]} heads of {past.shape[-1]} numbers, the layer "
-            f"stores {keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that "
-            "was made for the stock one"
+            f"the cache of layer {layer_index} holds {past[0]} heads of {past[1]} numbers, the layer stores "
+            f"{keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that was made "
+            "for the stock one"
         )
-
-
-def _stored(cache: Cache, layer_index: int) -> torch.Tensor | None:
-    """The keys of a layer, where there are any."""
-    past = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
-    return past if past is not None and past.numel() else None
 
 
 def merge_heads(x: torch.Tensor) -> torch.Tensor:

@@ -1,10 +1,12 @@
 """Generation with every kind of cache, and what the cache holds."""
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
+from transformers.cache_utils import DynamicLayer
 
 from toys import BACKBONES, CASES, mixed_model, tokens
 
@@ -161,3 +163,23 @@ def test_cropped_and_reordered_caches(case: str) -> None:
     cache.reorder_cache(torch.tensor([1, 0]))
     continued = model(ids.flip(0)[:, 6:], past_key_values=cache).logits
     assert (continued - model(ids.flip(0)).logits[:, 6:]).abs().max() < 1e-4
+
+
+@on_every_backbone
+@for_every_case
+@torch.no_grad()
+def test_the_keys_of_the_past_make_room_for_values(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody holds what the cache has just replaced: the values that follow can lie in its place."""
+    model, freed = mixed_model(backbone, CASES[case]), []
+    cache = model(tokens()).past_key_values
+
+    def update(layer: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        past = weakref.ref(layer.keys)
+        layer.keys = torch.cat([layer.keys, keys], dim=-2)
+        freed.append(past() is None)
+        layer.values = torch.cat([layer.values, values], dim=-2)
+        return layer.keys, layer.values
+
+    monkeypatch.setattr(DynamicLayer, "update", update)
+    model(tokens()[:, :1], past_key_values=cache)
+    assert freed and all(freed)
