@@ -136,12 +136,12 @@ class Layer:
         }
 
 
-def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = None) -> None:
-    """Outputs, then every gradient."""
+def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = None, least: float = 0.1) -> None:
+    """Outputs, of which one is larger than the least, then every gradient."""
     layer.inputs.requires_grad_(True)
     ours, (truth, _) = (run or layer.ours)(), layer.truth()
     assert (ours - truth)[layer.rows].abs().max() < OUTPUT_TOLERANCE
-    assert truth[layer.rows].abs().max() > 0.1
+    assert truth[layer.rows].abs().max() > least
     found, expected = layer.gradients(ours), layer.gradients(truth)
     for name, gradient in expected.items():
         assert (found[name] - gradient).abs().max() < GRADIENT_TOLERANCE, name

@@ -168,6 +168,16 @@ def test_random_shapes(first: int) -> None:
 
 
 @torch.no_grad()
+def test_single_precision_without_gradients() -> None:
+    """As in decoding, where other products may be made; each shape for itself."""
+    for seed in range(500):
+        case = make(seed)
+        seen, found, exact = case.allowed.any(-1), case.ours(torch.float32), case.plain(torch.float64)
+        assert found.isfinite().all()
+        torch.testing.assert_close(found[seen].double(), exact[seen], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
 def test_half_precision_is_as_close_as_eager_attention() -> None:
     """Over many shapes, for outputs alone can be lucky."""
     ours, eager = [], []

@@ -49,6 +49,29 @@ def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
     assert sum(check_a_random_shape(kind, dtype) for _ in range(80)) >= 28
 
 
+@pytest.mark.parametrize("kind", [kind for kind in MASKS if kind != "all"])
+def test_random_shapes_without_gradients(kind: str) -> None:
+    """As in decoding, where other products may be made: the same as with gradients."""
+    torch.manual_seed(1)
+    random.seed(kind)
+    for _ in range(90):
+        groups, size, sizes = (
+            random.randint(1, 4),
+            random.randint(1, 3),
+            (random.randint(1, 3), 1, random.randint(6, 60)),
+        )
+        q, (k, v) = torch.randn(sizes[0], groups * size, 1, 8), torch.randn(2, sizes[0], groups, sizes[2], 8)
+        make, chosen = MASKS[kind], routes(sizes, groups * size)
+        mask = None if make is None else make(sizes)
+        mask = mask if mask is None else mask | ~mask.any(-1, keepdim=True)
+        with torch.no_grad():
+            found = attend_to_needed(q, k, v, chosen, call_of(mask))
+        expected = attend_to_needed(q.requires_grad_(), k, v, chosen, call_of(mask))
+        assert (found is None) == (expected is None)
+        if found is not None:
+            torch.testing.assert_close(found, expected.detach(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("head", range(4))
 def test_what_is_not_needed_is_not_read(head: int) -> None:
     """There it may hold anything; here it would spoil every sum."""
