@@ -3,10 +3,10 @@
 usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS]
 
 Random calls in float32 and bfloat16 are compared with the plain computation in float64, outputs and gradients. Then
-the cases of `crosshead bench attention` that name `mixture` or `talking` are measured, in turn with their rivals: as
-called, which is what a loop of calls takes, and by the GPU's own clock once the work has been handed over, which is
-what the kernels take. Prints tables, writes all figures, and exits with 1 where a call differs; without a GPU or
-without Triton it says so and exits with 0.
+every case of `crosshead bench attention` and `decode` with a target on a GPU, and all of `talking`, are measured in
+turn with their rivals: as called, which is what a loop of calls takes; and those of attention alone by the GPU's own
+clock once the work has been handed over, which is what the kernels take. Prints tables, writes all figures, and exits
+with 1 where a call differs; without a GPU or without Triton it says so and exits with 0.
 """
 
 import json
@@ -20,11 +20,13 @@ from typing import Any
 import torch
 
 from crosshead.evals.bench_case import TIME, Case, placed
+from crosshead.evals.bench_cases import ATTENTION, DECODE
 from crosshead.evals.bench_mixture import CASES as MIXTURE
 from crosshead.evals.bench_pairs import Reading, Run, in_turn
 from crosshead.evals.bench_run import bench, bench_lines
 from crosshead.evals.bench_talking import CASES as TALKING
 from crosshead.modeling.eager import repeat_heads
+from crosshead.modeling.explicit_decode import Components, attend_to_components
 from crosshead.modeling.mixer import AttentionCall
 from crosshead.modeling.routed_attention import routed_attention
 from crosshead.modeling.talking_operator import talking_attention
@@ -111,6 +113,30 @@ def a_talking(device: str, longest: int) -> Checked:
     return ours, plain, inputs
 
 
+def an_explicit(device: str, longest: int) -> Checked:
+    """A token or two that meet components as a cache holds them; some of the first keys may be padding."""
+    batch, groups, tokens = random.randint(1, 2), random.randint(1, 8), random.randint(1, 2)
+    heads, rows, size = random.randint(1, groups), tokens * random.choice((1, 2, 4)), random.choice((64, 128))
+    length = random.randint(tokens, longest)
+    shapes = ((batch, groups, rows, size), (batch, heads, length, size), (batch, heads, length, size))
+    inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
+    scalars = [torch.rand(groups, heads, device=device).bfloat16() for _ in range(2)]
+    seen = torch.arange(length, device=device) >= random.randrange(length)
+    mask = seen.expand(batch, 1, tokens, length)
+
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        sides = (Components(x, some.to(x.dtype)) for x, some in zip((key, value), scalars, strict=True))
+        return attend_to_components(SCALING * query, *sides, None, mask)
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        of_keys, of_values = (some.double() for some in scalars)
+        logits = SCALING * query @ torch.einsum("ij,bjsd->bids", of_keys, key)
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        return weights @ torch.einsum("ij,bjsd->bisd", of_values, value)
+
+    return ours, plain, inputs
+
+
 def _unused(*_: torch.Tensor) -> Any:
     raise NotImplementedError
 
@@ -130,7 +156,11 @@ def error(checked: Checked, dtype: torch.dtype) -> float:
     return max(((mine - theirs).norm() / (theirs.norm() + least)).item() for mine, theirs in pairs)
 
 
-MAKERS: dict[str, Callable[[str, int], Checked]] = {"mixture": a_mixture, "talking": a_talking}
+MAKERS: dict[str, Callable[[str, int], Checked]] = {
+    "mixture": a_mixture,
+    "talking": a_talking,
+    "explicit": an_explicit,
+}
 
 
 def checks(device: str, longest: int, calls: int) -> Iterator[tuple[str, float, bool]]:
@@ -145,15 +175,15 @@ def checks(device: str, longest: int, calls: int) -> Iterator[tuple[str, float, 
 
 
 def cases() -> list[Case]:
-    """Those of both mechanisms, and mixture's at the greater length too."""
-    wanted = [case for case in MIXTURE if "cuda" in case.targets]
+    """Those with a target, mixture's at the greater length too, and talking's."""
+    wanted = [case for case in (*ATTENTION, *DECODE) if "cuda" in case.targets]
     longer = [
         replace(case, name=case.name.replace("4096", str(LONGER)), what=case.what.replace("4096", str(LONGER)))
         for case in wanted
-        if case.name.endswith("4096")
+        if case in MIXTURE and case.name.endswith("4096")
     ]
     longer = [replace(case, shape=dict(case.shape) | {"tokens": LONGER}) for case in longer]
-    return [*{case.name: case for case in (*wanted, *longer)}.values(), *TALKING]
+    return list({case.name: case for case in (*wanted, *longer, *TALKING)}.values())
 
 
 def by_the_gpu(run: Run) -> Reading:
@@ -174,10 +204,10 @@ def by_the_gpu(run: Run) -> Reading:
 
 
 def queued(report: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The timed cases of a report once more, by the GPU's clock."""
+    """The timed cases of attention alone once more, by the GPU's clock."""
     found = {}
     for case in cases():
-        if case.measured == TIME:
+        if case.measured == TIME and "hidden_size" not in case.shape:
             with placed("cuda"):
                 ours, rival = (by_the_gpu(side) for side in case.pair())
                 figures = report["cases"][case.name] | in_turn(ours, rival, rounds)
