@@ -1,18 +1,17 @@
 """The kernels on a GPU: that they are exact, then what they take beside their rivals.
 
-usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS]
+usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS [CALLS]]
 
-Random calls in float32 and bfloat16 are compared with the plain computation in float64, outputs and gradients. Then
-every case of `crosshead bench attention` and `decode` with a target on a GPU, and all of `talking`, are measured in
-turn with their rivals: as called, which is what a loop of calls takes; and those of attention alone by the GPU's own
-clock once the work has been handed over, which is what the kernels take. Prints tables, writes all figures, and exits
-with 1 where a call differs; without a GPU or without Triton it says so and exits with 0.
+Random calls (500 of each mechanism in float32 and in bfloat16, unless told otherwise) are compared with the plain
+computation in float64, outputs and gradients. Then every case of `crosshead bench attention` and `decode` with a
+target on a GPU, and all of `talking`, are measured in turn with their rivals: as called, which is what a loop of calls
+takes; and those of attention alone by the GPU's own clock once the work has been handed over, which is what the
+kernels take. Prints tables, writes all figures, and exits with 1 where a call differs, or where the kernels cannot be
+asked for; without a GPU it says so and exits with 0.
 """
 
 import json
-import random
 import sys
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,153 +24,15 @@ from crosshead.evals.bench_mixture import CASES as MIXTURE
 from crosshead.evals.bench_pairs import Reading, Run, in_turn
 from crosshead.evals.bench_run import bench, bench_lines
 from crosshead.evals.bench_talking import CASES as TALKING
-from crosshead.modeling.eager import repeat_heads
-from crosshead.modeling.explicit_decode import Components, attend_to_components
-from crosshead.modeling.mixer import AttentionCall
-from crosshead.modeling.routed_attention import routed_attention
-from crosshead.modeling.talking_operator import talking_attention
 from crosshead.modeling.where_triton_runs import runs_triton
+from random_calls import checks
 
-CALLS = 30
-"""Random ones of each mechanism and dtype."""
-TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
-"""Of the norm of what differs, beside the norm of what is wanted."""
-SCALING = 0.2
+ROUNDS, CALLS = 20, 500
+LONGEST = 700
+"""Of the random calls."""
 LONGER = 8192
 LEAD = 20_000_000
 """Cycles that the GPU waits, so that work is handed over before it begins: some 10 ms."""
-Call = Callable[..., torch.Tensor]
-Checked = tuple[Call, Call, list[torch.Tensor]]
-"""Ours and the plain computation, and the inputs of both that have gradients."""
-
-
-def a_mask(sizes: tuple[int, int], length: int, device: str) -> torch.Tensor | None:
-    """None for causal, padding on either side, a window or documents: (B, 1, T, T), and every token sees itself."""
-    causal = torch.ones(*sizes, length, dtype=torch.bool, device=device).tril()[:, None]
-    places, kind = torch.arange(length, device=device), random.choice(("causal", "padded", "window", "documents"))
-    if kind == "causal":
-        return None
-    if kind == "window":
-        return causal.triu(-random.randint(1, length))
-    if kind == "padded":
-        real = places >= torch.randint(0, length, (sizes[0], 1), device=device)
-        real = real if random.random() < 0.5 else real.flip(1)
-        return causal & (real[:, None, None, :] | (places[:, None] == places))
-    document = (torch.rand(sizes[0], length, device=device) < 4 / length).cumsum(-1)
-    return causal & (document[:, None, :, None] == document[:, None, None, :])
-
-
-def drawn(device: str, longest: int) -> tuple[list[torch.Tensor], torch.Tensor | None, torch.Tensor]:
-    """Query, key and value in float64, a mask, and which keys each query sees."""
-    batch, groups, length = random.randint(1, 2), random.randint(1, 4), random.randint(2, longest)
-    heads, size = groups * random.choice((1, 2, 4)), random.choice((20, 64, 128))
-    shapes = ((batch, heads, length, size), (batch, groups, length, size), (batch, groups, length, size))
-    inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    mask = a_mask((batch, length), length, device)
-    causal = torch.ones(batch, 1, length, length, dtype=torch.bool, device=device).tril()
-    return inputs, mask, causal if mask is None else mask
-
-
-def a_mixture(device: str, longest: int) -> Checked:
-    """Attention of chosen queries; to some heads nothing is routed, to others everything."""
-    inputs, mask, seen = drawn(device, longest)
-    batch, heads, length, _ = inputs[0].shape
-    shares = torch.tensor(random.choices((0.0, 0.5, 0.75, 1.0), k=heads), device=device)
-    chosen = torch.rand(batch, length, heads, device=device) < shares
-    call = AttentionCall(_unused, False, mask, SCALING, 0.0, plain=True)
-
-    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
-
-    return lambda q, k, v: routed_attention(q, k, v, chosen, 0, call), plain, inputs
-
-
-def a_talking(device: str, longest: int) -> Checked:
-    """Attention with mixed heads, some with maps of each query and key."""
-    inputs, mask, seen = drawn(device, longest)
-    batch, heads, length, _ = inputs[0].shape
-    own = random.random() < 0.5
-    of_queries = (batch, length) if own else (1, 1)
-    maps = [torch.randn(*of_queries, heads, heads, device=device) / heads for _ in range(2)]
-    more = [torch.randn(batch, length, heads, heads, device=device) / heads if own else None for _ in range(2)]
-
-    def mixed(x: torch.Tensor, stage: int) -> torch.Tensor:
-        found = torch.einsum("btij,bjts->bits", maps[stage].to(x.dtype).expand(batch, length, -1, -1), x)
-        of_keys = more[stage]
-        return found if of_keys is None else found + torch.einsum("bsij,bjts->bits", of_keys.to(x.dtype), x)
-
-    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        logits = mixed(SCALING * query @ repeat_heads(key, heads).transpose(2, 3), 0)
-        weights = mixed(logits.masked_fill(~seen, -torch.inf).softmax(-1), 1)
-        return (weights @ repeat_heads(value, heads)).transpose(1, 2)
-
-    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return talking_attention(query, key, value, maps[0], more[0], maps[1], more[1], mask, SCALING, True)
-
-    return ours, plain, inputs
-
-
-def an_explicit(device: str, longest: int) -> Checked:
-    """A token or two that meet components as a cache holds them; some of the first keys may be padding."""
-    batch, groups, tokens = random.randint(1, 2), random.randint(1, 8), random.randint(1, 2)
-    heads, rows, size = random.randint(1, groups), tokens * random.choice((1, 2, 4)), random.choice((64, 128))
-    length = random.randint(tokens, longest)
-    shapes = ((batch, groups, rows, size), (batch, heads, length, size), (batch, heads, length, size))
-    inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    scalars = [torch.rand(groups, heads, device=device).bfloat16() for _ in range(2)]
-    seen = torch.arange(length, device=device) >= random.randrange(length)
-    mask = seen.expand(batch, 1, tokens, length)
-
-    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        sides = (Components(x, some.to(x.dtype)) for x, some in zip((key, value), scalars, strict=True))
-        return attend_to_components(SCALING * query, *sides, None, mask)
-
-    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        of_keys, of_values = (some.double() for some in scalars)
-        logits = SCALING * query @ torch.einsum("ij,bjsd->bids", of_keys, key)
-        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return weights @ torch.einsum("ij,bjsd->bisd", of_values, value)
-
-    return ours, plain, inputs
-
-
-def _unused(*_: torch.Tensor) -> Any:
-    raise NotImplementedError
-
-
-def error(checked: Checked, dtype: torch.dtype) -> float:
-    """The greatest relative error of the outputs and of a gradient."""
-    ours, plain, exact = checked
-    inputs = [x.to(dtype).requires_grad_() for x in exact]
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    found, expected = ours(*inputs), plain(*exact)
-    given = torch.randn_like(expected).to(dtype)
-    pairs = [(found, expected)]
-    pairs += zip(
-        torch.autograd.grad(found, inputs, given), torch.autograd.grad(expected, exact, given.double()), strict=True
-    )
-    least = 0.01 * given.double().norm()  # some gradients are zero, but for rounding
-    return max(((mine - theirs).norm() / (theirs.norm() + least)).item() for mine, theirs in pairs)
-
-
-MAKERS: dict[str, Callable[[str, int], Checked]] = {
-    "mixture": a_mixture,
-    "talking": a_talking,
-    "explicit": an_explicit,
-}
-
-
-def checks(device: str, longest: int, calls: int) -> Iterator[tuple[str, float, bool]]:
-    """The worst error of each mechanism and dtype, and whether that is too great."""
-    for mechanism, make in MAKERS.items():
-        for dtype, tolerance in TOLERANCES.items():
-            random.seed(0)
-            torch.manual_seed(0)
-            errors = [error(make(device, longest), dtype) for _ in range(calls)]
-            worst = max(errors) if all(x == x for x in errors) else float("nan")
-            yield f"{mechanism} {str(dtype).removeprefix('torch.')}", worst, worst < tolerance
 
 
 def cases() -> list[Case]:
@@ -213,28 +74,32 @@ def queued(report: dict[str, Any], rounds: int) -> dict[str, Any]:
                 figures = report["cases"][case.name] | in_turn(ours, rival, rounds)
             target = figures["target"]
             found[case.name] = figures | {"met": None if target is None else figures["median_ratio"] <= target}
-    return {"device": "cuda, queued", "cases": found}
+    return {"device": "cuda, queued", "cases": found, "machine": report["machine"]}
 
 
-def main(out: Path, rounds: int) -> int:
+def main(out: Path, rounds: int = ROUNDS, calls: int = CALLS) -> int:
     """Check, measure, print and write."""
-    if not torch.cuda.is_available() or not runs_triton(torch.zeros(1, device="cuda")):
-        print("no CUDA device, no Triton, or no CROSSHEAD_TRITON=1: nothing checked")
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing checked")
         return 0
+    if not runs_triton(torch.zeros(1, device="cuda")):
+        print("the kernels cannot be asked for: install triton, and set CROSSHEAD_TRITON=1")
+        return 1
     torch.backends.cuda.matmul.allow_tf32 = False
-    found = list(checks("cuda", 700, CALLS))
-    for name, worst, holds in found:
+    found = []
+    for name, worst, holds in checks("cuda", LONGEST, calls):
         print(f"{name:20} {worst:.2e} {'ok' if holds else 'DIFFERS'}", flush=True)
+        found.append({"name": name, "calls": calls, "worst": worst, "holds": holds})
     called = bench(cases(), rounds, "cuda")
     by_its_clock = queued(called, rounds)
     for report in (called, by_its_clock):
         print("", *bench_lines(report), sep="\n", flush=True)
-    report = {"checks": {name: worst for name, worst, _ in found}, "called": called, "queued": by_its_clock}
+    report = {"checks": found, "called": called, "queued": by_its_clock}
     out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(holds for *_, holds in found) else 1
+    return 0 if all(check["holds"] for check in found) else 1
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (2, 3):
+    if not 2 <= len(sys.argv) <= 4:
         raise SystemExit(__doc__)
-    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) == 3 else 20))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))

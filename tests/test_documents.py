@@ -218,7 +218,7 @@ def test_results_of_conversions_become_lines(tables):
     text = tables.streaming_table({"bytes": 8e9, "neutral": neutral, "calibration": found, "virtual-heads": found})
     assert "| a checkpoint of 8.00 GB |" in text and "| 1.12 times, in 9 s | 0.76 GB |" in text
     assert text.count("| | 1.90 GB |") == 2
-    assert tables.NOT_MEASURED in tables.written_by("none.json", "make none", tables.heads_table)()
+    assert tables.NOT_MEASURED in tables.written_by(tables.RESULTS / "none.json", "make none", tables.heads_table)()
 
 
 def test_results_that_do_not_say_how_they_were_made_become_lines(tables, tmp_path):

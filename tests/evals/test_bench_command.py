@@ -19,6 +19,7 @@ from crosshead.evals.bench_cases import ATTENTION, DECODE
 from crosshead.evals.bench_run import amount, bench, bench_lines
 from house import ROOT
 
+VERSIONS = {"torch": "1", "transformers": "2"}
 KNOWN = {
     "attention": {case.name for case in ATTENTION},
     "decode": {case.name for case in DECODE},
@@ -201,3 +202,16 @@ def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
     row = "| `slow` | slow in words | a rival | 5 s, 1.6 GB/s | 4 s, 2 GB/s | 1.500 (1.000 to 2.000) | 1.25, missed |"
     assert row in text
     assert f"torch {torch.__version__}, " in text and "; bfloat16 or float32; 3 rounds.\n" in text
+
+
+def test_what_a_gpu_took_becomes_tables(three, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
+    tables = importlib.import_module("tables")
+    assert tables.speed_tables(tmp_path).endswith("gpu_speed.py OUT.json`: not measured yet.\n\n")
+    called = bench(three, 3) | {"device": "cuda", "machine": {"accelerator": "H9", "threads": 2} | VERSIONS}
+    checks = [{"name": "talking bfloat16", "calls": 500, "worst": 0.012, "holds": True}]
+    report = {"checks": checks, "called": called, "queued": called | {"device": "cuda, queued"}}
+    (tmp_path / "gpu.json").write_text(json.dumps(report))
+    text = tables.speed_tables(tmp_path)
+    assert "| talking bfloat16 | 500 | 1.2e-02 | agree |\n" in text
+    assert text.count("1.500 (1.000 to 2.000)") == text.count("\nH9, 2 threads, torch 1, transformers 2; ") == 2

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from conversion_tables import heads_table, streaming_table
+from result_files import NOT_MEASURED, RESULTS, Content, written_by
+from speed_tables import speed_tables
 
-from crosshead.evals.bench_run import amount, spread, verdict
 from crosshead.evals.cost_report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.dry_run import dry_run
@@ -25,7 +26,6 @@ from crosshead.recipes.model_config import model_config
 from crosshead.recipes.sharding import read_sharding
 from house import ROOT
 
-RESULTS = ROOT / "evals" / "results"
 PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
 SPEED = ROOT / "evals" / "SPEED.md"
@@ -43,8 +43,6 @@ PLANS = (
 """Runs whose memory is told: a recipe, what is changed in it, and accelerate's file."""
 HELD = ("weights", "gradients", "moments")
 BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
-NOT_MEASURED = "not measured yet"
-Content = Mapping[str, Any]
 Rows = Iterator[tuple[str, str]]
 """What was measured, and what came out."""
 
@@ -191,50 +189,9 @@ def memory_row(name: str, change: str, place: str) -> str:
     return f"| {told} | `{place}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
 
 
-SPEEDS = {"attention": "Attention and models", "decode": "Decoding", "convert": "Conversion"}
-"""What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
-
-
-def speed_tables(folder: Path = RESULTS) -> str:
-    """Every figure of the bench command beside its rival and its target."""
-    parts = []
-    for name, title in SPEEDS.items():
-        path = folder / f"{name}.json"
-        found = f"`crosshead bench {name}`: {NOT_MEASURED}.\n"
-        if path.is_file():
-            found = "\n".join(speed_lines(json.loads(path.read_bytes()))) + "\n"
-        parts.append(f"### {title}\n\n{found}")
-    return "\n" + "\n".join(parts) + "\n"
-
-
-def speed_lines(report: Content) -> Iterator[str]:
-    """One report's table, and what it was measured on."""
-    yield "| case | what | beside | ours | rival | ratio (quartiles) | at most |"
-    yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
-    for name, found in report["cases"].items():
-        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "rival")]
-        if "bytes_per_second" in found:
-            speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
-            sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
-        ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
-        yield f"| `{name}` | {found['what']} | {found['beside']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
-    cases, machine = list(report["cases"].values()), report["machine"]
-    where = machine["accelerator"] if report["device"] == "cuda" else machine["processor"]
-    rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
-    versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
-    yield ""
-    yield f"{where}, {machine['threads']} threads, {versions}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
-
-
-def written_by(file: str, command: str, table: Callable[[Content], str]) -> Callable[[], str]:
-    """A table of one file of results, or a line that says that there is none."""
-    path = RESULTS / file
-    return lambda: table(json.loads(path.read_bytes())) if path.is_file() else f"`{command}`: {NOT_MEASURED}.\n"
-
-
 TABLES: Mapping[str, Callable[[], str]] = {
-    "heads": written_by("heads.json", "make measure-heads", heads_table),
-    "streaming": written_by("streaming.json", "make measure-streaming", streaming_table),
+    "heads": written_by(RESULTS / "heads.json", "make measure-heads", heads_table),
+    "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,

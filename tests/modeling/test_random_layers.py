@@ -1,28 +1,47 @@
-"""Whole layers of random shapes under SDPA: folded linear knocks and differential heads, by the oracle and plainly."""
+"""Whole layers of random shapes under SDPA: folded knocks, differential and talking heads, by oracle and plainly."""
 
 import random
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from crosshead.modeling import mixed_attention
+from crosshead.modeling import mixed_attention, query_blocks
+from crosshead.modeling.talking import DYNAMIC
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Layer, additive, assert_layer_agrees, rope_tables
 from toys import SIZES, lopsided
 
-HEADS = {"knocking": ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2)), "differential": ((2, 2), (4, 2), (4, 4), (8, 2))}
+FREE = ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2))
+HEADS = {"knocking": FREE, "differential": ((2, 2), (4, 2), (4, 4), (8, 2)), "talking": FREE}
 """Of queries, and of keys and values."""
 SIDES = ("query", "key", "value")
+STAGES = ("logits", "weights")
 MASKS = ("none", "left", "right", "window", "documents")
 HALF = 0.02
 """What bfloat16 may be off by, beside the size of the output, and twice what the plain path is off by."""
 
 
-def drawn_mixers(name: str, draw: random.Random) -> dict[str, Any]:
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Toy sizes are several blocks."""
+    monkeypatch.setattr(query_blocks, "LARGEST_BLOCK", 2)
+    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
+
+
+def some(names: Iterable[str], draw: random.Random) -> list[str]:
+    return [name for name in names if draw.random() < 0.5]
+
+
+def drawn_options(name: str, heads: int, draw: random.Random) -> dict[str, Any]:
+    if name == "knocking":
+        return {"form": "linear", "on": some(SIDES, draw) or ["value"]}
     if name == "differential":
-        return {name: {"norm": draw.random() < 0.5}}
-    return {name: {"form": "linear", "on": [*filter(lambda _: draw.random() < 0.5, SIDES)] or ["value"]}}
+        return {"norm": draw.random() < 0.5}
+    on = some(STAGES, draw) or [*STAGES]
+    options = {"on": on, "dynamic": some((kind for kind in DYNAMIC if kind.split("_")[1] in on), draw)}
+    return options | {"softmax_heads": draw.choice((heads, 1, heads + 1)) if len(on) == 2 else heads}
 
 
 def drawn_mask(kind: str, batch: int, length: int, draw: random.Random) -> torch.Tensor:
@@ -48,7 +67,8 @@ class RandomLayer(Layer):
         draw, heads = random.Random(f"{name} {seed}"), HEADS[name]
         queries, keys = draw.choice(heads)
         sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
-        super().__init__(draw.choice(("Llama", "Qwen2", "Qwen3")), drawn_mixers(name, draw), (0, 0), **sizes)
+        mixers = {name: drawn_options(name, queries, draw)}
+        super().__init__(draw.choice(("Llama", "Qwen2", "Qwen3")), mixers, (0, 0), **sizes)
         lopsided(self.attention, seed)
         batch, length, kind = draw.randint(1, 2), draw.choice((1, 1, 2, 3, 5, 6)), draw.choice(MASKS)
         generator = torch.Generator().manual_seed(seed)
@@ -61,7 +81,9 @@ class RandomLayer(Layer):
     def run(self, backend: str, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """The output."""
         self.attention.config._attn_implementation = backend
-        mask = additive(self.allowed) if backend == "eager" else self.mask
+        mask = self.mask
+        if backend == "eager":
+            mask = additive(self.allowed).clamp(min=torch.finfo(dtype).min).to(dtype)
         tables = (self.cos.to(dtype), self.sin.to(dtype))
         output: torch.Tensor = self.attention(self.inputs.to(dtype), tables, mask)[0]
         return output
@@ -70,7 +92,7 @@ class RandomLayer(Layer):
         """The output without what makes it fast."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mixed_attention, "folds", lambda *_: False)
-            return self.run("eager" if name == "differential" else "sdpa", dtype)
+            return self.run("sdpa" if name == "knocking" else "eager", dtype)
 
 
 def assert_plain_agrees(layer: RandomLayer, name: str) -> None:

@@ -1,0 +1,51 @@
+"""What a GPU is checked with, in Triton's interpreter: that the check itself is right, and that it can fail."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: `make test-triton` runs these tests with it")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is off: `make test-triton` runs these tests with it", allow_module_level=True)
+
+import triton.language as tl
+
+from crosshead.modeling import routed_attention, routed_triton, talking_operator, talking_triton
+from random_calls import MAKERS, TOLERANCES, checks
+
+KERNELS = ((routed_triton, "attend_chosen"), (talking_triton, "attend_in_tiles"))
+WRONG = [f"{mechanism} {dtype}" for mechanism in ("mixture", "talking") for dtype in ("float32", "bfloat16")]
+
+
+def telling(kernel: Callable[..., torch.Tensor], names: list[str], factor: float = 1.0) -> Callable[..., torch.Tensor]:
+    """The same times a factor, with its name put down at each call."""
+
+    def called(*call: Any) -> torch.Tensor:
+        names.append(kernel.__name__)
+        return kernel(*call) * factor
+
+    return called
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NumPy, which the interpreter computes with, has no bfloat16 to multiply."""
+    for module, _ in KERNELS:
+        monkeypatch.setitem(module.FACTORS, torch.bfloat16, tl.float32)
+    for module in (routed_attention, talking_operator):
+        monkeypatch.setattr(module, "runs_triton", lambda x: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("factor", (1.0, 1.03))
+def test_right_kernels_agree_and_wrong_ones_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    for module, name in KERNELS:
+        monkeypatch.setattr(module, name, telling(getattr(module, name), names, factor))
+    found = {name: holds for name, _, holds in checks("cpu", 24, 4)}
+    assert {name for name, holds in found.items() if not holds} == (set() if factor == 1 else set(WRONG))
+    assert len(found) == len(MAKERS) * len(TOLERANCES)
+    assert sorted(names) == sorted(name for _, name in KERNELS for _ in range(8))

@@ -1,0 +1,55 @@
+"""The tables of speeds: what `crosshead bench` has measured, and what was measured on a GPU."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from result_files import RESULTS, Content, written_by
+
+from crosshead.evals.bench_run import amount, spread, verdict
+
+SPEEDS = {"attention": "Attention and models", "decode": "Decoding", "convert": "Conversion"}
+"""What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
+ON_A_GPU = "CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json"
+
+
+def speed_tables(folder: Path = RESULTS) -> str:
+    """Every figure of the bench command beside its rival and its target."""
+    parts = [(title, f"{name}.json", f"crosshead bench {name}", speed_table) for name, title in SPEEDS.items()]
+    parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
+    tables = [f"### {title}\n\n{written_by(folder / file, by, table)()}" for title, file, by, table in parts]
+    return "\n" + "\n".join(tables) + "\n"
+
+
+def speed_table(report: Content) -> str:
+    """That of one report."""
+    return "\n".join(speed_lines(report)) + "\n"
+
+
+def gpu_table(report: Content) -> str:
+    """That the kernels agree, then what they take: as called, and by the GPU's own clock."""
+    lines = ["| random calls | how many | greatest relative error | |", "| --- | ---: | ---: | --- |"]
+    for check in report["checks"]:
+        outcome = "agree" if check["holds"] else "differ"
+        lines.append(f"| {check['name']} | {check['calls']} | {check['worst']:.1e} | {outcome} |")
+    for part, title in (("called", "As called"), ("queued", "By the GPU's own clock")):
+        lines += ["", f"{title}:", "", *speed_lines(report[part])]
+    return "\n".join(lines) + "\n"
+
+
+def speed_lines(report: Content) -> Iterator[str]:
+    """One report's table, and what it was measured on."""
+    yield "| case | what | beside | ours | rival | ratio (quartiles) | at most |"
+    yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
+    for name, found in report["cases"].items():
+        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "rival")]
+        if "bytes_per_second" in found:
+            speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
+            sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
+        ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
+        yield f"| `{name}` | {found['what']} | {found['beside']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
+    cases, machine = list(report["cases"].values()), report["machine"]
+    where = machine["accelerator"] if "cuda" in report["device"] else machine["processor"]
+    rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
+    versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
+    yield ""
+    yield f"{where}, {machine['threads']} threads, {versions}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
