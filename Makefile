@@ -53,10 +53,10 @@ test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
 	$(PYTHON) -m pip install --quiet --no-deps --target build/torchao -c constraints.txt torchao
 	PYTHONPATH=build/torchao $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py
 
-# Apart as well: Triton decides whether to interpret when it is imported. ARGS="-m slow" runs the many other shapes.
+# Apart as well: Triton decides whether to interpret when it is imported.
 test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
-	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels -m "not slow" $(ARGS)
+	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
 lint: $(READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .
