@@ -4,6 +4,7 @@ Without a mask, the library has stock attention's query heads share keys inside 
 with one, as for a padded batch, it repeats the keys.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,32 +24,49 @@ HEADS = {
     "few": {"query_heads": 14, "key_value_heads": 2, "head_dim": 64},
 }
 STOCK = "stock sdpa attention on all heads"
+PADDED, NORMED, TWO = "padded", "normed keys", "two tokens at once"
+"""Kinds of decoding that need more than the plain one: a mask, keys that the backbone norms, a query more."""
 
 
 def decoding(
-    ours: bool, query_heads: int, key_value_heads: int, head_dim: int, tokens: int, batch: int, padded: bool = False
+    ours: bool,
+    query_heads: int,
+    key_value_heads: int,
+    head_dim: int,
+    tokens: int,
+    batch: int,
+    kind: str = "",
 ) -> Run:
-    """Attention of one query; the combination of half as many components is part of ours."""
+    """Attention of one query, or of two; the combination of half as many components is part of ours."""
     torch.manual_seed(SEED)
-    query = torch.randn(batch, query_heads, 1, head_dim)
+    query = torch.randn(batch, query_heads, 2 if kind == TWO else 1, head_dim)
     heads = key_value_heads // 2 if ours else key_value_heads
     past = layers_in_turn(batch, heads, tokens, head_dim, rivals=key_value_heads, side_by_side=ours)
     settings = {"on": ["key", "value"], "key_heads": heads, "value_heads": heads, "norm": False}
-    explicit = Explicit(HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim), settings)
+    layout = HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim)
+    explicit = Explicit(replace(layout, key_norm_eps=layout.norm_eps if kind == NORMED else None), settings)
     for scalars in explicit.parameters():
         torch.nn.init.normal_(scalars)
-
-    mask = torch.arange(tokens) >= tokens // 16 if padded else None
-    mask = None if mask is None else mask.expand(batch, 1, 1, tokens)
+    beside = {"explicit.inverse_rms": torch.rand(batch, tokens, key_value_heads)} if kind == NORMED else {}
+    mask = _mask(kind, tokens)
+    mask = None if mask is None else mask.expand(batch, 1, -1, -1)
 
     def attend() -> object:
         with torch.no_grad():
             key, value = next(past)
             if ours:
-                return mixed(explicit, HeadStates(query, query, query, key, value), mask)
+                return mixed(explicit, HeadStates(query, query, query, key, value, beside), mask)
             return stock(query, key, value, mask)
 
     return attend
+
+
+def _mask(kind: str, tokens: int) -> torch.Tensor | None:
+    """(queries, tokens): what each query may see; None where that is all."""
+    keys = torch.arange(tokens)
+    if kind == TWO:
+        return keys <= torch.tensor([[tokens - 2], [tokens - 1]])
+    return (keys >= tokens // 16)[None] if kind == PADDED else None
 
 
 def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
@@ -63,12 +81,12 @@ def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
     return count
 
 
-def _case(heads: str, tokens: int, batch: int, target: float, padded: bool = False) -> Case:
-    shape = HEADS[heads] | {"tokens": tokens, "batch": batch, "padded": padded}
+def _case(heads: str, tokens: int, batch: int, target: float, kind: str = "") -> Case:
+    shape = HEADS[heads] | {"tokens": tokens, "batch": batch, "kind": kind}
     told = "{query_heads} query and {key_value_heads} KV heads of {head_dim}".format_map(shape)
-    what = f"explicit, one token after {tokens}, batch {batch}{', padded' * padded}, {told}"
+    what = f"explicit, one token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{told}"
     length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
-    name = f"{heads}-{length}" + f"-batch-{batch}" * (batch > 1) + "-padded" * padded
+    name = "-".join([heads, length, *([f"batch-{batch}"] if batch > 1 else []), *kind.split()[:1]])
     return Case(name, what, STOCK, decoding, shape, {"cpu": target, "cuda": target})
 
 
@@ -91,7 +109,9 @@ CASES = (
     *(_case("grouped", tokens, batch, 1.0) for tokens in (128, 512, 2048) for batch in (1, 8)),
     *(_case("ungrouped", tokens, batch, 1.0) for tokens in (128, 512, 2048, 8192, 32768) for batch in (1, 8)),
     *(_case("few", tokens, 1, 1.0) for tokens in (2048, 8192)),
-    *(_case("grouped", tokens, 1, 1.0, padded=True) for tokens in (8192, 32768)),
+    *(_case("grouped", tokens, 1, 1.0, PADDED) for tokens in (8192, 32768)),
+    *(_case("grouped", tokens, 1, 0.5, NORMED) for tokens in (8192, 32768)),
+    *(_case("grouped", tokens, 1, 1.0, TWO) for tokens in (8192, 32768)),
     _token("model-16k", "grouped", 16384, 0.9),
     *(_token(f"model-{tokens}", "grouped", tokens, 1.0) for tokens in (128, 512)),
     *(_token(f"model-ungrouped-{tokens}", "ungrouped", tokens, 1.0) for tokens in (128, 512)),

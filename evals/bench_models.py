@@ -1,6 +1,6 @@
 """Whole models with a mechanism beside stock ones of the same shape: training steps, prompts and single tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,12 +21,14 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 1024,
 }
 MIXERS: dict[str, dict[str, Any]] = {
-    "knocking": {"form": "mlp"},
-    "explicit": {},
-    "mixture": {"active_heads": 8, "shared_heads": 4},
-    "talking": {},
-    "differential": {},
+    "knocking": {"knocking": {"form": "mlp"}},
+    "explicit": {"explicit": {}},
+    "mixture": {"mixture": {"active_heads": 8, "shared_heads": 4}},
+    "talking": {"talking": {}},
+    "differential": {"differential": {}},
 }
+"""Of the models that are trained, by the name of their case."""
+PAPERS_LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 STOCK = "stock Llama of the same shape, sdpa"
 
 
@@ -39,14 +41,16 @@ def model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> A
     return AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **shape))
 
 
-def training_step(ours: bool, tokens: int, **shape: Any) -> Run:
-    """Loss, gradients and the optimiser's step on one text."""
+def training_step(
+    ours: bool, tokens: int, made_ready: Callable[[Any], Any] = lambda trained: trained, **shape: Any
+) -> Run:
+    """Loss, gradients and the optimiser's step on one text, of a model that may be compiled for it."""
     trained = model(ours, tokens=tokens, **shape).train()
     optimiser = torch.optim.AdamW(trained.parameters(), lr=1e-4)
-    ids = torch.randint(shape["vocab_size"], (1, tokens))
+    ids, call = torch.randint(shape["vocab_size"], (1, tokens)), made_ready(trained)
 
     def run() -> object:
-        trained(ids, labels=ids, use_cache=False).loss.backward()
+        call(ids, labels=ids, use_cache=False).loss.backward()
         optimiser.step()
         return optimiser.zero_grad()
 
@@ -84,22 +88,20 @@ def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
     return run
 
 
-def _step(name: str, **targets: float) -> Case:
-    shape = SHAPE | {"tokens": 2048, "mixers": {name: MIXERS[name]}}
-    return Case(
-        f"{name}-step", f"training step of a model with {name}, 2048 tokens", STOCK, training_step, shape, targets
-    )
+def _step(name: str, mixers: Mapping[str, Any], **targets: float) -> Case:
+    what = f"training step of a model with {name.replace('-', ' ')}, 2048 tokens"
+    return Case(f"{name}-step", what, STOCK, training_step, SHAPE | {"tokens": 2048, "mixers": mixers}, targets)
 
 
 def _memory(name: str, most: float) -> Case:
-    shape = SHAPE | {"tokens": 2048, "mixers": {name: MIXERS[name]}}
+    shape = SHAPE | {"tokens": 2048, "mixers": MIXERS[name]}
     what = f"peak memory of that step with {name}: weights, gradients, moments, activations"
     targets = {"cpu": most, "cuda": most}
     return Case(f"{name}-step-memory", what, STOCK, training_step, shape, targets, WHOLE_MEMORY, "bytes")
 
 
 _LINEAR = SHAPE | {"tokens": 2048, "mixers": {"knocking": {"form": "linear"}}}
-_MIXTURE = SHAPE | {"tokens": 4096, "mixers": {"mixture": MIXERS["mixture"]}}
+_MIXTURE = SHAPE | {"tokens": 4096, "mixers": MIXERS["mixture"]}
 _SAME, _LESS = {"cpu": 1.0, "cuda": 1.0}, {"cpu": 0.85, "cuda": 0.85}
 CASES = (
     Case(
@@ -123,7 +125,8 @@ CASES = (
         _SAME,
         within_noise=True,
     ),
-    _step("knocking", cpu=1.05, cuda=1.02),
-    *map(_step, ("explicit", "mixture", "talking", "differential")),
+    _step("knocking", MIXERS["knocking"], cpu=1.05, cuda=1.02),
+    _step("knocking-linear", PAPERS_LINEAR),
+    *(_step(name, MIXERS[name]) for name in ("explicit", "mixture", "talking", "differential")),
     *(_memory(name, 1.3 if name == "talking" else 1.05) for name in MIXERS),
 )

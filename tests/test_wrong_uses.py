@@ -72,6 +72,7 @@ CASES = {
     "bench attention --device tpu": (2, "--device"),
     "bench decode cash": (1, "did you mean 'cache'?"),
     "bench decode cache --rounds 1 --out no/decode.json": (1, "no/decode.json"),
+    "bench compiled explicit-stp": (1, "did you mean 'explicit-step'?"),
     "bench convert neutrl": (1, "did you mean 'neutral'?"),
     "bench convert --gigabytes 0": (2, "--gigabytes"),
     "bench train nothing": (1, "nothing"),

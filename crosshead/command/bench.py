@@ -1,12 +1,12 @@
 """`crosshead bench`: speeds beside a named rival, measured in turn in one run."""
 
-import json
-from collections.abc import Iterable
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from crosshead_command.bench_report import check, measure, print_lines, tell, write
 from crosshead_command.screen import progress
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
         the same, beside stock attention, which does not
     mixture-prompt, knocking-linear-prompt, knocking-linear-token
         a prompt of 4096 or 2048 tokens, a token after 2048; beside the stock model
-    knocking-step, explicit-step, mixture-step, talking-step, differential-step
+    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
     knocking-step-memory, explicit-step-memory, mixture-step-memory, talking-step-memory, differential-step-memory
         a training step of a model, 2048 tokens; beside the stock model
 
@@ -65,7 +65,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     """
     from crosshead.evals.bench_cases import ATTENTION
 
-    _measure("attention", ATTENTION, cases, device, rounds, out)
+    measure("attention", ATTENTION, cases, device, rounds, out)
 
 
 @app.command()
@@ -80,6 +80,10 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
         32 query heads and 8 KV heads of 128; of eight sequences
     grouped-8k-padded, grouped-32k-padded
         with the mask of a padded sequence
+    grouped-8k-normed, grouped-32k-normed
+        with keys that the backbone norms, as Qwen3's are
+    grouped-8k-two, grouped-32k-two
+        two new tokens at once
     ungrouped-128, ungrouped-512, ungrouped-2k, ungrouped-8k, ungrouped-32k
     ungrouped-128-batch-8, ungrouped-512-batch-8, ungrouped-2k-batch-8, ungrouped-8k-batch-8, ungrouped-32k-batch-8
         16 query heads and 16 KV heads of 64; of eight sequences
@@ -95,14 +99,35 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     mixture-2k-batch-8, mixture-8k-batch-8, mixture-32k-batch-8
         `mixture` with 8 of 16 heads of 64 active, 4 of them always
 
-    A figure takes a quarter of a minute on two cores, all of them seven minutes, and 5 GB of memory. Times mean
+    A figure takes a quarter of a minute on two cores, all of them eight minutes, and 5 GB of memory. Times mean
     something only where nothing else runs. For example:
 
     crosshead bench decode grouped-8k cache --rounds 5 --out decode.json
     """
     from crosshead.evals.bench_cases import DECODE
 
-    _measure("decode", DECODE, cases, device, rounds, out)
+    measure("decode", DECODE, cases, device, rounds, out)
+
+
+@app.command()
+def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
+    """Training steps of models with each mechanism, compiled in one graph; beside the stock model, compiled as well.
+
+    Models have two layers of 1024, and a text 2048 tokens. Each name is a figure:
+
+    \b
+    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
+
+    torch needs a C++ compiler for it (g++, or what CXX names). A figure takes two minutes or three on two cores. Times
+    mean something only where nothing else runs. For example:
+
+    crosshead bench compiled explicit-step --rounds 3 --out compiled.json
+    """
+    from crosshead.evals.bench_cases import COMPILED
+    from crosshead.evals.bench_compiled import check_compiler
+
+    check_compiler()
+    measure("compiled", COMPILED, cases, device, rounds, out)
 
 
 @app.command()
@@ -134,14 +159,14 @@ def convert(
     from crosshead.evals.bench_run import bench
     from crosshead.recipes.toy import write_tokenizer
 
-    _check(out)
+    check(out)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
         wanted = chosen(_conversions(checkpoint), cases or [], "bench convert")
         show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
         checkpoint.write(write_tokenizer)
         report = bench(wanted, rounds, progress=show)
-    _tell(report, out)
+    tell(report, out)
 
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
@@ -172,6 +197,7 @@ def train(
             help="knocking-mlp, knocking-linear, explicit, mixture, talking or differential; all if none is named."
         ),
     ] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu in float32, cuda in autocast bfloat16.")] = "cpu",
     rounds: Annotated[int, typer.Option(min=1, help="Ratios that are taken of each case.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each side that make a ratio.")] = 5,
     out: Out = None,
@@ -183,55 +209,19 @@ def train(
 
     crosshead bench train knocking-mlp explicit --out train.json
     """
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers take the GPU that they see; torch has not looked yet
     from transformers.utils.logging import disable_progress_bar
 
+    from crosshead.evals.bench_case import check_device
     from crosshead.evals.kept_memory import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
-    _check(out)
+    check_device(device)
+    check(out)
     keep_memory()
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
-    _write(report, out)
-    _print(bench_train_lines(report))
-
-
-def _measure(
-    name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
-) -> None:
-    from crosshead.evals.bench_case import chosen
-    from crosshead.evals.bench_run import bench
-    from crosshead.evals.kept_memory import keep_memory
-
-    wanted = chosen(list(known), cases or [], f"bench {name}")
-    _check(out)
-    keep_memory()
-    with progress() as show:
-        report = bench(wanted, rounds, device, show)
-    _tell(report, out)
-
-
-def _check(out: Path | None) -> None:
-    from crosshead.evals.whole_files import check_targets
-
-    check_targets([] if out is None else [out], overwrite=True)
-
-
-def _tell(report: dict[str, Any], out: Path | None) -> None:
-    from crosshead.evals.bench_run import bench_lines
-
-    _write(report, out)
-    _print(bench_lines(report))
-
-
-def _write(report: dict[str, Any], out: Path | None) -> None:
-    from crosshead.evals.whole_files import write_whole
-
-    if out is not None:
-        write_whole({out: json.dumps(report, indent=2) + "\n"})
-
-
-def _print(lines: Iterable[str]) -> None:
-    for line in lines:
-        print(line)
+    write(report | {"device": device}, out)
+    print_lines(bench_train_lines(report))

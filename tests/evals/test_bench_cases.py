@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crosshead.evals import bench_attention, bench_mixture, bench_models
+from crosshead.evals import bench_attention, bench_compiled, bench_mixture, bench_models
 from crosshead.evals.bench_attention import attention, dense, stock
 from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, placed
-from crosshead.evals.bench_cases import ATTENTION, DECODE
+from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
+from crosshead.evals.errors import EvalError
 from crosshead.modeling import explicit_decode, routed_attention, routed_decode
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
@@ -121,10 +122,10 @@ def test_talking_in_blocks_is_eager_talking(name):
     assert not torch.equal(small("talking-forward").side(False)(), small("talking-forward-beside-sdpa").side(False)())
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_explicit_attends_to_components(padded, monkeypatch):
+@pytest.mark.parametrize("name", ["grouped-8k", "grouped-8k-padded", "grouped-8k-normed", "grouped-8k-two"])
+def test_explicit_attends_to_components(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
-    case, seen = small("grouped-8k", padded=padded), {}
+    case, seen = small(name), {}
     attend = explicit_decode.attend_to_components
     names = ("rows", "keys", "values", "scale", "mask")
 
@@ -138,8 +139,14 @@ def test_explicit_attends_to_components(padded, monkeypatch):
         torch.einsum("ij,bjsd->bisd", seen[side].scalars, seen[side].heads).detach() for side in ("keys", "values")
     )
     assert seen["keys"].heads.shape == (1, 4, 40, 128) and keys.shape == (1, 8, 40, 128)
-    assert (seen["mask"] is None) is not padded
-    query = seen["rows"].reshape(1, 32, 1, 128) * 128**0.5
+    hidden = {"padded": [2], "two": [1, 0]}.get(name.removeprefix("grouped-8k").strip("-"))
+    assert (seen["mask"] is None) is (hidden is None)
+    if hidden:
+        assert (~seen["mask"]).sum(-1).flatten().tolist() == hidden
+    assert (seen["scale"] is None) is not name.endswith("normed")
+    if seen["scale"] is not None:
+        keys = keys * seen["scale"].transpose(2, 3)
+    query = seen["rows"].reshape(1, 32, -1, 128) * 128**0.5
     torch.testing.assert_close(found, stock(query, keys, values, seen["mask"]), rtol=1e-3, atol=1e-4)
 
 
@@ -185,3 +192,31 @@ def test_what_is_made_is_of_the_devices_dtype(monkeypatch):
         assert torch.randn(1).dtype == torch.bfloat16
         raise KeyError
     assert torch.randn(1).dtype == torch.float32
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("case", COMPILED, ids=lambda case: case.name)
+def test_compiled_steps_learn_as_others_do(case, monkeypatch):
+    monkeypatch.setattr(bench_compiled, "BACKEND", "aot_eager")
+    shape, made = case.shape | SMALL | {"tokens": 40}, bench_models.model
+
+    def learnt(make):
+        models = []
+        monkeypatch.setattr(
+            bench_models, "model", lambda ours, **given: models.append(made(ours, **given)) or models[-1]
+        )
+        for run in replace(case, shape=shape, make=make).pair():
+            run()
+            run()
+        return [part.detach() for model in models for part in model.parameters()]
+
+    before = [part for ours in (True, False) for part in made(ours, **shape).parameters()]
+    compiled, plain = learnt(case.make), learnt(bench_models.training_step)
+    assert len(before) == len(compiled) and not all(map(torch.equal, before, compiled))
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=1e-6)
+
+
+def test_a_missing_compiler_is_one_line(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(EvalError, match=r"torch\.compile needs no-such-compiler, which is not there"):
+        bench_compiled.check_compiler()

@@ -15,7 +15,7 @@ from broken import run
 from crosshead.conversion.bench_convert import MIXERS
 from crosshead.evals import bench_cases, bench_run, kept_memory
 from crosshead.evals.bench_case import TOLD, Case
-from crosshead.evals.bench_cases import ATTENTION, DECODE
+from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.bench_run import amount, bench, bench_lines
 from house import ROOT
 
@@ -23,6 +23,7 @@ VERSIONS = {"torch": "1", "transformers": "2"}
 KNOWN = {
     "attention": {case.name for case in ATTENTION},
     "decode": {case.name for case in DECODE},
+    "compiled": {case.name for case in COMPILED},
     "convert": {*MIXERS},
 }
 
@@ -145,6 +146,7 @@ def test_the_commands(tmp_path, monkeypatch, capfd):
         ("decode grouped-8k cache x", 1, "no case 'x' (its --help lists all)\n"),
         ("convert neutrl", 1, "did you mean 'neutral'?"),
         ("decode cache --device cuda", 1, "--device cuda: no CUDA device is here"),
+        ("compiled explicit", 1, "bench compiled has no case 'explicit' (its --help lists all); did you mean"),
         ("decode cache --device tpu", 2, "'tpu' is not one of 'cpu', 'cuda'"),
         ("decode cache --out none/a.json", 1, "is in a folder that does not exist"),
         ("attention --rounds 0", 2, "--rounds"),

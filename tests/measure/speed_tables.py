@@ -7,7 +7,12 @@ from result_files import RESULTS, Content, written_by
 
 from crosshead.evals.bench_run import amount, spread, verdict
 
-SPEEDS = {"attention": "Attention and models", "decode": "Decoding", "convert": "Conversion"}
+SPEEDS = {
+    "attention": "Attention and models",
+    "compiled": "Compiled models",
+    "decode": "Decoding",
+    "convert": "Conversion",
+}
 """What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
 ON_A_GPU = "CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json"
 

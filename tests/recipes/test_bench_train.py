@@ -1,6 +1,7 @@
 """`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn."""
 
 import json
+import os
 from functools import partial
 
 import pytest
@@ -120,17 +121,23 @@ def test_a_case_is_what_recipes_of_that_form_train():
 
 
 def test_the_command(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     command = f"bench train knocking-mlp --rounds 1 --steps 2 --out {tmp_path}/a.json"
     status, out, err = run(capfd, monkeypatch, command)
     assert status == 0 and out.splitlines()[1].startswith("knocking-mlp ")
     report = json.loads((tmp_path / "a.json").read_text())
     assert (report["settings"]["rounds"], report["settings"]["steps"]) == (1, 2)
     assert report["shape"]["hidden_size"] == SMALL["hidden_size"]
+    assert report["device"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""  # the trainers would take a GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for command, status, words in (
         ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
         (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),
         ("bench train --steps 0", 2, "--steps"),
+        ("bench train --device tpu", 2, "'tpu' is not one of 'cpu', 'cuda'"),
+        ("bench train --device cuda", 1, "--device cuda: no CUDA device is here"),
         ("bench tran", 2, "Did you mean 'train'"),
     ):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         found, out, err = run(capfd, monkeypatch, command)
         assert (found, out) == (status, "") and words in err and "Traceback" not in err
