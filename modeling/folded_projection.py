@@ -3,8 +3,10 @@
 Where gradients are wanted, that is once for each call, and gradients reach both through the product: less is kept,
 and a batch of training has many tokens to map. In evaluation, it is once for as long as the weights stay what they
 are: the product is a copy beside the parameters, so that saving, training on and adapting a model know nothing of
-it. It is made again when one of them has changed, and let go where training begins or weights move. Writing through
-a parameter's `.data` is what nobody can see: call `train()` and `eval()` after it.
+it. It is made again when one of them has changed. Some optimisers and adapters change weights without a trace:
+therefore it is let go where training begins, gradients are wanted, weights move, or another module takes the
+projection's place, and none is made while gradients wait for a step. What else writes through a parameter's `.data`
+nobody can see: call `train()` and `eval()` after it.
 """
 
 from dataclasses import dataclass, field
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .readable_weights import readable, weights_of
+from .readable_weights import await_a_step, readable, weights_of
 
 
 def folds(projection: nn.Module, behind: nn.Module, training: bool) -> bool:
@@ -22,7 +24,7 @@ def folds(projection: nn.Module, behind: nn.Module, training: bool) -> bool:
         return False
     # A frozen projection would get a gradient for nothing but the map's sake.
     pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
-    return pays and readable(projection, behind)
+    return pays and readable(projection, behind) and (torch.is_grad_enabled() or not await_a_step(projection, behind))
 
 
 @dataclass
@@ -37,6 +39,7 @@ class FoldedProjection:
     def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
         """Heads of `size` features beside each other, projected and mapped."""
         if torch.is_grad_enabled():
+            self.clear()
             return functional.linear(hidden, *_product(projection, behind, size))
         weights = weights_of(projection, behind)
         if self._weight is None or not self._is_of(weights):

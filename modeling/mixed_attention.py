@@ -118,6 +118,7 @@ class MixedAttention(nn.Module):
                 folded.add(side)
                 heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:
+                self._folded[side].clear()
                 heads = projection(hidden)
             setattr(states, side, split_heads(heads, heads.shape[-1] // self.head_dim))
         states.folded = frozenset(folded)
@@ -132,6 +133,12 @@ class MixedAttention(nn.Module):
         """The same where weights move."""
         self._unfold()
         return super()._apply(fn, recurse)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """The same where an adapter takes a projection's place, or gives it back."""
+        if isinstance(value, nn.Module) and "_folded" in vars(self):
+            self._unfold()
+        super().__setattr__(name, value)
 
     def _unfold(self) -> None:
         for folded in self._folded.values():

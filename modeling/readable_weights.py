@@ -27,6 +27,11 @@ def readable(*modules: nn.Module) -> bool:
     return True
 
 
+def await_a_step(*modules: nn.Module) -> bool:
+    """Whether there are gradients, by which weights may change at any time."""
+    return any(weight.grad is not None for weight in weights_of(*modules))
+
+
 def _hooks(module: nn.Module) -> bool:
     forward = module._forward_hooks or module._forward_pre_hooks
     return bool(forward or module._backward_hooks or module._backward_pre_hooks)

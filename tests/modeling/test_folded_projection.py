@@ -79,6 +79,23 @@ def _by_step(model: Any) -> None:
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
+def _by_a_fused_step(model: Any) -> None:
+    """Which no version tells of; and then no gradient either."""
+    optimiser = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    model(TOKENS, labels=TOKENS).loss.backward()
+    folded(model)
+    optimiser.step()
+    optimiser.zero_grad()
+
+
+def _by_an_adapter(model: Any) -> None:
+    """Merged before it has ever run, through `.data`."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    torch.manual_seed(3)
+    peft.get_peft_model(model, settings).merge_and_unload()
+
+
 def _by_state(model: Any) -> None:
     model.load_state_dict({name: tensor + 0.1 for name, tensor in model.state_dict().items()})
 
@@ -173,7 +190,9 @@ def test_training_in_half_precision(products: list[torch.Size], monkeypatch: pyt
             assert ours <= 1.2 * error(run)
 
 
-@pytest.mark.parametrize("change", (_in_place, _by_step, _by_state, _by_data, _by_data_in_training))
+@pytest.mark.parametrize(
+    "change", (_in_place, _by_step, _by_a_fused_step, _by_an_adapter, _by_state, _by_data, _by_data_in_training)
+)
 def test_follows_the_weights(change: Callable[[Any], None]) -> None:
     model = toys.mixed_model("Llama", LINEAR).double().eval()
     before = folded(model)
