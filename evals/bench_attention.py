@@ -45,9 +45,11 @@ def attention(
     return forward_and_backward if gradients else forward
 
 
-def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """torch's own causal attention, by the fastest kernel it has for this."""
-    return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+def dense(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """torch's own attention, causal or under a mask, by the fastest kernel it has for this."""
+    return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None).transpose(1, 2)
 
 
 def stock(

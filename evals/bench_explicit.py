@@ -21,10 +21,11 @@ from .bench_pairs import Run
 HEADS = {
     "grouped": {"query_heads": 32, "key_value_heads": 8, "head_dim": 128},
     "ungrouped": {"query_heads": 16, "key_value_heads": 16, "head_dim": 64},
+    "many": {"query_heads": 32, "key_value_heads": 32, "head_dim": 128},
     "few": {"query_heads": 14, "key_value_heads": 2, "head_dim": 64},
 }
 STOCK = "stock sdpa attention on all heads"
-PADDED, NORMED, TWO = "padded", "normed keys", "two tokens at once"
+PADDED, NORMED, TWO = "padded", "normed keys", "two at once"
 """Kinds of decoding that need more than the plain one: a mask, keys that the backbone norms, a query more."""
 
 
@@ -84,7 +85,7 @@ def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
 def _case(heads: str, tokens: int, batch: int, target: float, kind: str = "") -> Case:
     shape = HEADS[heads] | {"tokens": tokens, "batch": batch, "kind": kind}
     told = "{query_heads} query and {key_value_heads} KV heads of {head_dim}".format_map(shape)
-    what = f"explicit, one token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{told}"
+    what = f"explicit, a token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{told}"
     length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
     name = "-".join([heads, length, *([f"batch-{batch}"] if batch > 1 else []), *kind.split()[:1]])
     return Case(name, what, STOCK, decoding, shape, {"cpu": target, "cuda": target})
@@ -108,6 +109,7 @@ CASES = (
     *(_case("grouped", tokens, batch, 0.5) for tokens in (8192, 32768) for batch in (1, 8)),
     *(_case("grouped", tokens, batch, 1.0) for tokens in (128, 512, 2048) for batch in (1, 8)),
     *(_case("ungrouped", tokens, batch, 1.0) for tokens in (128, 512, 2048, 8192, 32768) for batch in (1, 8)),
+    *(_case("many", tokens, 1, 1.0) for tokens in (2048, 8192, 32768)),
     *(_case("few", tokens, 1, 1.0) for tokens in (2048, 8192)),
     *(_case("grouped", tokens, 1, 1.0, PADDED) for tokens in (8192, 32768)),
     *(_case("grouped", tokens, 1, 0.5, NORMED) for tokens in (8192, 32768)),

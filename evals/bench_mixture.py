@@ -3,6 +3,8 @@
 Both have the same inputs; routes are drawn at random, which is how a router starts.
 """
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -19,16 +21,26 @@ DENSE = "torch's fastest dense causal attention on the same queries, keys and va
 
 
 def routed(
-    ours: bool, tokens: int, heads: int, head_dim: int, active: int, shared: int, gradients: bool = False
+    ours: bool,
+    tokens: int,
+    heads: int,
+    head_dim: int,
+    active: int,
+    shared: int,
+    gradients: bool = False,
+    padded: bool = False,
 ) -> Run:
-    """Attention of the queries that are routed to, or of all."""
+    """Attention of the queries that are routed to, or of all; where padded, the first keys are not to be seen."""
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril() if padded else None
+    if mask is not None:
+        mask[..., : tokens // 16] = False
     if not ours:
-        return attention(dense, tokens, heads, head_dim, gradients)
+        return attention(partial(dense, mask=mask), tokens, heads, head_dim, gradients)
     mixture = router(heads, head_dim, active, shared)
     gates = routes(tokens, heads, active, shared)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return mixed(mixture, HeadStates(query, key, query, key, value, gates=gates))
+        return mixed(mixture, HeadStates(query, key, query, key, value, gates=gates), mask)
 
     return attention(attend, tokens, heads, head_dim, gradients)
 
@@ -74,10 +86,18 @@ def routes(tokens: int, heads: int, active: int, shared: int) -> torch.Tensor:
     return torch.zeros_like(drawn).scatter(-1, drawn.topk(active, dim=-1).indices, 1.0)
 
 
-def _case(name: str, tokens: int, active: int, shared: int, gradients: bool = False, **targets: float) -> Case:
-    what = f"{active} of 16 heads active, {shared} of them always, {tokens} tokens, forward"
+def _case(
+    name: str,
+    tokens: int,
+    active: int,
+    shared: int,
+    gradients: bool = False,
+    padded: bool = False,
+    **targets: float,
+) -> Case:
+    what = f"{active} of 16 heads active, {shared} of them always, {tokens} tokens{', padded' * padded}, forward"
     what = f"mixture attention, {what}" + " and backward" * gradients
-    shape = HEADS | {"tokens": tokens, "active": active, "shared": shared, "gradients": gradients}
+    shape = HEADS | {"tokens": tokens, "active": active, "shared": shared, "gradients": gradients, "padded": padded}
     return Case(f"mixture-{name}-{tokens}", what, DENSE, routed, shape, targets)
 
 
@@ -90,15 +110,20 @@ def _projections(gradients: bool, active: int) -> Case:
 
 
 CASES = (
+    _case("half", 1024, 8, 4),
     _case("half", 2048, 8, 4, cpu=0.75),
     _case("half", 4096, 8, 4, cpu=0.65, cuda=0.60),
     _case("half", 8192, 8, 4, cuda=0.60),
     _case("half-unshared", 2048, 8, 0, cpu=0.75),
     _case("half-unshared", 4096, 8, 0, cpu=0.65, cuda=0.60),
+    _case("half-padded", 2048, 8, 4, padded=True),
+    _case("three-quarters", 1024, 12, 6),
     _case("three-quarters", 2048, 12, 6, cpu=0.95, cuda=0.80),
     _case("three-quarters", 4096, 12, 6, cpu=0.95, cuda=0.80),
     _case("gradients", 2048, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
     _case("gradients", 4096, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
+    _case("three-quarters-gradients", 2048, 12, 6, gradients=True),
+    _case("most", 2048, 14, 7),
     _projections(False, 8),
     _projections(True, 8),
     _projections(False, 12),

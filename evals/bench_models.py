@@ -93,9 +93,9 @@ def _step(name: str, mixers: Mapping[str, Any], **targets: float) -> Case:
     return Case(f"{name}-step", what, STOCK, training_step, SHAPE | {"tokens": 2048, "mixers": mixers}, targets)
 
 
-def _memory(name: str, most: float) -> Case:
-    shape = SHAPE | {"tokens": 2048, "mixers": MIXERS[name]}
-    what = f"peak memory of that step with {name}: weights, gradients, moments, activations"
+def _memory(name: str, mixers: Mapping[str, Any], most: float) -> Case:
+    shape = SHAPE | {"tokens": 2048, "mixers": mixers}
+    what = f"peak memory of that step with {name.replace('-', ' ')}: weights, gradients, moments, activations"
     targets = {"cpu": most, "cuda": most}
     return Case(f"{name}-step-memory", what, STOCK, training_step, shape, targets, WHOLE_MEMORY, "bytes")
 
@@ -128,5 +128,6 @@ CASES = (
     _step("knocking", MIXERS["knocking"], cpu=1.05, cuda=1.02),
     _step("knocking-linear", PAPERS_LINEAR),
     *(_step(name, MIXERS[name]) for name in ("explicit", "mixture", "talking", "differential")),
-    *(_memory(name, 1.3 if name == "talking" else 1.05) for name in MIXERS),
+    *(_memory(name, mixers, 1.3 if name == "talking" else 1.05) for name, mixers in MIXERS.items()),
+    _memory("knocking-linear", PAPERS_LINEAR, 1.05),
 )

@@ -22,7 +22,7 @@ def reads_less(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> b
         return False
     if not call.plain or call.dropout or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
-    return call.mask is None or call.mask.dtype == torch.bool
+    return call.mask is None or (call.mask.dtype == torch.bool and call.mask.shape[1] == 1)  # one mask for all heads
 
 
 def attend_to_needed(

@@ -37,14 +37,16 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     own, on a GPU the allocator's. Each name is a figure:
 
     \b
-    mixture-half-2048, mixture-half-4096, mixture-half-8192
+    mixture-half-1024, mixture-half-2048, mixture-half-4096, mixture-half-8192, mixture-half-padded-2048
         tokens; 8 heads of 16 active, 4 of these always; beside torch's dense attention
     mixture-half-unshared-2048, mixture-half-unshared-4096
         8 heads active, none always
-    mixture-three-quarters-2048, mixture-three-quarters-4096
+    mixture-three-quarters-1024, mixture-three-quarters-2048, mixture-three-quarters-4096
         12 heads active, 6 of these always
-    mixture-gradients-2048, mixture-gradients-4096
-        8 heads active, 4 of these always, forward and backward
+    mixture-most-2048
+        14 heads active, 7 of these always, where dense attention is as quick
+    mixture-gradients-2048, mixture-gradients-4096, mixture-three-quarters-gradients-2048
+        8 heads active, 4 of these always, forward and backward; 12 and 6
     mixture-projections-8, mixture-projections-8-gradients, mixture-projections-12
         projections of queries and outputs, 4096 tokens; 8 or 12 heads active; beside those of all heads
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
@@ -55,7 +57,8 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     mixture-prompt, knocking-linear-prompt, knocking-linear-token
         a prompt of 4096 or 2048 tokens, a token after 2048; beside the stock model
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
-    knocking-step-memory, explicit-step-memory, mixture-step-memory, talking-step-memory, differential-step-memory
+    knocking-step-memory, knocking-linear-step-memory, explicit-step-memory
+    mixture-step-memory, talking-step-memory, differential-step-memory
         a training step of a model, 2048 tokens; beside the stock model
 
     A figure takes half a minute or less on two cores; eager attention, steps and memory one to three minutes; all of
@@ -87,6 +90,8 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     ungrouped-128, ungrouped-512, ungrouped-2k, ungrouped-8k, ungrouped-32k
     ungrouped-128-batch-8, ungrouped-512-batch-8, ungrouped-2k-batch-8, ungrouped-8k-batch-8, ungrouped-32k-batch-8
         16 query heads and 16 KV heads of 64; of eight sequences
+    many-2k, many-8k, many-32k
+        32 query heads and 32 KV heads of 128
     few-2k, few-8k
         14 query heads and 2 KV heads of 64
     model-128, model-512, model-16k

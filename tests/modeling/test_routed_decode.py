@@ -92,7 +92,9 @@ def test_where_it_pays() -> None:
     assert not reads_less(q.to("meta"), k, call)
     with torch.autocast("cpu", torch.bfloat16):
         assert not reads_less(q, k, call)
-    for facts in ({"plain": False}, {"dropout": 0.1}, {"mask": torch.zeros(1, 1, 1, 20)}):
+    by_head = torch.ones(1, 4, 1, 20, dtype=torch.bool)
+    assert reads_less(q, k, replace(call, mask=by_head[:, :1]))
+    for facts in ({"plain": False}, {"dropout": 0.1}, {"mask": torch.zeros(1, 1, 1, 20)}, {"mask": by_head}):
         assert not reads_less(q, k, replace(call, **facts))
     assert attend_to_needed(q, k, k, torch.ones(1, 1, 4, dtype=torch.bool), call) is None
 
