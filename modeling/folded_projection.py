@@ -15,37 +15,55 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .readable_weights import await_a_step, readable, weights_of
+from .readable_weights import await_a_step, readable, watched_or_wrapped
 
-
-def folds(projection: nn.Module, behind: nn.Module, training: bool) -> bool:
-    """Whether the two had better be read as one, here and now."""
-    if torch.compiler.is_compiling() or type(projection) is not nn.Linear:
-        return False
-    # A frozen projection would get a gradient for nothing but the map's sake.
-    pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
-    return pays and readable(projection, behind) and (torch.is_grad_enabled() or not await_a_step(projection, behind))
+Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int, int]
+"""Where a weight stands and by what name; the weight, its version and its address as they were."""
 
 
 @dataclass
 class FoldedProjection:
     """The weight and bias of a projection, with a map applied to each head; empty until it is called."""
 
-    _made_of: list[tuple[torch.Tensor, int]] = field(default_factory=list)
-    """The weights as they were, with their versions; held, so that nothing else can come to lie in their place."""
-    _weight: torch.Tensor | None = None
-    _bias: torch.Tensor | None = None
+    _made_of: list[Source] = field(default_factory=list)
+    _modules: list[tuple[nn.Module, type]] = field(default_factory=list)
+    weight: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
 
     def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Heads of `size` features beside each other, projected and mapped."""
+        """Heads of `size` features beside each other, projected and mapped; only where `folds` said so just now."""
         if torch.is_grad_enabled():
-            self.clear()
             return functional.linear(hidden, *_product(projection, behind, size))
-        weights = weights_of(projection, behind)
-        if self._weight is None or not self._is_of(weights):
-            self._weight, self._bias = _product(projection, behind, size, precise=True)
-            self._made_of = [(weight.detach(), weight._version) for weight in weights]
-        return functional.linear(hidden, self._weight, self._bias)
+        if self.weight is None:
+            self.weight, self.bias = _product(projection, behind, size, precise=True)
+            self._modules = [(module, type(module)) for module in (projection, behind)]
+            self._made_of = [source for module in (projection, behind) for source in _sources(module)]
+        return functional.linear(hidden, self.weight, self.bias)
+
+    def stands(self, projection: nn.Module, behind: nn.Module) -> bool:
+        """Whether what was made of these two may be read, here and now."""
+        if self.weight is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        return projection is self._modules[0][0] and behind is self._modules[1][0] and self.unchanged()
+
+    def unchanged(self) -> bool:
+        """Whether there is something, and what it was made of is as it was, and nobody watches.
+
+        Every token asks this up to three times in each layer: it looks at no more than what may have changed.
+        """
+        if self.weight is None:
+            return False
+        for module, kind in self._modules:
+            if type(module) is not kind or watched_or_wrapped(module):
+                return False
+        for place, name, weight, version, address in self._made_of:
+            if place.get(name) is not weight:
+                return False
+            if weight is None:
+                continue
+            if weight.grad is not None or weight._version != version or weight.data_ptr() != address:
+                return False
+        return True
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copies and files start empty."""
@@ -53,15 +71,28 @@ class FoldedProjection:
 
     def clear(self) -> None:
         """Let go of everything."""
-        self._made_of, self._weight, self._bias = [], None, None
+        self._made_of, self._modules, self.weight, self.bias = [], [], None, None
 
-    def _is_of(self, weights: list[nn.Parameter]) -> bool:
-        if len(weights) != len(self._made_of):
-            return False
-        for new, (old, version) in zip(weights, self._made_of, strict=True):
-            if new._version != version or new.data_ptr() != old.data_ptr():
-                return False
+
+def folds(kept: FoldedProjection, projection: nn.Module, behind: nn.Module, training: bool) -> bool:
+    """Whether the two had better be read as one, here and now; what is out of date is let go."""
+    if kept.stands(projection, behind):
         return True
+    kept.clear()
+    if torch.compiler.is_compiling() or type(projection) is not nn.Linear or behind._modules:
+        return False
+    # A frozen projection would get a gradient for nothing but the map's sake.
+    pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
+    return pays and readable(projection, behind) and (torch.is_grad_enabled() or not await_a_step(projection, behind))
+
+
+def _sources(module: nn.Module) -> list[Source]:
+    """Held, so that nothing else can come to lie in their place."""
+    place = module._parameters
+    return [
+        (place, name, weight, *((0, 0) if weight is None else (weight._version, weight.data_ptr())))
+        for name, weight in place.items()
+    ]
 
 
 def _product(

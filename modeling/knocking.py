@@ -113,6 +113,10 @@ class Knocking(Mixer):
         """The linear form of a target."""
         return getattr(self, side) if self.settings["form"] == "linear" and side in self.settings["on"] else None
 
+    def is_whole_in(self, folded: frozenset[str]) -> bool:
+        """Each target's map is."""
+        return folded.issuperset(self.settings["on"])
+
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""
         for target in self.settings["on"]:

@@ -13,6 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from .eager import eager_attention
+from .folded_layer import PROJECTIONS, FoldedLayer
 from .folded_projection import FoldedProjection, folds
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
@@ -57,7 +58,8 @@ class MixedAttention(nn.Module):
             self.k_norm = (HeadScaleRMSNorm if divides else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
         owned = any(mixer.owns_attention for mixer in self._mixers())
         self._side_by_side = not owned and any(mixer.reads_side_by_side for mixer in self._mixers())
-        self._folded = {side: FoldedProjection() for side in ("query", "key", "value")}
+        self._whole = FoldedLayer()
+        self._folded = {side: FoldedProjection() for side in PROJECTIONS}
 
     def _mixers(self) -> list[Mixer]:
         return list(self.mixers.values())  # type: ignore[arg-type]
@@ -71,6 +73,9 @@ class MixedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
+        if (twin := self._whole.twin()) is not None and self.config._attn_implementation != "eager":
+            options = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
+            return super(MixedAttention, twin).forward(hidden_states, position_embeddings, **options)
         call, mixers = self._call(attention_mask, kwargs), self._mixers()
         states = self._project(hidden_states, mixers, call)
         for mixer in mixers:
@@ -114,14 +119,16 @@ class MixedAttention(nn.Module):
                 chosen = mixers[0].chosen_tokens(projection, states, call)
             if chosen is not None:
                 heads = chosen.project_in(projection, hidden)
-            elif behind is not None and folds(projection, behind, self.training):
+            elif behind is not None and folds(self._folded[side], projection, behind, self.training):
                 folded.add(side)
                 heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:
-                self._folded[side].clear()
                 heads = projection(hidden)
             setattr(states, side, split_heads(heads, heads.shape[-1] // self.head_dim))
         states.folded = frozenset(folded)
+        alone = len(mixers) == 1 and not call.eager and not torch.is_grad_enabled()
+        if folded and alone and mixers[0].is_whole_in(states.folded):
+            self._whole.make(self, self.mixers, {side: self._folded[side] for side in folded})
         return states
 
     def train(self, mode: bool = True) -> Self:
@@ -135,12 +142,13 @@ class MixedAttention(nn.Module):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The same where an adapter takes a projection's place, or gives it back."""
-        if isinstance(value, nn.Module) and "_folded" in vars(self):
+        """The same where anything is set, as where an adapter takes a projection's place, or gives it back."""
+        if "_folded" in vars(self):
             self._unfold()
         super().__setattr__(name, value)
 
     def _unfold(self) -> None:
+        self._whole.clear()
         for folded in self._folded.values():
             folded.clear()
 
@@ -166,6 +174,8 @@ class MixedAttention(nn.Module):
         return AttentionCall(run, backend == "eager", mask, self.scaling, dropout, plain, causal)
 
     def _check_backend(self, backend: str, kwargs: dict[str, Any]) -> None:
+        if backend in MASKED_HERE and kwargs.get("cache") is None:
+            return
         for name, mixer in self.mixers.items():
             if mixer.needs_weights and backend not in MASKED_HERE:
                 raise ValueError(

@@ -205,11 +205,16 @@ class Mixer(nn.Module):
         return weights
 
     def linear_map(self, side: str) -> nn.Module | None:
-        """What it does to each head of "query", "key" or "value" in `on_projected`, where that is one linear map.
+        """What it does to each head of "query", "key" or "value" in `on_projected`, where that is one linear map:
+        a module without others in it.
 
         The layer may fold it into the projection if this mechanism is its first, and says so in `states.folded`.
         """
         return None
+
+    def is_whole_in(self, folded: frozenset[str]) -> bool:
+        """Whether nothing of it is left to do where the maps of these sides are folded."""
+        return False
 
     def chosen_tokens(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
         """Which tokens of each head count, where a projection of queries or of outputs is sooner done for them alone.

@@ -19,7 +19,7 @@ def weights_of(*modules: nn.Module) -> list[nn.Parameter]:
 def readable(*modules: nn.Module) -> bool:
     """Plain weights, on this device for good, that nobody watches or wraps."""
     for module in modules:
-        if _hooks(module) or "forward" in vars(module):
+        if watched_or_wrapped(module):
             return False
     for weight in weights_of(*modules):
         if type(weight) is not nn.Parameter or weight.is_meta or weight.is_inference():
@@ -32,6 +32,8 @@ def await_a_step(*modules: nn.Module) -> bool:
     return any(weight.grad is not None for weight in weights_of(*modules))
 
 
-def _hooks(module: nn.Module) -> bool:
-    forward = module._forward_hooks or module._forward_pre_hooks
-    return bool(forward or module._backward_hooks or module._backward_pre_hooks)
+def watched_or_wrapped(module: nn.Module) -> bool:
+    """Whether calling it does more than its class says."""
+    state = module.__dict__
+    forward = state["_forward_hooks"] or state["_forward_pre_hooks"]
+    return bool(forward or state["_backward_hooks"] or state["_backward_pre_hooks"] or "forward" in state)

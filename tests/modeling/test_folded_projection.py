@@ -12,36 +12,17 @@ from torch import nn
 
 import toys
 from crosshead.modeling import folded_projection, mixed_attention
-
-LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
-TOKENS = torch.arange(1, 15).view(2, 7)
+from folding import LINEAR, TOKENS, folded, holds, plainly, unfolded
 
 
-def unfolded(model: Any) -> torch.Tensor:
-    """Logits of the plain path."""
-    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        patch.setattr(mixed_attention, "folds", lambda *_: False)
-        return model(TOKENS).logits
-
-
-def folded(model: Any) -> torch.Tensor:
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-def holds(model: Any) -> list[list[str]]:
-    """Which sides each layer has folded."""
-    layers = [getattr(layer.self_attn, "_folded", {}) for layer in model.model.layers]
-    return [[side for side, kept in layer.items() if kept._weight is not None] for layer in layers]
-
-
+@pytest.mark.parametrize("backend", ("eager", "sdpa"))
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 @pytest.mark.parametrize("case", ("linear", "knocking+mixture", "with components", "one layer"))
-def test_equals_unfolded(backbone: str, case: str) -> None:
+def test_equals_unfolded(backbone: str, case: str, backend: str) -> None:
     more = {"with components": {"explicit": {"key_heads": 1, "value_heads": 1}}}.get(case, {})
     layers = {"layers": [1]} if case == "one layer" else {}
     mixers = toys.COMPOSITIONS.get(case, {"knocking": LINEAR["knocking"] | layers} | more)
-    model = toys.mixed_model(backbone, mixers)
+    model = toys.mixed_model(backbone, mixers, backend)
     precise = backbone != "Qwen3Moe"  # torch's product for experts knows no float64
     model, bound = (model.double(), 1e-9) if precise else (model, 1e-4)
     expected = unfolded(model)
@@ -52,21 +33,23 @@ def test_equals_unfolded(backbone: str, case: str) -> None:
 
 
 def test_half_precision() -> None:
-    model = toys.mixed_model("Qwen2", LINEAR).double().eval()
+    model = toys.mixed_model("Qwen2", LINEAR, "sdpa").double().eval()
     expected = unfolded(model)
     model.bfloat16()
     plain, ours = ((logits.double() - expected).norm() for logits in (unfolded(model), folded(model)))
     assert holds(model)[0] and ours <= 1.5 * plain
 
 
-def test_neutral_is_bit_for_bit() -> None:
-    stock = toys.stock_model("Llama").eval()
-    model = toys.mixed_model("Llama", LINEAR)
+@pytest.mark.parametrize("backend", ("eager", "sdpa"))
+def test_neutral_is_bit_for_bit(backend: str) -> None:
+    stock = toys.stock_model("Llama", backend).eval()
+    model = toys.mixed_model("Llama", LINEAR, backend)
     model.load_state_dict(stock.state_dict(), strict=False)
     for name, weight in model.named_parameters():
         if "knocking" in name:
             nn.init.eye_(weight)
-    assert torch.equal(folded(model), folded(stock)) and holds(model)[0]
+    for _ in range(2):
+        assert torch.equal(folded(model), folded(stock)) and holds(model)[0]
 
 
 def _in_place(model: Any) -> None:
@@ -190,11 +173,12 @@ def test_training_in_half_precision(products: list[torch.Size], monkeypatch: pyt
             assert ours <= 1.2 * error(run)
 
 
+@pytest.mark.parametrize("backend", ("eager", "sdpa"))
 @pytest.mark.parametrize(
     "change", (_in_place, _by_step, _by_a_fused_step, _by_an_adapter, _by_state, _by_data, _by_data_in_training)
 )
-def test_follows_the_weights(change: Callable[[Any], None]) -> None:
-    model = toys.mixed_model("Llama", LINEAR).double().eval()
+def test_follows_the_weights(change: Callable[[Any], None], backend: str) -> None:
+    model = toys.mixed_model("Llama", LINEAR, backend).double().eval()
     before = folded(model)
     change(model)
     after = folded(model)
@@ -203,7 +187,7 @@ def test_follows_the_weights(change: Callable[[Any], None]) -> None:
 
 
 def test_lets_go() -> None:
-    model = toys.mixed_model("Llama", LINEAR).eval()
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").eval()
     for let_go in (model.train, model.double, lambda: model.to("meta")):
         model.eval()
         folded(model)
@@ -213,19 +197,19 @@ def test_lets_go() -> None:
 
 
 def test_copies_and_files_hold_none_of_it(tmp_path: Path) -> None:
-    model = toys.mixed_model("Llama", LINEAR).eval()
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").eval()
     names = set(model.state_dict())
     logits = folded(model)
     assert set(model.state_dict()) == names
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert not any(holds(twin)) and torch.equal(folded(twin), logits)
     model.save_pretrained(tmp_path)
-    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager")
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="sdpa")
     assert torch.equal(folded(loaded), logits)
 
 
 def test_leaves_alone_what_is_watched_wrapped_or_not_first() -> None:
-    model = toys.mixed_model("Llama", LINEAR).eval()
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").eval()
     first, second = (layer.self_attn for layer in model.model.layers)
     seen: list[str] = []
     first.v_proj.register_forward_hook(lambda *_: seen.append("projection"))
@@ -235,13 +219,13 @@ def test_leaves_alone_what_is_watched_wrapped_or_not_first() -> None:
     folded(model)
     assert holds(model) == [[], ["query", "value"]] and set(seen) == {"projection", "map"}
     later = {"mixture": {"active_heads": 3, "router": "query_norm", "shared_heads": 1}} | LINEAR
-    model = toys.mixed_model("Llama", later).eval()
+    model = toys.mixed_model("Llama", later, "sdpa").eval()
     folded(model)
     assert not any(holds(model))
 
 
 def test_inference_mode_and_autocast() -> None:
-    model = toys.mixed_model("Llama", LINEAR).eval()
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").eval()
     expected = unfolded(model)
     with torch.inference_mode():
         torch.testing.assert_close(model(TOKENS).logits, expected)
@@ -249,11 +233,11 @@ def test_inference_mode_and_autocast() -> None:
     model.eval()
     with torch.autocast("cpu", torch.bfloat16):
         folded(model)
-    assert all(kept._weight.dtype == torch.float32 for kept in model.model.layers[0].self_attn._folded.values())
+    assert all(kept.weight.dtype == torch.float32 for kept in model.model.layers[0].self_attn._folded.values())
 
 
-def test_nothing_is_mapped_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = toys.mixed_model("Llama", LINEAR).double().eval()
+def test_nothing_is_mapped_twice() -> None:
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").double().eval()
     expected = folded(model)
-    monkeypatch.setattr(mixed_attention, "folds", lambda *_: False)
-    torch.testing.assert_close(folded(model), expected, rtol=1e-9, atol=1e-9)
+    with plainly():
+        torch.testing.assert_close(folded(model), expected, rtol=1e-9, atol=1e-9)
