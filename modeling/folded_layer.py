@@ -6,6 +6,7 @@ It stands for as long as the products do that it was made of.
 """
 
 from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,7 +21,7 @@ class FoldedLayer:
     """The twin of a layer; none until it is made."""
 
     def __init__(self) -> None:
-        self._twin: nn.Module | None = None
+        self._twin: Any = None
         self._products: list[tuple[FoldedProjection, torch.Tensor | None]] = []
         self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
 
@@ -32,11 +33,12 @@ class FoldedLayer:
         self._places = [(place._modules, name, module) for place in places for name, module in place.named_children()]
         self._products = [(kept, kept.weight) for kept in folded.values()]
         for side, kept in folded.items():
-            self._places.append((layer._modules, PROJECTIONS[side], layer._modules[PROJECTIONS[side]]))
-            vars(self._twin)[PROJECTIONS[side]] = partial(functional.linear, weight=kept.weight, bias=kept.bias)
+            name, weight = PROJECTIONS[side], cast(torch.Tensor, kept.weight)
+            self._places.append((layer._modules, name, layer._modules[name]))
+            vars(self._twin)[name] = partial(functional.linear, weight=weight, bias=kept.bias)
 
-    def twin(self) -> nn.Module | None:
-        """What stands for the layer, here and now."""
+    def twin(self) -> Any:
+        """The module that stands for the layer, here and now; None where there is none."""
         if self._twin is None or torch.compiler.is_compiling() or torch.is_grad_enabled() or not self._stands():
             return None
         return self._twin
