@@ -1,12 +1,11 @@
 """A projection and the linear map behind it as one product: what the map costs is paid once.
 
-Where gradients are wanted, that is once for each call, and gradients reach both through the product: less is kept,
-and a batch of training has many tokens to map. In evaluation, it is once for as long as the weights stay what they
-are: the product is a copy beside the parameters, so that saving, training on and adapting a model know nothing of
-it. It is made again when one of them has changed. Some optimisers and adapters change weights without a trace:
-therefore it is let go where training begins, gradients are wanted, weights move, or another module takes the
-projection's place, and none is made while gradients wait for a step. What else writes through a parameter's `.data`
-nobody can see: call `train()` and `eval()` after it.
+Where gradients are wanted, that is once for each call, which has many tokens to map. In evaluation, it is once for as
+long as the weights stay what they are: the product is a copy beside the parameters, so that saving, training on and
+adapting a model know nothing of it. It is made again when one of them has changed. Some optimisers and adapters change
+weights without a trace: therefore it is let go where training begins, gradients are wanted, weights move, or another
+module takes the projection's place, and none is made while gradients wait for a step. What else writes through a
+parameter's `.data` nobody can see: call `train()` and `eval()` after it.
 """
 
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from .mapped_projection import mapped_projection, precise_product
 from .readable_weights import await_a_step, readable, watched_or_wrapped
 
 Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int, int]
@@ -33,9 +33,9 @@ class FoldedProjection:
     def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
         """Heads of `size` features beside each other, projected and mapped; only where `folds` said so just now."""
         if torch.is_grad_enabled():
-            return functional.linear(hidden, *_product(projection, behind, size))
+            return mapped_projection(projection, behind, size, hidden)
         if self.weight is None:
-            self.weight, self.bias = _product(projection, behind, size, precise=True)
+            self.weight, self.bias = precise_product(projection, behind, size)
             self._modules = [(module, type(module)) for module in (projection, behind)]
             self._made_of = [source for module in (projection, behind) for source in _sources(module)]
         return functional.linear(hidden, self.weight, self.bias)
@@ -93,18 +93,3 @@ def _sources(module: nn.Module) -> list[Source]:
         (place, name, weight, *((0, 0) if weight is None else (weight._version, weight.data_ptr())))
         for name, weight in place.items()
     ]
-
-
-def _product(
-    projection: nn.Linear, behind: nn.Module, size: int, precise: bool = False
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The weight and bias of both; in float64 where asked and to be had, that the same weights give the same bits."""
-    weight, bias = projection.weight, projection.bias
-    wide = weight.dtype if not precise else torch.float32 if weight.device.type == "mps" else torch.float64
-    with torch.autocast(weight.device.type, enabled=False):
-        turned = behind(torch.eye(size, dtype=weight.dtype, device=weight.device)).to(wide).T
-
-        def mapped(x: torch.Tensor) -> torch.Tensor:
-            return (turned @ x.to(wide).unflatten(0, (-1, size))).flatten(0, 1).to(x.dtype)  # (heads, size, columns)
-
-        return mapped(weight), None if bias is None else mapped(bias.unsqueeze(1)).squeeze(1)

@@ -97,16 +97,15 @@ def _by_data_in_training(model: Any) -> None:
 
 @pytest.fixture
 def products(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The weights that are made from here on."""
+    """The weights of projections that are mapped in training from here on."""
     made: list[torch.Size] = []
 
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        weight, bias = multiplied(*args, **kwargs)
-        made.append(weight.shape)
-        return weight, bias
+    def counted(projection: nn.Linear, *others: Any) -> torch.Tensor:
+        made.append(projection.weight.shape)
+        return mapped(projection, *others)
 
-    multiplied = folded_projection._product
-    monkeypatch.setattr(folded_projection, "_product", counted)
+    mapped = folded_projection.mapped_projection
+    monkeypatch.setattr(folded_projection, "mapped_projection", counted)
     return made
 
 
