@@ -104,7 +104,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     mixture-2k-batch-8, mixture-8k-batch-8, mixture-32k-batch-8
         `mixture` with 8 of 16 heads of 64 active, 4 of them always
 
-    A figure takes a quarter of a minute on two cores, all of them eight minutes, and 5 GB of memory. Times mean
+    A figure takes ten seconds on two cores, all of them six minutes, and 5 GB of memory. Times mean
     something only where nothing else runs. For example:
 
     crosshead bench decode grouped-8k cache --rounds 5 --out decode.json
