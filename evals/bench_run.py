@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .bench_case import DTYPES, MEMORY, TIME, TOLD, WHOLE_MEMORY, Case, check_device, placed
+from .bench_case import DTYPES, MEMORY, TIME, WHOLE_MEMORY, Case, check_device, placed
 from .bench_machine import machine
 from .bench_memory import peak_bytes
 from .bench_pairs import Reading, in_turn, timed
@@ -47,8 +47,7 @@ def bench(cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Pro
 
 def measured(case: Case, rounds: int, device: str, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
     """One case: what it is, the runs of both sides, their ratios, and whether the target is met."""
-    with placed(device):
-        ours, rival = (READINGS[case.measured](case, side, device) for side in (True, False))
+    ours, rival = _readings(case, device)
     figures = in_turn(ours, rival, rounds, advance)
     target = case.targets.get(device)
     least = figures["quartile_ratios"][0] if case.within_noise else figures["median_ratio"]
@@ -64,21 +63,18 @@ def _rounds(case: Case, rounds: int) -> int:
     return min(rounds, FEW_ROUNDS) if case.measured in (MEMORY, WHOLE_MEMORY) else rounds
 
 
-def _memory(case: Case, ours: bool, device: str) -> Reading:
-    def read() -> float:
-        with placed(device):
-            return peak_bytes(case, ours, device)
+def _readings(case: Case, device: str) -> list[Reading]:
+    """Of ours and of the rival. Both are made before either runs, and run where no default device stands."""
+    if case.measured in (MEMORY, WHOLE_MEMORY):
+        return [partial(_memory, case, ours, device) for ours in (True, False)]
+    with placed(device):
+        sides = case.pair()
+    return [timed(run) if case.measured == TIME else partial(_told, run) for run in sides]
 
-    return read
 
-
-READINGS: Mapping[str, Callable[[Case, bool, str], Reading]] = {
-    TIME: lambda case, ours, device: timed(case.side(ours)),
-    MEMORY: _memory,
-    WHOLE_MEMORY: _memory,
-    TOLD: lambda case, ours, device: partial(_told, case.side(ours)),
-}
-"""How each kind of case is measured."""
+def _memory(case: Case, ours: bool, device: str) -> float:
+    with placed(device):
+        return peak_bytes(case, ours, device)
 
 
 def _told(run: Callable[[], Any]) -> float:

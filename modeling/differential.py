@@ -32,7 +32,7 @@ def lambda_start(layer_index: int) -> float:
 
 def pairs_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """(B, heads, T, d): the pairs' first heads, and their second heads, where they lie."""
-    return x.unflatten(1, (-1, 2)).unbind(2)
+    return x.view(x.shape[0], -1, 2, *x.shape[2:]).unbind(2)
 
 
 class Differential(Mixer, MixerLeaf):

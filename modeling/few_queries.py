@@ -24,7 +24,7 @@ def settled(logits: torch.Tensor, scale: torch.Tensor | None, mask: torch.Tensor
         logits = logits * scale
     if mask is None:
         return logits
-    by_head = logits.flatten(1, 2).unflatten(1, (-1, mask.shape[2]))  # (B, H, T, S)
+    by_head = logits.reshape(len(logits), -1, *mask.shape[2:])  # (B, H, T, S)
     return apply_mask(by_head, mask).view(logits.shape)
 
 

@@ -179,7 +179,7 @@ class Talking(Mixer):
         if name not in self.settings["dynamic"]:
             return None
         flat = getattr(self, name)(states.hidden) if name.startswith("query") else states.per_key[f"talking.{name}"]
-        return flat.unflatten(-1, self.sizes[name.split("_")[1]]).to(widened(flat.dtype))
+        return flat.view(*flat.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(flat.dtype))
 
     def _attend_in_blocks(self, states: HeadStates, call: AttentionCall) -> torch.Tensor:
         kind = states.value.device.type

@@ -13,8 +13,8 @@ import torch
 
 from broken import run
 from crosshead.conversion.bench_convert import MIXERS
-from crosshead.evals import bench_cases, bench_run, kept_memory
-from crosshead.evals.bench_case import TOLD, Case
+from crosshead.evals import bench_cases, bench_pairs, bench_run, kept_memory
+from crosshead.evals.bench_case import DTYPES, TIME, TOLD, Case
 from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.bench_run import amount, bench, bench_lines
 from house import ROOT
@@ -95,6 +95,24 @@ def test_without_a_target_nothing_is_met_or_missed(three):
     report = bench([replace(three[0], targets={"cuda": 0.1})], 3)
     assert report["cases"]["quick"]["met"] is None
     assert next(line for line in bench_lines(report) if "quick" in line).endswith("  none")
+
+
+@pytest.mark.parametrize("measured", [TIME, TOLD])
+def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
+    monkeypatch.setitem(DTYPES, "meta", torch.bfloat16)
+    seen = []
+
+    def make(side, **shape):
+        seen.append(("make", side, torch.empty(0)))
+        return lambda: seen.append(("run", side, torch.empty(0))) or 0.25
+
+    monkeypatch.setattr(bench_pairs, "LEAST_SECONDS", 0)
+    bench([Case("a", "a", "b", make, {}, measured=measured)], 2, "meta")
+    assert [(done, side) for done, side, _ in seen[:2]] == [("make", True), ("make", False)]
+    assert {(done, x.device.type, x.dtype) for done, _, x in seen} == {
+        ("make", "meta", torch.bfloat16),
+        ("run", "cpu", torch.float32),
+    }
 
 
 def test_memory_takes_few_rounds(monkeypatch):

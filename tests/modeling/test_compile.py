@@ -55,6 +55,15 @@ def test_one_graph_equals_eager(backbone: str, case: str) -> None:
     check(backbone, case, "aot_eager")
 
 
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("case", CASES)
+def test_one_graph_under_a_default_device(case: str, mode: str) -> None:
+    model = getattr(mixed_model("Llama", CASES[case], backend=None), mode)()
+    with torch.device("cpu"):
+        loss = torch.compile(model, fullgraph=True, backend="eager")(**inputs(), use_cache=False).loss
+    torch.testing.assert_close(loss, model(**inputs(), use_cache=False).loss)
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++ and finds no g++")
 def test_generated_code_equals_eager() -> None:
