@@ -8,7 +8,8 @@ module takes the projection's place, and none is made while gradients wait for a
 parameter's `.data` nobody can see: call `train()` and `eval()` after it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import nn
@@ -21,42 +22,35 @@ Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int, in
 """Where a weight stands and by what name; the weight, its version and its address as they were."""
 
 
-@dataclass
-class FoldedProjection:
-    """The weight and bias of a projection, with a map applied to each head; empty until it is called."""
+@dataclass(frozen=True)
+class Product:
+    """The weight and bias of a projection, with a map applied to each head, and what they were made of."""
 
-    _made_of: list[Source] = field(default_factory=list)
-    _modules: list[tuple[nn.Module, type]] = field(default_factory=list)
-    weight: torch.Tensor | None = None
-    bias: torch.Tensor | None = None
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    modules: tuple[tuple[nn.Module, type], ...]
+    sources: tuple[Source, ...]
 
-    def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
-        """Heads of `size` features beside each other, projected and mapped; only where `folds` said so just now."""
-        if torch.is_grad_enabled():
-            return mapped_projection(projection, behind, size, hidden)
-        if self.weight is None:
-            self.weight, self.bias = precise_product(projection, behind, size)
-            self._modules = [(module, type(module)) for module in (projection, behind)]
-            self._made_of = [source for module in (projection, behind) for source in _sources(module)]
-        return functional.linear(hidden, self.weight, self.bias)
+    @classmethod
+    def of(cls, projection: nn.Linear, behind: nn.Module, size: int) -> Self:
+        """As they are now."""
+        both = (projection, behind)
+        sources = tuple(source for module in both for source in _sources(module))
+        return cls(*precise_product(projection, behind, size), tuple((each, type(each)) for each in both), sources)
 
-    def stands(self, projection: nn.Module, behind: nn.Module) -> bool:
-        """Whether what was made of these two may be read, here and now."""
-        if self.weight is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return False
-        return projection is self._modules[0][0] and behind is self._modules[1][0] and self.unchanged()
+    def is_of(self, projection: nn.Module, behind: nn.Module) -> bool:
+        """Whether it is made of these two, as they are now."""
+        return projection is self.modules[0][0] and behind is self.modules[1][0] and self.unchanged()
 
     def unchanged(self) -> bool:
-        """Whether there is something, and what it was made of is as it was, and nobody watches.
+        """Whether what it was made of is as it was, and nobody watches.
 
         Every token asks this up to three times in each layer: it looks at no more than what may have changed.
         """
-        if self.weight is None:
-            return False
-        for module, kind in self._modules:
+        for module, kind in self.modules:
             if type(module) is not kind or watched_or_wrapped(module):
                 return False
-        for place, name, weight, version, address in self._made_of:
+        for place, name, weight, version, address in self.sources:
             if place.get(name) is not weight:
                 return False
             if weight is None:
@@ -65,13 +59,36 @@ class FoldedProjection:
                 return False
         return True
 
+
+class FoldedProjection:
+    """A projection that maps each head, by a product that is kept; none until it is called."""
+
+    product: Product | None = None
+    """Replaced as one, as several threads may evaluate a model."""
+
+    def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
+        """Heads of `size` features beside each other, projected and mapped; only where `folds` said so just now."""
+        if torch.is_grad_enabled():
+            return mapped_projection(projection, behind, size, hidden)
+        product = self.product
+        if product is None:
+            product = self.product = Product.of(projection, behind, size)
+        return functional.linear(hidden, product.weight, product.bias)
+
+    def stands(self, projection: nn.Module, behind: nn.Module) -> bool:
+        """Whether what was made of these two may be read, here and now."""
+        product = self.product
+        if product is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        return product.is_of(projection, behind)
+
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copies and files start empty."""
         return FoldedProjection, ()
 
     def clear(self) -> None:
-        """Let go of everything."""
-        self._made_of, self._modules, self.weight, self.bias = [], [], None, None
+        """Let go of it."""
+        self.product = None
 
 
 def folds(kept: FoldedProjection, projection: nn.Module, behind: nn.Module, training: bool) -> bool:
@@ -81,6 +98,8 @@ def folds(kept: FoldedProjection, projection: nn.Module, behind: nn.Module, trai
     kept.clear()
     if torch.compiler.is_compiling() or type(projection) is not nn.Linear or behind._modules:
         return False
+    if "weight" not in projection._parameters or not behind._parameters:
+        return False  # plain attributes, as where a wrapper makes a weight for each call: nobody sees them change
     # A frozen projection would get a gradient for nothing but the map's sake.
     pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
     return pays and readable(projection, behind) and (torch.is_grad_enabled() or not await_a_step(projection, behind))

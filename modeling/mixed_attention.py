@@ -73,7 +73,7 @@ class MixedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
-        if (twin := self._whole.twin()) is not None and self.config._attn_implementation != "eager":
+        if (twin := self._whole.twin(self)) is not None and self.config._attn_implementation != "eager":
             options = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
             return super(MixedAttention, twin).forward(hidden_states, position_embeddings, **options)
         call, mixers = self._call(attention_mask, kwargs), self._mixers()

@@ -38,4 +38,4 @@ def folded(model: Any) -> torch.Tensor:
 def holds(model: Any) -> list[list[str]]:
     """Which sides each layer has folded."""
     layers = [getattr(layer.self_attn, "_folded", {}) for layer in model.model.layers]
-    return [[side for side, kept in layer.items() if kept.weight is not None] for layer in layers]
+    return [[side for side, kept in layer.items() if kept.product is not None] for layer in layers]

@@ -1,7 +1,9 @@
 """A layer that only maps its heads, run by the stock class: the same outputs, for as long as it is that layer."""
 
 import copy
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from folding import LINEAR, TOKENS, folded, holds, plainly, unfolded
 def stands(model: Any) -> list[bool]:
     """For which layers a twin of the stock class would be run."""
     with torch.no_grad():
-        return [layer.self_attn._whole.twin() is not None for layer in model.model.layers]
+        return [layer.self_attn._whole.twin(layer.self_attn) is not None for layer in model.model.layers]
 
 
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
@@ -70,3 +72,42 @@ def test_no_twin_where_more_is_to_do() -> None:
     folded(model)
     model.set_attn_implementation("eager")  # the library's is not precise in float64
     torch.testing.assert_close(folded(model), unfolded(model), rtol=1e-12, atol=1e-12)
+
+
+def _replica(attention: Any, factor: float) -> Any:
+    """As `torch.nn.parallel.replicate` makes it: parts of its own, whose weights are plain attributes."""
+    replica = attention._replicate_for_data_parallel()
+    replica._modules = {name: copy.deepcopy(part) for name, part in attention.named_children()}
+    for part in replica.modules():
+        for name, weight in part._parameters.items():
+            vars(part)[name] = None if weight is None else factor * weight.detach()
+        part._parameters = {}
+    return replica
+
+
+def test_replicas_of_a_layer_are_not_each_others_twins() -> None:
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").double().eval()
+    folded(model)
+    replicas = [_replica(model.model.layers[0].self_attn, factor) for factor in (1.0, 2.0)]
+    call = torch.randn(1, 3, 24, dtype=torch.float64), (torch.ones(1, 3, 8), torch.zeros(1, 3, 8))
+    with torch.no_grad():
+        found = [replica(*call)[0] for replica in 2 * replicas]
+        with plainly():
+            expected = [replica(*call)[0] for replica in 2 * replicas]
+    assert not torch.equal(*expected[:2])
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_threads_evaluate_one_model() -> None:
+    model = toys.mixed_model("Llama", LINEAR, "sdpa").double().eval()
+    expected, interval = unfolded(model), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for _ in range(30):
+                model.eval()
+                for found in threads.map(lambda _: folded(model), range(8)):
+                    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    finally:
+        sys.setswitchinterval(interval)
+    assert stands(model) == [True, True]

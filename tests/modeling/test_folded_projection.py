@@ -232,7 +232,7 @@ def test_inference_mode_and_autocast() -> None:
     model.eval()
     with torch.autocast("cpu", torch.bfloat16):
         folded(model)
-    assert all(kept.weight.dtype == torch.float32 for kept in model.model.layers[0].self_attn._folded.values())
+    assert all(kept.product.weight.dtype == torch.float32 for kept in model.model.layers[0].self_attn._folded.values())
 
 
 def test_nothing_is_mapped_twice() -> None:

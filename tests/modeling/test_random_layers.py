@@ -145,7 +145,7 @@ def assert_agrees_without_gradients(layer: RandomLayer, name: str) -> None:
         assert (layer.run("sdpa")[layer.rows] - truth).abs().max() < OUTPUT_TOLERANCE
     if name == "knocking":
         on = layer.mixers["knocking"]["on"]
-        assert [side for side in SIDES if layer.attention._folded[side].weight is not None] == [*on]
+        assert [side for side in SIDES if layer.attention._folded[side].product is not None] == [*on]
 
 
 def assert_as_near_in_half_precision(layer: RandomLayer, name: str) -> None:
