@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from .quick_products import product
 from .readable_weights import readable
+from .traced import traced
 
 LEAST_TOKENS = 1024
 """From here on the products that are saved are worth more than the rows that are moved."""
@@ -33,7 +34,7 @@ def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) ->
     most = GREATEST_SHARE if torch.is_grad_enabled() else GREATEST_EVALUATED_SHARE
     if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or share > most:
         return False
-    if torch.is_autocast_enabled("cpu") or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
+    if torch.is_autocast_enabled("cpu") or traced() or type(projection) is not nn.Linear:
         return False
     if hidden.shape[:-1].numel() < LEAST_TOKENS or hidden.shape[-1] < LEAST_FEATURES:
         return False

@@ -2,10 +2,11 @@
 
 Where gradients are wanted, that is once for each call, which has many tokens to map. In evaluation, it is once for as
 long as the weights stay what they are: the product is a copy beside the parameters, so that saving, training on and
-adapting a model know nothing of it. It is made again when one of them has changed. Some optimisers and adapters change
-weights without a trace: therefore it is let go where training begins, gradients are wanted, weights move, or another
-module takes the projection's place, and none is made while gradients wait for a step. What else writes through a
-parameter's `.data` nobody can see: call `train()` and `eval()` after it.
+adapting a model know nothing of it. It is made again when one of them has changed, but not again and again, as where
+weights come and go with each call. Some optimisers and adapters change weights without a trace: therefore it is let go
+where an optimiser steps, training begins, gradients are wanted, weights move, or another module takes the projection's
+place, and none is made while gradients wait for a step. What else writes into a parameter's memory, through its
+`.data`, by `torch.distributed` or from another process, nobody can see: call `train()` and `eval()` after it.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from torch import nn
 from torch.nn import functional
 
 from .mapped_projection import mapped_projection, precise_product
+from .optimiser_steps import last_step
 from .readable_weights import await_a_step, readable, watched_or_wrapped
 
+MOST_LOST = 2
+"""After which a map is left where it is, until training or evaluation begins."""
 Source = tuple[dict[str, nn.Parameter | None], str, nn.Parameter | None, int, int]
 """Where a weight stands and by what name; the weight, its version and its address as they were."""
 
@@ -30,23 +34,23 @@ class Product:
     bias: torch.Tensor | None
     modules: tuple[tuple[nn.Module, type], ...]
     sources: tuple[Source, ...]
+    step: object
 
     @classmethod
     def of(cls, projection: nn.Linear, behind: nn.Module, size: int) -> Self:
         """As they are now."""
         both = (projection, behind)
         sources = tuple(source for module in both for source in _sources(module))
-        return cls(*precise_product(projection, behind, size), tuple((each, type(each)) for each in both), sources)
+        modules = tuple((module, type(module)) for module in both)
+        return cls(*precise_product(projection, behind, size), modules, sources, last_step())
 
     def is_of(self, projection: nn.Module, behind: nn.Module) -> bool:
-        """Whether it is made of these two, as they are now."""
-        return projection is self.modules[0][0] and behind is self.modules[1][0] and self.unchanged()
-
-    def unchanged(self) -> bool:
-        """Whether what it was made of is as it was, and nobody watches.
+        """Whether it is made of these two, as they are now, and nobody watches.
 
         Every token asks this up to three times in each layer: it looks at no more than what may have changed.
         """
+        if projection is not self.modules[0][0] or behind is not self.modules[1][0] or self.step is not last_step():
+            return False
         for module, kind in self.modules:
             if type(module) is not kind or watched_or_wrapped(module):
                 return False
@@ -65,6 +69,8 @@ class FoldedProjection:
 
     product: Product | None = None
     """Replaced as one, as several threads may evaluate a model."""
+    lost = 0
+    """How many products did not last."""
 
     def __call__(self, projection: nn.Linear, behind: nn.Module, size: int, hidden: torch.Tensor) -> torch.Tensor:
         """Heads of `size` features beside each other, projected and mapped; only where `folds` said so just now."""
@@ -72,37 +78,41 @@ class FoldedProjection:
             return mapped_projection(projection, behind, size, hidden)
         product = self.product
         if product is None:
-            product = self.product = Product.of(projection, behind, size)
+            product = Product.of(projection, behind, size)
+            if type(product.weight) is torch.Tensor:  # not of a mode, outside which it means nothing
+                self.product = product
         return functional.linear(hidden, product.weight, product.bias)
-
-    def stands(self, projection: nn.Module, behind: nn.Module) -> bool:
-        """Whether what was made of these two may be read, here and now."""
-        product = self.product
-        if product is None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return False
-        return product.is_of(projection, behind)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Copies and files start empty."""
         return FoldedProjection, ()
 
     def clear(self) -> None:
-        """Let go of it."""
-        self.product = None
+        """Let go of it, and begin anew."""
+        self.product, self.lost = None, 0
 
 
 def folds(kept: FoldedProjection, projection: nn.Module, behind: nn.Module, training: bool) -> bool:
-    """Whether the two had better be read as one, here and now; what is out of date is let go."""
-    if kept.stands(projection, behind):
-        return True
-    kept.clear()
-    if torch.compiler.is_compiling() or type(projection) is not nn.Linear or behind._modules:
+    """Whether the two had better be read as one, where nothing traces it; what is out of date is let go."""
+    product = kept.product
+    if torch.is_grad_enabled():
+        kept.product = None
+        # A frozen projection would get a gradient for nothing but the map's sake.
+        return _foldable(projection, behind) and projection.weight.requires_grad
+    if product is not None:
+        if product.is_of(projection, behind):
+            return True
+        kept.product, kept.lost = None, kept.lost + 1
+    if training or kept.lost >= MOST_LOST:
         return False
-    if "weight" not in projection._parameters or not behind._parameters:
-        return False  # plain attributes, as where a wrapper makes a weight for each call: nobody sees them change
-    # A frozen projection would get a gradient for nothing but the map's sake.
-    pays = projection.weight.requires_grad if torch.is_grad_enabled() else not training
-    return pays and readable(projection, behind) and (torch.is_grad_enabled() or not await_a_step(projection, behind))
+    return _foldable(projection, behind) and not await_a_step(projection, behind)
+
+
+def _foldable(projection: nn.Module, behind: nn.Module) -> bool:
+    """Whether their parameters tell all of them; plain attributes nobody sees change."""
+    if type(projection) is not nn.Linear or behind._modules:
+        return False
+    return "weight" in projection._parameters and bool(behind._parameters) and readable(projection, behind)
 
 
 def _sources(module: nn.Module) -> list[Source]:

@@ -19,6 +19,7 @@ from transformers import initialization as init
 from .knocking_fused import FusedMlpKnock
 from .mixer import CallSizes, HeadLayout, HeadStates, LinearLeaf, Mixer, Settings, weight_count
 from .options import Choice, Option, Subset
+from .traced import traced
 
 
 class SharedMap(LinearLeaf):
@@ -64,7 +65,7 @@ class MlpKnock(GateKnock):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map each head through the shared MLP."""
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # a compiler fuses the plain form itself
+        if torch.is_grad_enabled() and not traced():  # a compiler fuses the plain form itself
             return self._fused(x)
         return self._plain(x)
 
@@ -112,10 +113,6 @@ class Knocking(Mixer):
     def linear_map(self, side: str) -> nn.Module | None:
         """The linear form of a target."""
         return getattr(self, side) if self.settings["form"] == "linear" and side in self.settings["on"] else None
-
-    def is_whole_in(self, folded: frozenset[str]) -> bool:
-        """Each target's map is."""
-        return folded.issuperset(self.settings["on"])
 
     def on_projected(self, states: HeadStates) -> None:
         """Map the heads of each target."""

@@ -28,7 +28,8 @@ def precise_product(projection: nn.Linear, behind: nn.Module, size: int) -> tupl
 def head_map(behind: nn.Module, size: int, weight: torch.Tensor) -> torch.Tensor:
     """What a module does to one head, as a matrix (size, size) that comes before the head's rows of a weight."""
     with torch.autocast(weight.device.type, enabled=False):
-        matrix: torch.Tensor = behind(torch.eye(size, dtype=weight.dtype, device=weight.device))
+        dtype = next(behind.parameters(), weight).dtype  # under autocast the two may differ
+        matrix: torch.Tensor = behind(torch.eye(size, dtype=dtype, device=weight.device))
     return matrix.T
 
 

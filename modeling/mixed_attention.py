@@ -13,13 +13,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
 from .eager import eager_attention
-from .folded_layer import PROJECTIONS, FoldedLayer
 from .folded_projection import FoldedProjection, folds
 from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
 from .mixer import MASKED_HERE, Attended, AttentionCall, HeadStates, Mixer
 from .numerics import HeadRMSNorm, HeadScaleRMSNorm
 from .settings import shared_layout
+from .traced import traced
 
 
 class MixedAttention(nn.Module):
@@ -58,8 +58,7 @@ class MixedAttention(nn.Module):
             self.k_norm = (HeadScaleRMSNorm if divides else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
         owned = any(mixer.owns_attention for mixer in self._mixers())
         self._side_by_side = not owned and any(mixer.reads_side_by_side for mixer in self._mixers())
-        self._whole = FoldedLayer()
-        self._folded = {side: FoldedProjection() for side in PROJECTIONS}
+        self._folded = {side: FoldedProjection() for side in ("query", "key", "value")}
 
     def _mixers(self) -> list[Mixer]:
         return list(self.mixers.values())  # type: ignore[arg-type]
@@ -73,9 +72,6 @@ class MixedAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the backend computes them."""
-        if (twin := self._whole.twin(self)) is not None and self.config._attn_implementation != "eager":
-            options = {"attention_mask": attention_mask, "past_key_values": past_key_values, **kwargs}
-            return super(MixedAttention, twin).forward(hidden_states, position_embeddings, **options)
         call, mixers = self._call(attention_mask, kwargs), self._mixers()
         states = self._project(hidden_states, mixers, call)
         for mixer in mixers:
@@ -113,22 +109,20 @@ class MixedAttention(nn.Module):
         for mixer in mixers:
             mixer.on_hidden(states)
         folded: set[str] = set()
+        may_fold = not traced()
         for side, projection in {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj}.items():
             behind, chosen = mixers[0].linear_map(side), None
             if side == "query" and len(mixers) == 1:
                 chosen = mixers[0].chosen_tokens(projection, states, call)
             if chosen is not None:
                 heads = chosen.project_in(projection, hidden)
-            elif behind is not None and folds(self._folded[side], projection, behind, self.training):
+            elif may_fold and behind is not None and folds(self._folded[side], projection, behind, self.training):
                 folded.add(side)
                 heads = self._folded[side](projection, behind, self.head_dim, hidden)
             else:
                 heads = projection(hidden)
             setattr(states, side, split_heads(heads, heads.shape[-1] // self.head_dim))
         states.folded = frozenset(folded)
-        alone = len(mixers) == 1 and not call.eager and not torch.is_grad_enabled()
-        if folded and alone and mixers[0].is_whole_in(states.folded):
-            self._whole.make(self, self.mixers, {side: self._folded[side] for side in folded})
         return states
 
     def train(self, mode: bool = True) -> Self:
@@ -142,13 +136,12 @@ class MixedAttention(nn.Module):
         return super()._apply(fn, recurse)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """The same where anything is set, as where an adapter takes a projection's place, or gives it back."""
-        if "_folded" in vars(self):
-            self._unfold()
+        """The same where a module is set, as where an adapter takes a projection's place, or gives it back."""
         super().__setattr__(name, value)
+        if isinstance(value, nn.Module) and "_folded" in vars(self):
+            self._unfold()
 
     def _unfold(self) -> None:
-        self._whole.clear()
         for folded in self._folded.values():
             folded.clear()
 

@@ -212,10 +212,6 @@ class Mixer(nn.Module):
         """
         return None
 
-    def is_whole_in(self, folded: frozenset[str]) -> bool:
-        """Whether nothing of it is left to do where the maps of these sides are folded."""
-        return False
-
     def chosen_tokens(self, projection: nn.Module, states: HeadStates, call: AttentionCall) -> ChosenTokens | None:
         """Which tokens of each head count, where a projection of queries or of outputs is sooner done for them alone.
 

@@ -11,11 +11,12 @@ from torch.nn import functional
 
 from .numerics import inverse_rms
 from .readable_weights import readable
+from .traced import traced
 
 
 def keeps_less(projection: nn.Module, *norm: nn.Module) -> bool:
     """Whether the two had better be one step, here and now; a norm without weight needs no module."""
-    if not torch.is_grad_enabled() or torch.compiler.is_compiling() or type(projection) is not nn.Linear:
+    if not torch.is_grad_enabled() or traced() or type(projection) is not nn.Linear:
         return False
     return readable(projection, *norm)
 

@@ -18,6 +18,7 @@ from torch.nn import functional
 from .eager import repeat_heads
 from .mixer import AttentionCall
 from .quick_products import product
+from .traced import traced, transformed
 from .visible_keys import VisibleKeys
 from .where_triton_runs import runs_triton
 
@@ -42,9 +43,11 @@ def pays(query: torch.Tensor, key: torch.Tensor, share: float, call: AttentionCa
     masks = (1, query.shape[2], key.shape[2])
     if call.mask is not None and (call.mask.dtype != torch.bool or call.mask.shape[1:] != masks):
         return False
+    if transformed():
+        return False
     if runs_triton(query):
         return query.shape[2] >= LEAST_QUERIES_OF_GPU and query.shape[3] <= MOST_FEATURES_OF_GPU
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if traced() or torch.is_autocast_enabled("cpu"):
         return False  # a graph cannot depend on how many queries count; autocast would round the products
     return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[2] >= LEAST_QUERIES
 
@@ -56,6 +59,8 @@ def routed_attention(
 
     Of the first `shared` heads every query is chosen.
     """
+    if transformed():
+        return False
     if runs_triton(query):
         from .routed_triton import attend_chosen
 

@@ -9,6 +9,7 @@ import torch
 
 from .few_queries import met_one_by_one, settled, weighed_one_by_one
 from .mixer import AttentionCall
+from .traced import traced
 
 LEAST_KEYS = 4096
 """From here on what is left unread is worth the steps that are added."""
@@ -20,7 +21,7 @@ def reads_less(query: torch.Tensor, key: torch.Tensor, call: AttentionCall) -> b
     """Whether this is decoding where heads may be left unread."""
     if query.device.type != "cpu" or query.shape[2] != 1 or key.shape[2] < LEAST_KEYS:
         return False
-    if not call.plain or call.dropout or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
+    if not call.plain or call.dropout or traced() or torch.is_autocast_enabled("cpu"):
         return False
     return call.mask is None or (call.mask.dtype == torch.bool and call.mask.shape[1] == 1)  # one mask for all heads
 

@@ -37,6 +37,7 @@ from .numerics import apply_mask, widened
 from .options import Integer, Option, Subset
 from .regroup import regrouping
 from .talking_operator import talking_attention
+from .traced import transformed
 
 STAGES = ("logits", "weights")
 DYNAMIC = tuple(f"{source}_{stage}" for stage in STAGES for source in ("query", "key"))
@@ -145,7 +146,7 @@ class Talking(Mixer):
         if call.eager:
             return self._attend_plainly(states, call, call.mask)
         queries, keys = states.query.shape[2], states.key.shape[2]
-        if queries > 1 and not call.dropout:
+        if queries > 1 and not call.dropout and not transformed():
             return self._attend_in_blocks(states, call), None
         mask = call.mask
         if mask is None and call.causal and queries > 1:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from crosshead.modeling import mixed_attention
-from crosshead.modeling.folded_layer import FoldedLayer
 
 LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 TOKENS = torch.arange(1, 15).view(2, 7)
@@ -19,7 +18,6 @@ def plainly() -> Iterator[None]:
     """With nothing folded."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mixed_attention, "folds", lambda *_: False)
-        patch.setattr(FoldedLayer, "twin", lambda *_: None)
         yield
 
 

@@ -123,7 +123,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     \b
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
 
-    torch needs a C++ compiler for it (g++, or what CXX names). A figure takes two minutes or three on two cores. Times
+    torch needs a C++ compiler for it (g++, or what CXX names). A figure takes a minute on two cores. Times
     mean something only where nothing else runs. For example:
 
     crosshead bench compiled explicit-step --rounds 3 --out compiled.json
