@@ -92,7 +92,7 @@ class FoldedProjection:
         self.product, self.lost = None, 0
 
 
-def folds(kept: FoldedProjection, projection: nn.Module, behind: nn.Module, training: bool) -> bool:
+def folds(kept: FoldedProjection, projection: nn.Linear, behind: nn.Module, training: bool) -> bool:
     """Whether the two had better be read as one, where nothing traces it; what is out of date is let go."""
     product = kept.product
     if torch.is_grad_enabled():

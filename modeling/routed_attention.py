@@ -59,8 +59,6 @@ def routed_attention(
 
     Of the first `shared` heads every query is chosen.
     """
-    if transformed():
-        return False
     if runs_triton(query):
         from .routed_triton import attend_chosen
 
