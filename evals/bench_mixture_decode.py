@@ -39,7 +39,7 @@ CASES = tuple(
         "stock sdpa attention on all heads",
         decoding,
         HEADS | {"tokens": tokens, "batch": batch},
-        {"cpu": 1.0},
+        {"cpu": 1.0, "cuda": 1.0},
     )
     for tokens in (2048, 8192, 32768)
     for batch in (1, 8)

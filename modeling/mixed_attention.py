@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
@@ -18,6 +18,7 @@ from .head_cache import pass_cache, split_heads
 from .mechanisms import MECHANISMS
 from .mixer import MASKED_HERE, Attended, AttentionCall, HeadStates, Mixer
 from .numerics import HeadRMSNorm, HeadScaleRMSNorm
+from .rotary import rotated
 from .settings import shared_layout
 from .traced import traced
 
@@ -148,7 +149,7 @@ class MixedAttention(nn.Module):
     def _place(self, states: HeadStates, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> None:
         if self._norms_heads:
             states.query, states.key = self.q_norm(states.query), self.k_norm(states.key)
-        states.query, states.key = apply_rotary_pos_emb(states.query, states.key, *position_embeddings)
+        states.query, states.key = rotated(states.query, states.key, *position_embeddings)
 
     def _call(self, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> AttentionCall:
         backend = self.config._attn_implementation

@@ -33,7 +33,7 @@ from .mixer import (
 )
 from .options import Choice, Count, Number, Option
 from .routed_attention import pays, routed_attention
-from .routed_decode import attend_to_needed, reads_less
+from .routed_decode import attend_to_needed, needed_part, reads_less
 from .router_scores import RouterMap, query_norm_probabilities, scores, straight_through
 
 
@@ -54,6 +54,7 @@ class Mixture(Mixer):
         self.shared_heads: int = settings["shared_heads"]
         self.selected_heads: int = settings["active_heads"] - self.shared_heads
         self.routed_heads: int = layout.output_heads - self.shared_heads
+        self.needed_part = needed_part(layout, self.shared_heads, self.selected_heads)
         self.routed = self.shared = self.balance = None
         if settings["router"] == "two_stage":
             self.routed = RouterMap(layout.hidden_size, self.routed_heads)
@@ -167,7 +168,7 @@ class Mixture(Mixer):
         if states.gates is None:
             return None
         heads, chosen = (states.query, states.key, states.value), states.gates != 0
-        if reads_less(states.query, states.key, call):
+        if reads_less(states.query, states.key, self.needed_part, call):
             output = attend_to_needed(*heads, chosen, call)
             return None if output is None else (output, None)
         if not pays(states.query, states.key, self._share, call):

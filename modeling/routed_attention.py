@@ -20,7 +20,7 @@ from .mixer import AttentionCall
 from .quick_products import product
 from .traced import traced, transformed
 from .visible_keys import VisibleKeys
-from .where_triton_runs import runs_triton
+from .where_triton_runs import MOST_FEATURES, runs_triton
 
 ROWS = 128
 """Queries of a block: more meet more keys in vain, fewer make the products too small (64 to 192 differ by 3%)."""
@@ -30,8 +30,6 @@ GREATEST_SHARE = 0.75
 """Of the queries that are chosen; above, a dense kernel is done with all no later than this with its part."""
 LEAST_QUERIES_OF_GPU = 2048
 """The same on a GPU, where a short call is over before its kernels are all started; a guess that awaits measuring."""
-MOST_FEATURES_OF_GPU = 256
-"""Of a head: more do not fit in the memory of a GPU's processors."""
 DTYPES = (torch.float32, torch.float64)
 """Half precision has dense kernels that keep the scores wide; these products would round them."""
 
@@ -46,7 +44,7 @@ def pays(query: torch.Tensor, key: torch.Tensor, share: float, call: AttentionCa
     if transformed():
         return False
     if runs_triton(query):
-        return query.shape[2] >= LEAST_QUERIES_OF_GPU and query.shape[3] <= MOST_FEATURES_OF_GPU
+        return query.shape[2] >= LEAST_QUERIES_OF_GPU and query.shape[3] <= MOST_FEATURES
     if traced() or torch.is_autocast_enabled("cpu"):
         return False  # a graph cannot depend on how many queries count; autocast would round the products
     return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[2] >= LEAST_QUERIES

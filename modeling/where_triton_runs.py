@@ -14,6 +14,8 @@ import torch
 WANTED = os.environ.get("CROSSHEAD_TRITON") == "1" and find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; they add in float32."""
+MOST_FEATURES = 256
+"""Of a head: more do not fit in the memory of a GPU's processors."""
 
 
 def runs_triton(x: torch.Tensor) -> bool:

@@ -1,4 +1,7 @@
-"""Random calls of what has a fast way on a GPU, beside the plain computation in float64: outputs and gradients."""
+"""Random calls of what has a fast way on a GPU, beside the plain computation in float64: outputs and gradients.
+
+What decodes without gradients has none to compare.
+"""
 
 import random
 from collections.abc import Callable, Iterator
@@ -10,6 +13,7 @@ from crosshead.modeling.eager import repeat_heads
 from crosshead.modeling.explicit_decode import Components, attend_to_components
 from crosshead.modeling.mixer import AttentionCall
 from crosshead.modeling.routed_attention import routed_attention
+from crosshead.modeling.routed_decode import attend_to_needed
 from crosshead.modeling.talking_operator import talking_attention
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -61,6 +65,32 @@ def a_mixture(device: str, longest: int) -> Checked:
         return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
 
     return lambda q, k, v: routed_attention(q, k, v, chosen, 0, call), plain, inputs
+
+
+def a_mixture_token(device: str, longest: int) -> Checked:
+    """One query for each head, of which some count, after keys of which the first may be padding; no gradients."""
+    batch, groups, length = random.randint(1, 2), random.randint(1, 8), random.randint(1, longest)
+    heads, size = groups * random.choice((1, 2, 4)), random.choice((64, 128))
+    shapes = ((batch, heads, 1, size), (batch, groups, length, size), (batch, groups, length, size))
+    inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
+    seen = torch.arange(length, device=device) >= random.randrange(length)
+    mask = random.choice((None, seen.expand(batch, 1, 1, length)))
+    chosen = torch.rand(batch, 1, heads, device=device) < random.choice((0.1, 0.5))
+    call = AttentionCall(_unused, False, mask, SCALING, 0.0, plain=True)
+
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            found = attend_to_needed(query, key, value, chosen, call)
+        if found is None:  # where Triton does not run, and most heads are needed
+            raise NotImplementedError("the kernels were not asked for")
+        return found * chosen[..., None]
+
+    def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
+        weights = (logits if mask is None else logits.masked_fill(~mask, -torch.inf)).softmax(-1)
+        return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
+
+    return ours, plain, inputs
 
 
 def a_talking(device: str, longest: int) -> Checked:
@@ -128,15 +158,16 @@ def error(checked: Checked, dtype: torch.dtype) -> float:
     found, expected = ours(*inputs), plain(*exact)
     given = torch.randn_like(expected).to(dtype)
     pairs = [(found, expected)]
-    pairs += zip(
-        torch.autograd.grad(found, inputs, given), torch.autograd.grad(expected, exact, given.double()), strict=True
-    )
+    if found.requires_grad:
+        wanted = torch.autograd.grad(expected, exact, given.double())
+        pairs += zip(torch.autograd.grad(found, inputs, given), wanted, strict=True)
     least = 0.01 * given.double().norm()  # some gradients are zero, but for rounding
     return max(((mine - theirs).norm() / (theirs.norm() + least)).item() for mine, theirs in pairs)
 
 
 MAKERS: dict[str, Callable[[str, int], Checked]] = {
     "mixture": a_mixture,
+    "mixture-token": a_mixture_token,
     "talking": a_talking,
     "explicit": an_explicit,
 }

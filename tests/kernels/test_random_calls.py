@@ -13,18 +13,32 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl
 
-from crosshead.modeling import routed_attention, routed_triton, talking_operator, talking_triton
+from crosshead.modeling import (
+    routed_attention,
+    routed_decode,
+    routed_decode_triton,
+    routed_triton,
+    talking_operator,
+    talking_triton,
+)
 from random_calls import MAKERS, TOLERANCES, checks
 
-KERNELS = ((routed_triton, "attend_chosen"), (talking_triton, "attend_in_tiles"))
-WRONG = [f"{mechanism} {dtype}" for mechanism in ("mixture", "talking") for dtype in ("float32", "bfloat16")]
+KERNELS = (
+    (routed_triton, "attend_chosen"),
+    (routed_decode_triton, "attend_to_chosen"),
+    (talking_triton, "attend_in_tiles"),
+)
+MECHANISMS = ("mixture", "mixture-token", "talking")
+WRONG = [f"{mechanism} {dtype}" for mechanism in MECHANISMS for dtype in ("float32", "bfloat16")]
 
 
-def telling(kernel: Callable[..., torch.Tensor], names: list[str], factor: float = 1.0) -> Callable[..., torch.Tensor]:
+def telling(
+    kernel: Callable[..., torch.Tensor], name: str, names: list[str], factor: float
+) -> Callable[..., torch.Tensor]:
     """The same times a factor, with its name put down at each call."""
 
     def called(*call: Any) -> torch.Tensor:
-        names.append(kernel.__name__)
+        names.append(name)
         return kernel(*call) * factor
 
     return called
@@ -35,7 +49,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy, which the interpreter computes with, has no bfloat16 to multiply."""
     for module, _ in KERNELS:
         monkeypatch.setitem(module.FACTORS, torch.bfloat16, tl.float32)
-    for module in (routed_attention, talking_operator):
+    for module in (routed_attention, routed_decode, talking_operator):
         monkeypatch.setattr(module, "runs_triton", lambda x: True)
 
 
@@ -44,7 +58,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_kernels_agree_and_wrong_ones_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, telling(getattr(module, name), names, factor))
+        monkeypatch.setattr(module, name, telling(getattr(module, name), name, names, factor))
     found = {name: holds for name, _, holds in checks("cpu", 24, 4)}
     assert {name for name, holds in found.items() if not holds} == (set() if factor == 1 else set(WRONG))
     assert len(found) == len(MAKERS) * len(TOLERANCES)

@@ -9,7 +9,8 @@ import torch
 from transformers import StaticCache
 
 from crosshead.modeling import mixture, routed_attention, routed_decode
-from crosshead.modeling.routed_decode import attend_to_needed, reads_less
+from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.routed_decode import attend_to_needed, needed_part, reads_less
 from routed_cases import MASKS, SKIPPING, WINDOW, call_of, check, logits_in_parts, routes, seen_under
 from toys import mixed_model, tokens
 
@@ -86,17 +87,26 @@ def test_what_is_not_needed_is_not_read(head: int) -> None:
 
 def test_where_it_pays() -> None:
     q, k, call = torch.zeros(1, 4, 1, 8), torch.zeros(1, 4, 20, 8), call_of(None)
-    assert reads_less(q, k, call)
-    assert not reads_less(q.expand(-1, -1, 2, -1), k, call)
-    assert not reads_less(q, k[:, :, :1], call)
-    assert not reads_less(q.to("meta"), k, call)
+    assert reads_less(q, k, 0.5, call)
+    assert reads_less(q, k, 0.9, call)  # on a CPU it turns out what is needed
+    assert not reads_less(q.expand(-1, -1, 2, -1), k, 0.5, call)
+    assert not reads_less(q, k[:, :, :1], 0.5, call)
+    assert not reads_less(q.to("meta"), k, 0.5, call)
     with torch.autocast("cpu", torch.bfloat16):
-        assert not reads_less(q, k, call)
+        assert not reads_less(q, k, 0.5, call)
     by_head = torch.ones(1, 4, 1, 20, dtype=torch.bool)
-    assert reads_less(q, k, replace(call, mask=by_head[:, :1]))
+    assert reads_less(q, k, 0.5, replace(call, mask=by_head[:, :1]))
     for facts in ({"plain": False}, {"dropout": 0.1}, {"mask": torch.zeros(1, 1, 1, 20)}, {"mask": by_head}):
-        assert not reads_less(q, k, replace(call, **facts))
+        assert not reads_less(q, k, 0.5, replace(call, **facts))
     assert attend_to_needed(q, k, k, torch.ones(1, 1, 4, dtype=torch.bool), call) is None
+
+
+@pytest.mark.parametrize(
+    ("heads", "groups", "shared", "selected", "part"),
+    [(16, 16, 4, 4, 0.5), (16, 16, 0, 8, 0.5), (8, 4, 3, 1, 0.68), (32, 8, 16, 8, 1 - 0.5 * 0.5**4)],
+)
+def test_how_many_heads_are_needed(heads: int, groups: int, shared: int, selected: int, part: float) -> None:
+    assert needed_part(HeadLayout(64, heads, groups, 8), shared, selected) == pytest.approx(part)
 
 
 @pytest.fixture

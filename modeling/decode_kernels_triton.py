@@ -1,0 +1,89 @@
+"""Triton's kernels for `routed_decode_triton`: one token's queries meet the keys of a head that any of them needs.
+
+A program has the queries that read one key/value head, and some of its keys; where no such query counts, it ends at
+once. What the programs of a head have found is then joined. Exponents are of two.
+"""
+
+try:  # what looks through this file for packages that it must have passes over a `try`
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+
+@triton.jit
+def attend_to_part(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor, chosen: tl.tensor, mask: tl.tensor, sums: tl.tensor,
+    found: tl.tensor, q_b: int, q_h: int, k_b: int, k_h: int, k_s: int, v_b: int, v_h: int, v_s: int,
+    m_b: int, m_s: int, S: int, G: int, scaling: float, MASKED: tl.constexpr, R: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+) -> None:  # fmt: skip
+    """Of each part of the keys: greatest score and sum of weights (B * G, parts, 2, BR), outputs (.., BR, DV)."""
+    part, pair = tl.program_id(0), tl.program_id(1)
+    batch, group = (pair // G).to(tl.int64), (pair % G).to(tl.int64)
+    if counting(chosen, pair, R, BR) == 0:
+        return
+    reader = tl.minimum(tl.arange(0, BR), R - 1)  # the last again where there are no more
+    feature, of_value = tl.arange(0, BD)[None, :], tl.arange(0, BDV)[None, :]
+    at = query + batch * q_b + (group * R + reader)[:, None] * q_h + feature
+    q = tl.load(at, mask=feature < D, other=0.0).to(DOT)
+    best, total, outputs = (
+        tl.full([BR], -1e30, tl.float32),
+        tl.zeros([BR], tl.float32),
+        tl.zeros([BR, BDV], tl.float32),
+    )
+    for start in range(part * PART, tl.minimum((part + 1) * PART, S), N):
+        token = start + tl.arange(0, N).to(tl.int64)
+        seen = token < S
+        if MASKED:
+            seen = seen & (tl.load(mask + batch * m_b + token * m_s, mask=seen, other=0) > 0)
+        at = key + batch * k_b + group * k_h + token[:, None] * k_s + feature
+        k = tl.load(at, mask=seen[:, None] & (feature < D), other=0.0).to(DOT)
+        at = value + batch * v_b + group * v_h + token[:, None] * v_s + of_value
+        v = tl.load(at, mask=seen[:, None] & (of_value < DV), other=0.0).to(DOT)
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * 1.4426950408889634)
+        scores = tl.where(seen[None, :], scores, -float("inf"))
+        better = tl.maximum(best, tl.max(scores, 1))
+        weights, shrink = tl.exp2(scores - better[:, None]), tl.exp2(best - better)
+        best, total = better, total * shrink + tl.sum(weights, 1)
+        outputs = tl.dot(weights.to(DOT), v, outputs * shrink[:, None], input_precision=PRECISION)
+    slot, row = pair.to(tl.int64) * tl.num_programs(0) + part, tl.arange(0, BR)
+    tl.store(sums + slot * 2 * BR + row, best)
+    tl.store(sums + (slot * 2 + 1) * BR + row, total)
+    tl.store(found + (slot * BR + row)[:, None] * DV + of_value, outputs, mask=of_value < DV)
+
+
+@triton.jit
+def join_parts(
+    chosen: tl.tensor, sums: tl.tensor, found: tl.tensor, output: tl.tensor, parts: int,
+    R: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+) -> None:  # fmt: skip
+    """Outputs (B, H, DV) of the heads that are needed; zeros where a query sees no key."""
+    pair = tl.program_id(0).to(tl.int64)
+    if counting(chosen, pair, R, BR) == 0:
+        return
+    row, of_value = tl.arange(0, BR), tl.arange(0, BDV)[None, :]
+    best, total, outputs = (
+        tl.full([BR], -1e30, tl.float32),
+        tl.zeros([BR], tl.float32),
+        tl.zeros([BR, BDV], tl.float32),
+    )
+    for part in range(parts):
+        slot = pair * parts + part
+        its_best, its_total = tl.load(sums + slot * 2 * BR + row), tl.load(sums + (slot * 2 + 1) * BR + row)
+        its = tl.load(found + (slot * BR + row)[:, None] * DV + of_value, mask=of_value < DV, other=0.0)
+        better = tl.maximum(best, its_best)
+        shrink, its_shrink = tl.exp2(best - better), tl.exp2(its_best - better)
+        best, total = better, total * shrink + its_total * its_shrink
+        outputs = outputs * shrink[:, None] + its * its_shrink[:, None]
+    outputs = outputs / tl.where(total > 0, total, 1.0)[:, None]
+    at = output + (pair * R + row)[:, None] * DV + of_value
+    tl.store(at, outputs.to(output.dtype.element_ty), mask=(row < R)[:, None] & (of_value < DV))
+
+
+@triton.jit
+def counting(chosen: tl.tensor, pair: tl.tensor, R: tl.constexpr, BR: tl.constexpr) -> tl.tensor:
+    """How many of the R queries that read a head count, by (B, H)."""
+    reader = tl.arange(0, BR)
+    return tl.sum(tl.load(chosen + pair * R + reader, mask=reader < R, other=0).to(tl.int32), 0)

@@ -1,0 +1,130 @@
+"""`mixture`'s kernels for one token, in Triton's interpreter: against attention by the book in float64."""
+
+import os
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="triton is not installed: `make test-triton` runs these tests with it")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("the interpreter is off: `make test-triton` runs these tests with it", allow_module_level=True)
+
+import triton.language as tl
+
+from crosshead.modeling import routed_decode, routed_decode_triton
+from crosshead.modeling.routed_decode import reads_less
+from crosshead.modeling.routed_decode_triton import attend_to_chosen
+from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, call_of, logits_in_parts, plain, routes, seen_under
+from toys import mixed_model, tokens
+
+TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+KINDS = [kind for kind in MASKS if kind != "all"]
+
+
+@pytest.fixture(autouse=True)
+def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_decode_triton, "PART", 32)
+    monkeypatch.setattr(routed_decode_triton, "KEYS", 16)
+    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)
+
+
+def laid_out(batch: int, heads: int, length: int, size: int) -> torch.Tensor:
+    """Heads each in one piece, or a token's side by side, or with features apart."""
+    dims = random.choice(((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)))
+    whole = torch.randn(*([batch, heads, length, size][i] for i in dims))
+    return whole.permute(*(dims.index(i) for i in range(4)))
+
+
+def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
+    make, groups, size = MASKS[kind], random.randint(1, 4), random.choice((1, 2, 3, 17))
+    sizes = (random.randint(1, 3), 1, random.choice((1, 15, 16, 32, 33, random.randint(1, 120))))
+    features, of_values = random.choice(((4, 4), (16, 16), (20, 6)))
+    q = laid_out(sizes[0], groups * size, 1, features).to(dtype)
+    k, v = (laid_out(sizes[0], groups, sizes[2], of_side).to(dtype) for of_side in (features, of_values))
+    chosen, mask = routes(sizes, groups * size), None if make is None else make(sizes)
+    found = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    assert found.dtype == dtype
+    expected = plain(q.double(), k.double(), v.double(), chosen, seen_under(kind, sizes, mask))
+    found = found * chosen[..., None]
+    assert (found - expected).abs().max() <= TOLERANCES[dtype] * max(1.0, expected.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
+    """For each of 6 masks and 3 formats 28 shapes: 504."""
+    for seed in range(28):
+        torch.manual_seed(seed)
+        random.seed(f"{kind}{dtype}{seed}")
+        check_a_random_shape(kind, dtype)
+
+
+@pytest.mark.parametrize("head", range(4))
+def test_what_is_not_needed_is_not_read(head: int) -> None:
+    """Nor what is hidden: it may hold anything; here it would spoil every sum."""
+    q, (k, v) = torch.randn(2, 8, 1, 4), (torch.full((2, 4, 70, 4), torch.nan) for _ in range(2))
+    k[0, head, :50], v[0, head, :50] = torch.randn(2, 50, 4)
+    chosen, mask = torch.zeros(2, 1, 8, dtype=torch.bool), (torch.arange(70) < 50)[None, None]
+    chosen[0, 0, 2 * head] = True
+    found = attend_to_chosen(q, k, v, chosen, mask, SCALING)
+    expected = plain(q[:1], k[:1, :, :50], v[:1, :, :50], chosen[:1], torch.ones(1, 1, 50, dtype=torch.bool))
+    torch.testing.assert_close(found[0, 0, 2 * head], expected[0, 0, 2 * head])
+    assert not found[1].any() and not found.isnan().any()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As on a GPU, however few the keys: how many each call met."""
+    seen: list[int] = []
+
+    def noted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
+        seen.append(key.shape[2])
+        return attend_to_chosen(query, key, *rest)
+
+    monkeypatch.setattr(routed_decode_triton, "attend_to_chosen", noted)
+    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
+    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 5)
+    monkeypatch.setattr(routed_decode, "GREATEST_PART", 1.0)
+    return seen
+
+
+@torch.no_grad()
+def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, call = torch.zeros(1, 4, 1, 8).bfloat16(), torch.zeros(1, 4, 5000, 8).bfloat16(), call_of(None)
+    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
+    assert reads_less(q, k, 0.7, call)
+    assert not reads_less(q, k, 0.8, call)
+    assert not reads_less(q, k[:, :, :4000], 0.7, call)
+    assert not reads_less(torch.cat([q] * 40, dim=-1), k, 0.7, call)
+    assert not reads_less(q, k, 0.7, replace(call, dropout=0.1))
+    with torch.enable_grad():
+        assert not reads_less(q, k, 0.7, call)
+
+
+@pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
+def test_model(changes: dict[str, Any], asked: list[int]) -> None:
+    """Token by token after a prompt, and as a whole."""
+    model, ids = mixed_model("Qwen3", SKIPPING, "sdpa", num_key_value_heads=4, **changes), tokens(2, 16)
+    found = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
+    assert len(asked) == (6 if changes else 12)  # a window of four keys is read whole
+    torch.testing.assert_close(found, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_a_compiled_token_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
+    q, k, v, chosen = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, 5000, 8), torch.rand(1, 1, 4) < 0.5
+
+    def attend(*heads: torch.Tensor) -> torch.Tensor | None:
+        call = call_of(None)
+        return routed_decode.attend_to_needed(*heads, chosen, call) if reads_less(*heads[:2], 0.5, call) else None
+
+    found = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.compiler.reset()
+    assert found is not None
+    torch.testing.assert_close(found, attend(q, k, v))
