@@ -26,22 +26,19 @@ def attend_to_part(
         return
     reader = tl.minimum(tl.arange(0, BR), R - 1)  # the last again where there are no more
     feature, of_value = tl.arange(0, BD)[None, :], tl.arange(0, BDV)[None, :]
-    at = query + batch * q_b + (group * R + reader)[:, None] * q_h + feature
-    q = tl.load(at, mask=feature < D, other=0.0).to(DOT)
-    best, total, outputs = (
-        tl.full([BR], -1e30, tl.float32),
-        tl.zeros([BR], tl.float32),
-        tl.zeros([BR, BDV], tl.float32),
-    )
+    rows = query + batch * q_b + (group * R + reader)[:, None] * q_h
+    q = tl.load(rows + feature, mask=feature < D, other=0.0).to(DOT)
+    best, total = tl.full([BR], -1e30, tl.float32), tl.zeros([BR], tl.float32)
+    outputs = tl.zeros([BR, BDV], tl.float32)
     for start in range(part * PART, tl.minimum((part + 1) * PART, S), N):
         token = start + tl.arange(0, N).to(tl.int64)
         seen = token < S
         if MASKED:
             seen = seen & (tl.load(mask + batch * m_b + token * m_s, mask=seen, other=0) > 0)
-        at = key + batch * k_b + group * k_h + token[:, None] * k_s + feature
-        k = tl.load(at, mask=seen[:, None] & (feature < D), other=0.0).to(DOT)
-        at = value + batch * v_b + group * v_h + token[:, None] * v_s + of_value
-        v = tl.load(at, mask=seen[:, None] & (of_value < DV), other=0.0).to(DOT)
+        keys = key + batch * k_b + group * k_h + token[:, None] * k_s
+        k = tl.load(keys + feature, mask=seen[:, None] & (feature < D), other=0.0).to(DOT)
+        values = value + batch * v_b + group * v_h + token[:, None] * v_s
+        v = tl.load(values + of_value, mask=seen[:, None] & (of_value < DV), other=0.0).to(DOT)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scaling * 1.4426950408889634)
         scores = tl.where(seen[None, :], scores, -float("inf"))
         better = tl.maximum(best, tl.max(scores, 1))
@@ -64,11 +61,8 @@ def join_parts(
     if counting(chosen, pair, R, BR) == 0:
         return
     row, of_value = tl.arange(0, BR), tl.arange(0, BDV)[None, :]
-    best, total, outputs = (
-        tl.full([BR], -1e30, tl.float32),
-        tl.zeros([BR], tl.float32),
-        tl.zeros([BR, BDV], tl.float32),
-    )
+    best, total = tl.full([BR], -1e30, tl.float32), tl.zeros([BR], tl.float32)
+    outputs = tl.zeros([BR, BDV], tl.float32)
     for part in range(parts):
         slot = pair * parts + part
         its_best, its_total = tl.load(sums + slot * 2 * BR + row), tl.load(sums + (slot * 2 + 1) * BR + row)

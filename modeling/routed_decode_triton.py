@@ -19,8 +19,15 @@ from .routed_triton import FACTORS
 from .where_triton_runs import product_precision
 
 NAMESPACE = re.sub(r"\W", "_", __name__)
-PART, KEYS = 512, 64
-"""Keys of one program, and those that it meets at a time; a guess that awaits measuring."""
+PART = 512
+"""Keys of one program; a guess that awaits measuring."""
+AT_ONCE = 2**14
+"""Bytes of those that it meets at a time; an H100's fast memory holds several times that of each keys and values."""
+
+
+def keys_at_once(features: int, dtype: torch.dtype) -> int:
+    """From 16, the least that products are made of, to 64."""
+    return max(16, min(64, AT_ONCE // (features * dtype.itemsize)))
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
@@ -50,7 +57,7 @@ def attend_to_chosen(
     with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
         attend_to_part[(parts, batch * groups)](
             *(query, key, value, chosen, seen, sums, found, *strides, keys, groups, scaling, mask is not None),
-            *(*sizes, KEYS, PART, *formats),
+            *(*sizes, keys_at_once(max(padded), key.dtype), PART, *formats),
         )
         join_parts[(batch * groups,)](chosen, sums, found, output, parts, readers, of_value, rows, padded[1])
     return output

@@ -1,7 +1,7 @@
 """Whether Triton's kernels run on a tensor. Where they do not, the plain ways do the same.
 
-They agree with the plain ways in Triton's interpreter, and have yet to run on a GPU: until `tests/gpu_speed.py` has
-passed on one, they wait to be asked for, by the environment variable CROSSHEAD_TRITON=1.
+They agree with the plain ways in Triton's interpreter, compile for an H100, and have yet to run on a GPU: until
+`tests/gpu_speed.py` has passed on one, they wait to be asked for, by the environment variable CROSSHEAD_TRITON=1.
 
 Files of kernels, `*_triton.py`, are imported behind this question alone, in functions: a model loads without Triton.
 """

@@ -3,11 +3,11 @@
 usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS [CALLS]]
 
 Random calls (500 of each mechanism in float32 and in bfloat16, unless told otherwise) are compared with the plain
-computation in float64, outputs and, but for `mixture`'s decoding, gradients. Then every case of `crosshead bench
-attention` and `decode` with a target on a GPU, and all of `talking`, are measured in turn with their rivals: as called,
-which is what a loop of calls takes; and those of attention alone by the GPU's own clock once the work has been handed
-over, which is what the kernels take. Prints tables, writes all figures, and exits with 1 where a call differs, or where the kernels cannot be
-asked for; without a GPU it says so and exits with 0.
+computation in float64: outputs and, but for `mixture`'s decoding, gradients. Then every case of `crosshead bench
+attention` and `decode` with a target on a GPU, and all of `talking`, are measured in turn with their rivals: as
+called, which is what a loop of calls takes; and those of attention alone by the GPU's own clock once the work has been
+handed over, which is what the kernels take. Prints tables, writes all figures, and exits with 1 where a call differs,
+or where the kernels cannot be asked for; without a GPU it says so and exits with 0.
 """
 
 import json

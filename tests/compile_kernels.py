@@ -1,0 +1,100 @@
+"""The kernels compiled for an H100, without one: that they can be, and what a program of each takes on the chip.
+
+usage: python tests/compile_kernels.py {mixture|token|talking}
+
+Prints a line of JSON per kernel and shape. Needs Triton, and its interpreter off; nothing is run.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from crosshead.modeling.routed_decode_triton import attend_to_chosen
+from crosshead.modeling.routed_triton import attend_chosen
+from crosshead.modeling.talking_blocks import TalkingCall
+from crosshead.modeling.talking_triton import TILES, attend_in_tiles, fits
+
+TOKENS, HEADS = 64, 4
+DTYPES = {2: torch.bfloat16, 4: torch.float32}
+"""By their bytes."""
+SHAPES = [(dtype, features, masked) for dtype in DTYPES.values() for features in (64, 128, 256) for masked in (0, 1)]
+
+
+class PretendedGPU:
+    """What Triton asks a driver for before it compiles."""
+
+    def get_current_target(self) -> GPUTarget:
+        """An H100."""
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        """The only one."""
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        """Any."""
+        return 0
+
+
+def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
+    """A text, forward and backward."""
+    heads = [torch.zeros(1, HEADS, TOKENS, features, dtype=dtype, requires_grad=True) for _ in range(3)]
+    chosen = torch.ones(1, TOKENS, HEADS, dtype=torch.bool)
+    mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
+    output = attend_chosen(*heads, chosen, mask, 0.1, True)
+    torch.autograd.grad(output, heads, torch.zeros_like(output))
+
+
+def token(dtype: torch.dtype, features: int, masked: bool) -> None:
+    """The next token."""
+    query, key, value = (torch.zeros(1, HEADS, count, features, dtype=dtype) for count in (1, TOKENS, TOKENS))
+    mask = torch.ones(1, 1, TOKENS, dtype=torch.bool) if masked else None
+    attend_to_chosen(query, key, value, torch.ones(1, 1, HEADS, dtype=torch.bool), mask, 0.1)
+
+
+def talking(heads: int, own: bool, size: int, masked: bool) -> None:
+    """A text, forward; queries and keys may have maps of their own."""
+    query, key, value = (torch.zeros(1, heads, TOKENS, 128, dtype=DTYPES[size]) for _ in range(3))
+    mask = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
+    maps = torch.zeros(1, TOKENS if own else 1, heads, heads)
+    of_keys = maps if own else None
+    call = TalkingCall(query, key, value, maps, of_keys, maps, of_keys, mask, 0.1, True)
+    if not fits(call):
+        raise ValueError(f"no tile fits {heads} heads with own={own} of {size} bytes")
+    attend_in_tiles(call)
+
+
+CALLS: dict[str, tuple[Callable[..., None], list[tuple[Any, ...]]]] = {
+    "mixture": (mixture, SHAPES),
+    "token": (token, SHAPES),
+    "talking": (talking, [(*tile, masked) for tile in TILES for masked in (0, 1)]),
+}
+
+
+def main(name: str) -> None:
+    """Compile what the calls of one mechanism would start."""
+    driver.set_active(PretendedGPU())
+    run, (call, shapes) = JITFunction.run, CALLS[name]
+    shape: tuple[Any, ...] = ()
+
+    def compiled(self: JITFunction, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        kernel = run(self, *arguments, grid=grid, warmup=True, **options)
+        facts = {"kernel": self.fn.__name__, "shape": str(shape), "shared": kernel.metadata.shared}
+        print(json.dumps(facts | {"binary": len(kernel.asm["cubin"])}), flush=True)
+        return kernel
+
+    JITFunction.run = compiled
+    for shape in shapes:
+        call(*shape)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2 or sys.argv[1] not in CALLS:
+        raise SystemExit(__doc__)
+    main(sys.argv[1])

@@ -1,0 +1,48 @@
+"""Kernels compile for a GPU, which takes none: the compiler does not forgive all that the interpreter does."""
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed: `make test-triton` runs these tests with it")
+
+TESTS = Path(__file__).parents[1]
+MOST_SHARED = 227 * 1024
+"""Bytes of an H100's fast memory that a program may have."""
+KERNELS = {
+    "mixture": {"list_tokens", "attend", "query_gradients", "key_gradients", "_look"},
+    "token": {"attend_to_part", "join_parts"},
+    "talking": {"softmax_norms", "weighted_values", "_look"},
+}
+
+
+def launched() -> Iterator[str]:
+    """Names of kernels that our files start: `name[grid](...)`."""
+    for path in (TESTS.parent / "modeling").glob("*_triton.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            if isinstance(called, ast.Subscript) and isinstance(called.value, ast.Name):
+                yield called.value.id
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert set(launched()) == set.union(*KERNELS.values())
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles_for_an_h100_and_fits_its_memory(name: str, tmp_path: Path) -> None:
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-P", str(TESTS / "compile_kernels.py"), name]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in found} == KERNELS[name]
+    assert not [kernel for kernel in found if kernel["shared"] > MOST_SHARED or not kernel["binary"]]
