@@ -167,13 +167,13 @@ class Mixture(Mixer):
         """By the queries that count alone, where that is sooner."""
         if states.gates is None:
             return None
-        heads, chosen = (states.query, states.key, states.value), states.gates != 0
+        heads = states.query, states.key, states.value
         if reads_less(states.query, states.key, self.needed_part, call):
-            output = attend_to_needed(*heads, chosen, call)
+            output = attend_to_needed(*heads, states.gates != 0, call)
             return None if output is None else (output, None)
         if not pays(states.query, states.key, self._share, call):
             return None
-        return routed_attention(*heads, chosen, self.shared_heads, call), None
+        return routed_attention(*heads, states.gates != 0, self.shared_heads, call), None
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Weigh each head's output."""
