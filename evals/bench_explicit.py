@@ -1,7 +1,8 @@
 """`explicit` with half the component heads, decoding one token, beside stock attention on all heads.
 
 Without a mask, the library has stock attention's query heads share keys inside the kernel, which on a CPU is slow;
-with one, as for a padded batch, it repeats the keys.
+with one, as for a padded batch, those that share keys become the queries of one head where there is one token, which
+takes about half as long; of several tokens, it repeats the keys.
 """
 
 from dataclasses import replace
@@ -70,6 +71,11 @@ def _mask(kind: str, tokens: int) -> torch.Tensor | None:
     return (keys >= tokens // 16)[None] if kind == PADDED else None
 
 
+def control(ours: bool, **shape: Any) -> Run:
+    """Stock attention, whichever side it is: how far from 1 a figure may be by chance."""
+    return decoding(False, **shape)
+
+
 def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
     """What a model's cache holds of one sequence, by the tensors that are kept."""
     evaluated, ids = model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
@@ -89,6 +95,12 @@ def _case(heads: str, tokens: int, batch: int, target: float, kind: str = "") ->
     length = f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
     name = "-".join([heads, length, *([f"batch-{batch}"] if batch > 1 else []), *kind.split()[:1]])
     return Case(name, what, STOCK, decoding, shape, {"cpu": target, "cuda": target})
+
+
+def _control(batch: int) -> Case:
+    shape = HEADS["ungrouped"] | {"tokens": 2048, "batch": batch}
+    what = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
+    return Case(f"control-batch-{batch}", what, "itself", control, shape)
 
 
 def _model(heads: str, tokens: int) -> dict[str, Any]:
@@ -114,6 +126,7 @@ CASES = (
     *(_case("grouped", tokens, 1, 1.0, PADDED) for tokens in (8192, 32768)),
     *(_case("grouped", tokens, 1, 0.5, NORMED) for tokens in (8192, 32768)),
     *(_case("grouped", tokens, 1, 1.0, TWO) for tokens in (8192, 32768)),
+    *map(_control, (1, 8)),
     _token("model-16k", "grouped", 16384, 0.9),
     *(_token(f"model-{tokens}", "grouped", tokens, 1.0) for tokens in (128, 512)),
     *(_token(f"model-ungrouped-{tokens}", "ungrouped", tokens, 1.0) for tokens in (128, 512)),

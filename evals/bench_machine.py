@@ -2,31 +2,43 @@
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-PACKAGES = ("crosshead", "torch", "transformers", "accelerate")
+PACKAGES = ("crosshead", "torch", "transformers", "accelerate", "triton")
+KERNELS = "CROSSHEAD_TRITON"
+"""By which kernels for GPUs are asked for."""
 
 
 def machine() -> dict[str, Any]:
-    """Processor, accelerator, threads and versions, for a report."""
+    """Processor and what of it torch uses, accelerator, threads and versions, for a report."""
     accelerator = None
     if torch.accelerator.is_available():
         accelerator = (
             torch.cuda.get_device_name() if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
         )
     return {
-        "processor": _processor(),
+        "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "accelerator": accelerator,
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{name: version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        KERNELS: os.environ.get(KERNELS),
+        **{name: _version(name) for name in PACKAGES},
     }
+
+
+def _version(package: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _processor() -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .quick_products import product
+from .quick_products import has_kernels, product
 from .readable_weights import readable
 from .traced import traced
 
@@ -24,17 +24,17 @@ LEAST_FEATURES = 1024
 """Of the hidden states; a head's part of a narrower product is too small to be worth its rows."""
 GREATEST_SHARE, GREATEST_EVALUATED_SHARE = 0.6, 0.75
 """Of the tokens that are chosen; above, the rows that are moved cost what the products save. Without gradients these
-take less."""
+take less, where they are quick."""
 DTYPES = (torch.float32, torch.float64)
 """The sum over heads would be rounded head by head in half precision."""
 
 
 def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) -> bool:
     """Whether a projection from or to these hidden states is sooner done for the tokens that heads chose alone."""
-    most = GREATEST_SHARE if torch.is_grad_enabled() else GREATEST_EVALUATED_SHARE
-    if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or share > most:
+    if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or torch.is_autocast_enabled("cpu") or traced():
         return False
-    if torch.is_autocast_enabled("cpu") or traced() or type(projection) is not nn.Linear:
+    quick = has_kernels(hidden) and not torch.is_grad_enabled()
+    if share > (GREATEST_EVALUATED_SHARE if quick else GREATEST_SHARE) or type(projection) is not nn.Linear:
         return False
     if hidden.shape[:-1].numel() < LEAST_TOKENS or hidden.shape[-1] < LEAST_FEATURES:
         return False

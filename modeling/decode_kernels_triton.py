@@ -19,7 +19,7 @@ def attend_to_part(
     DV: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of each part of the keys: greatest score and sum of weights (B * G, parts, 2, BR), outputs (.., BR, DV)."""
+    """Of each part of the keys: greatest score and sum of weights (B * G, parts, 2, R), outputs (.., R, DV)."""
     part, pair = tl.program_id(0), tl.program_id(1)
     batch, group = (pair // G).to(tl.int64), (pair % G).to(tl.int64)
     if counting(chosen, pair, R, BR) == 0:
@@ -46,34 +46,37 @@ def attend_to_part(
         best, total = better, total * shrink + tl.sum(weights, 1)
         outputs = tl.dot(weights.to(DOT), v, outputs * shrink[:, None], input_precision=PRECISION)
     slot, row = pair.to(tl.int64) * tl.num_programs(0) + part, tl.arange(0, BR)
-    tl.store(sums + slot * 2 * BR + row, best)
-    tl.store(sums + (slot * 2 + 1) * BR + row, total)
-    tl.store(found + (slot * BR + row)[:, None] * DV + of_value, outputs, mask=of_value < DV)
+    real = row < R
+    tl.store(sums + slot * 2 * R + row, best, mask=real)
+    tl.store(sums + (slot * 2 + 1) * R + row, total, mask=real)
+    tl.store(found + (slot * R + row)[:, None] * DV + of_value, outputs, mask=real[:, None] & (of_value < DV))
 
 
 @triton.jit
 def join_parts(
     chosen: tl.tensor, sums: tl.tensor, found: tl.tensor, output: tl.tensor, parts: int,
-    R: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr,
+    R: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Outputs (B, H, DV) of the heads that are needed; zeros where a query sees no key."""
-    pair = tl.program_id(0).to(tl.int64)
+    """Outputs (B, H, DV) of the heads that are needed, P parts at a time; zeros where a query sees no key."""
+    pair, reader = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if counting(chosen, pair, R, BR) == 0:
         return
-    row, of_value = tl.arange(0, BR), tl.arange(0, BDV)[None, :]
-    best, total = tl.full([BR], -1e30, tl.float32), tl.zeros([BR], tl.float32)
-    outputs = tl.zeros([BR, BDV], tl.float32)
-    for part in range(parts):
-        slot = pair * parts + part
-        its_best, its_total = tl.load(sums + slot * 2 * BR + row), tl.load(sums + (slot * 2 + 1) * BR + row)
-        its = tl.load(found + (slot * BR + row)[:, None] * DV + of_value, mask=of_value < DV, other=0.0)
-        better = tl.maximum(best, its_best)
+    of_value = tl.arange(0, BDV)
+    best, total, outputs = tl.full([1], -1e30, tl.float32), tl.zeros([1], tl.float32), tl.zeros([BDV], tl.float32)
+    for first in range(0, parts, P):
+        part = first + tl.arange(0, P)
+        slot, real = pair * parts + part, part < parts
+        its_best = tl.load(sums + slot * 2 * R + reader, mask=real, other=-1e30)
+        its_total = tl.load(sums + (slot * 2 + 1) * R + reader, mask=real, other=0.0)
+        at = found + (slot * R + reader)[:, None] * DV + of_value[None, :]
+        its = tl.load(at, mask=real[:, None] & (of_value < DV)[None, :], other=0.0)
+        better = tl.maximum(best, tl.max(its_best, 0))
         shrink, its_shrink = tl.exp2(best - better), tl.exp2(its_best - better)
-        best, total = better, total * shrink + its_total * its_shrink
-        outputs = outputs * shrink[:, None] + its * its_shrink[:, None]
-    outputs = outputs / tl.where(total > 0, total, 1.0)[:, None]
-    at = output + (pair * R + row)[:, None] * DV + of_value
-    tl.store(at, outputs.to(output.dtype.element_ty), mask=(row < R)[:, None] & (of_value < DV))
+        best, total = better, total * shrink + tl.sum(its_total * its_shrink, 0)
+        outputs = outputs * shrink + tl.sum(its * its_shrink[:, None], 0)
+    outputs = outputs / tl.where(total > 0, total, 1.0)
+    at = output + (pair * R + reader) * DV + of_value
+    tl.store(at, outputs.to(output.dtype.element_ty), mask=of_value < DV)
 
 
 @triton.jit

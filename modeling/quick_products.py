@@ -1,8 +1,8 @@
 """Products of matrices, by the faster of the libraries that torch brings for a processor.
 
-`torch.mm` calls MKL, which on processors of other makers leaves half of what they can do. oneDNN makes its kernels for
-the processor that it finds; torch has it for compiled graphs, and for float32 there alone. What it has no kernel for,
-as rows with gaps between them, takes it a hundred times as long.
+`torch.mm` calls MKL, which on other makers' processors with AVX-512 leaves half of what they can do. oneDNN makes its
+kernels for the processor that it finds; torch has it for compiled graphs, and for float32 there alone. What it has no
+kernel for, as rows with gaps between them, takes it a hundred times as long. Without AVX-512 MKL is the faster one.
 
 A kernel is made for each shape, takes a millisecond to make and half a megabyte to keep, and a thousand are kept. So
 only matrices of round sizes go there, of which there are eight from one power of two to the next.
@@ -13,6 +13,8 @@ from functools import cache
 import torch
 from torch.nn import functional
 
+MULTIPLIES = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+"""Whether oneDNN does at all; whether that is quick depends on the processor."""
 DIGITS = 4
 """Binary ones of a round size, zeros behind them apart."""
 
@@ -50,5 +52,4 @@ def _fit(x: torch.Tensor, weight: torch.Tensor) -> bool:
 
 @cache
 def _has_kernels() -> bool:
-    capable = torch.backends.mkldnn.is_available() and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    return capable and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    return MULTIPLIES and torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -4,8 +4,9 @@ On a GPU `routed_triton` does it where asked for; this file has the way of CPUs,
 
 The chosen queries of the heads that read one key/value head form one list, in the order of the tokens. A block of that
 list meets the keys that any of its queries sees, and few others: its scores are one small matrix, made by one large
-product, with a softmax in place, so that hardly any of the work is the machinery's. The fewer the rows of a block, the
-less is computed only to be hidden. The backward pass makes the weights again: memory is linear in the length.
+product, with a softmax in place, so that hardly any of the work is the machinery's. Where products are not quick, a
+block goes to torch's own kernel (`joined_attention.py`). The fewer the rows of a block, the less is computed only to
+be hidden. The backward pass makes the weights again: memory is linear in the length.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,18 +17,23 @@ import torch
 from torch.nn import functional
 
 from .eager import repeat_heads
+from .joined_attention import joined_attention
 from .mixer import AttentionCall
-from .quick_products import product
+from .quick_products import has_kernels, product
 from .traced import traced, transformed
 from .visible_keys import VisibleKeys
 from .where_triton_runs import MOST_FEATURES, runs_triton
 
 ROWS = 128
 """Queries of a block: more meet more keys in vain, fewer make the products too small (64 to 192 differ by 3%)."""
+JOINED_ROWS = 256
+"""The same where torch's kernel takes a block, which divides it further."""
 LEAST_QUERIES = 1024
 """From here on the products that are saved are worth more than the steps that are added, on several cores too."""
 GREATEST_SHARE = 0.75
 """Of the queries that are chosen; above, a dense kernel is done with all no later than this with its part."""
+LEAST_QUERIES_OF_MANY, MANY = 4096, 0.55
+"""Where products are not quick and a greater share is chosen, more queries have to be left out to be worth it."""
 LEAST_QUERIES_OF_GPU = 2048
 """The same on a GPU, where a short call is over before its kernels are all started; a guess that awaits measuring."""
 DTYPES = (torch.float32, torch.float64)
@@ -47,7 +53,8 @@ def pays(query: torch.Tensor, key: torch.Tensor, share: float, call: AttentionCa
         return query.shape[2] >= LEAST_QUERIES_OF_GPU and query.shape[3] <= MOST_FEATURES
     if traced() or torch.is_autocast_enabled("cpu"):
         return False  # a graph cannot depend on how many queries count; autocast would round the products
-    return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[2] >= LEAST_QUERIES
+    least = LEAST_QUERIES if share <= MANY or _has_quick_products(query) else LEAST_QUERIES_OF_MANY
+    return query.device.type == "cpu" and query.dtype in DTYPES and query.shape[2] >= least
 
 
 def routed_attention(
@@ -66,10 +73,15 @@ def routed_attention(
     if call.mask is not None:
         mask = call.mask[:, 0].expand(query.shape[0], -1, -1)
         chosen = chosen & mask.any(-1, keepdim=True)
-    unit = None if torch.is_grad_enabled() else ROWS  # training has no memory for the kernels of quick products
+    unit = ROWS if _has_quick_products(query) else None
     seen = VisibleKeys(mask, call.causal, key.shape[2], unit)
     output: torch.Tensor = RoutedAttention.apply(query, key, value, chosen, shared, seen, call.scaling)
     return output
+
+
+def _has_quick_products(query: torch.Tensor) -> bool:
+    """Training has no memory for their kernels."""
+    return has_kernels(query) and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)
@@ -97,21 +109,24 @@ class Group:
     blocks: list[Block]
 
 
-def groups(chosen: torch.Tensor, heads: range, size: int, visible: VisibleKeys) -> Iterator[Group]:
-    """Those that hold anything, by `chosen` (B, T, H), for some key/value heads that `size` query heads read each."""
+def groups(chosen: torch.Tensor, heads: range, size: int, visible: VisibleKeys, rows: int) -> Iterator[Group]:
+    """Those that hold anything, by `chosen` (B, T, H), for some key/value heads that `size` query heads read each.
+
+    A block has so many rows.
+    """
     sequences, length, count = chosen.shape
     for sequence in range(sequences):
         for head in heads:
             tokens, reader = chosen[sequence, :, head * size : (head + 1) * size].nonzero().unbind(1)
             if len(tokens):
                 overall = (sequence * length + tokens) * count + head * size + reader
-                yield Group(sequence, head, tokens * size + reader, overall, _blocks(tokens, sequence, visible))
+                yield Group(sequence, head, tokens * size + reader, overall, _blocks(tokens, sequence, visible, rows))
 
 
-def _blocks(tokens: torch.Tensor, sequence: int, visible: VisibleKeys) -> list[Block]:
+def _blocks(tokens: torch.Tensor, sequence: int, visible: VisibleKeys, size: int) -> list[Block]:
     found, at = [], tokens.tolist()
-    for start in range(0, len(at), ROWS):
-        rows = slice(start, min(start + ROWS, len(at)))
+    for start in range(0, len(at), size):
+        rows = slice(start, min(start + size, len(at)))
         keys = visible.span(sequence, at[start], at[rows.stop - 1])
         found.append(Block(rows, keys, tokens[rows], at[start]))
     return found
@@ -140,13 +155,13 @@ class RoutedAttention(torch.autograd.Function):
         if whole:
             found = _dense(query[:, : whole * size], key[:, :whole], value[:, :whole], visible, scaling)
             output[:, :, : whole * size] = found.transpose(1, 2)
-        multiply = functional.linear if visible.unit is None else product
-        for group in groups(chosen, range(whole, heads), size, visible):
+        joins = visible.unit is None and visible.mask is None and query.shape[-1] == value.shape[-1]
+        rows, attended = (JOINED_ROWS, _joined) if joins else (ROWS, _weighted)
+        for group in groups(chosen, range(whole, heads), size, visible, rows):
             q, k, v = _taken(query, key, value, group, scaling)
             found = v.new_empty(len(q), v.shape[-1])
             for block in reversed(group.blocks):  # the largest first, whose memory the others use again
-                weights = _weights(q, k, group, block, visible, multiply)
-                found[block.rows] = multiply(weights, v[block.keys].t())
+                found[block.rows] = attended(q, k, v, group, block, visible)
             output.view(-1, value.shape[-1]).index_copy_(0, group.overall, found)
         return output
 
@@ -159,7 +174,7 @@ class RoutedAttention(torch.autograd.Function):
         gradient = gradient.reshape(-1, value.shape[-1])
         to_query = query.new_zeros(*chosen.shape, query.shape[-1])
         to_key, to_value = key.new_zeros(key.shape), value.new_zeros(value.shape)
-        for group in groups(chosen, range(heads), size, ctx.visible):
+        for group in groups(chosen, range(heads), size, ctx.visible, ROWS):
             q, k, v = _taken(query, key, value, group, ctx.scaling)
             given, found = gradient.index_select(0, group.overall), torch.empty_like(q)
             to_k, to_v = to_key[group.sequence, group.head], to_value[group.sequence, group.head]
@@ -191,6 +206,23 @@ def _taken(
     readers = query[group.sequence, group.head * size : (group.head + 1) * size].transpose(0, 1).flatten(0, 1)
     k, v = (x[group.sequence, group.head].contiguous() for x in (key, value))
     return readers.index_select(0, group.within).mul_(scaling), k, v
+
+
+def _joined(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, block: Block, visible: VisibleKeys
+) -> torch.Tensor:
+    """Outputs of a block without a mask, by torch's kernel."""
+    behind = visible.behind(block.tokens, block.first, block.keys)
+    common = block.keys.stop if behind is None else block.first + 1
+    return joined_attention(q[block.rows], k[block.keys], v[block.keys], common, behind)
+
+
+def _weighted(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, block: Block, visible: VisibleKeys
+) -> torch.Tensor:
+    """Outputs of a block by its weights, and by quick products where there are any."""
+    multiply = functional.linear if visible.unit is None else product
+    return multiply(_weights(q, k, group, block, visible, multiply), v[block.keys].t())
 
 
 def _weights(

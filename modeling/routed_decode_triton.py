@@ -19,8 +19,8 @@ from .routed_triton import FACTORS
 from .where_triton_runs import product_precision
 
 NAMESPACE = re.sub(r"\W", "_", __name__)
-PART = 512
-"""Keys of one program; a guess that awaits measuring."""
+PART, PARTS = 512, 32
+"""Keys of one program, and so many of such parts are joined at a time; guesses that await measuring."""
 AT_ONCE = 2**14
 """Bytes of those that it meets at a time; an H100's fast memory holds several times that of each keys and values."""
 
@@ -48,8 +48,8 @@ def attend_to_chosen(
     readers, parts = heads // groups, triton.cdiv(keys, PART)
     rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (readers, features, of_value))
     output = value.new_zeros(batch, 1, heads, of_value)
-    sums = torch.empty(batch * groups, parts, 2, rows, dtype=torch.float32, device=value.device)
-    found = torch.empty(batch * groups, parts, rows, of_value, dtype=torch.float32, device=value.device)
+    sums = torch.empty(batch * groups, parts, 2, readers, dtype=torch.float32, device=value.device)
+    found = torch.empty(batch * groups, parts, readers, of_value, dtype=torch.float32, device=value.device)
     chosen, seen = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
     strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], seen.stride(0), seen.stride(2))
     sizes = (readers, features, of_value, rows, *padded)
@@ -59,7 +59,8 @@ def attend_to_chosen(
             *(query, key, value, chosen, seen, sums, found, *strides, keys, groups, scaling, mask is not None),
             *(*sizes, keys_at_once(max(padded), key.dtype), PART, *formats),
         )
-        join_parts[(batch * groups,)](chosen, sums, found, output, parts, readers, of_value, rows, padded[1])
+        of_join = (readers, of_value, rows, padded[1], PARTS)
+        join_parts[(batch * groups, readers)](chosen, sums, found, output, parts, *of_join)
     return output
 
 

@@ -16,9 +16,11 @@ from .talking_gradients import INPUTS, gradients_in_blocks
 from .where_triton_runs import runs_triton
 
 NAMESPACE = re.sub(r"\W", "_", __name__)
+ASKS_THE_DEVICE = (torch.Tag.cudagraph_unsafe,)
+"""Blocks depend on what a mask hides, which a CUDA graph cannot wait to hear."""
 
 
-@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=(), tags=ASKS_THE_DEVICE)
 def talking_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -45,7 +47,7 @@ def talking_attention(
         return attend_in_blocks(call)
 
 
-@torch.library.custom_op(f"{NAMESPACE}::gradients", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::gradients", mutates_args=(), tags=ASKS_THE_DEVICE)
 def _gradients(
     grad_output: torch.Tensor,
     query: torch.Tensor,

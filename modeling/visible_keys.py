@@ -37,10 +37,14 @@ class VisibleKeys:
         if self.mask is not None:
             seen = self.mask[sequence, :, keys].index_select(0, tokens)
             scores.masked_fill_(seen.logical_not_(), -torch.inf)
-        elif self.causal:
-            common = first + 1  # up to here all see all
-            behind = tokens.unsqueeze(1) - self.places[common : keys.stop]
-            scores[:, common:].add_(behind.clamp_(max=0), alpha=FAR)
+        elif (behind := self.behind(tokens, first, keys)) is not None:
+            scores[:, first + 1 :].add_(behind)
+
+    def behind(self, tokens: torch.Tensor, first: int, keys: slice) -> torch.Tensor | None:
+        """Without a mask, what to add to the scores of keys behind the first token; None where all see all."""
+        if not self.causal or first + 1 >= keys.stop:
+            return None
+        return (tokens.unsqueeze(1) - self.places[first + 1 : keys.stop]).clamp_(max=0).mul_(FAR)
 
 
 def _spans(mask: torch.Tensor) -> list[tuple[int, int]]:

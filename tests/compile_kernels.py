@@ -20,10 +20,13 @@ from crosshead.modeling.routed_triton import attend_chosen
 from crosshead.modeling.talking_blocks import TalkingCall
 from crosshead.modeling.talking_triton import TILES, attend_in_tiles, fits
 
-TOKENS, HEADS = 64, 4
+TOKENS, PAST, HEADS, GROUPS = 61, 1101, 8, 2
+"""Odd counts, for which the compiler can take nothing for granted."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """By their bytes."""
-SHAPES = [(dtype, features, masked) for dtype in DTYPES.values() for features in (64, 128, 256) for masked in (0, 1)]
+SHAPES = [
+    (dtype, features, masked) for dtype in DTYPES.values() for features in (64, 80, 128, 256) for masked in (0, 1)
+]
 
 
 class PretendedGPU:
@@ -44,7 +47,7 @@ class PretendedGPU:
 
 def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
     """A text, forward and backward."""
-    heads = [torch.zeros(1, HEADS, TOKENS, features, dtype=dtype, requires_grad=True) for _ in range(3)]
+    heads = [torch.zeros(1, n, TOKENS, features, dtype=dtype, requires_grad=True) for n in (HEADS, GROUPS, GROUPS)]
     chosen = torch.ones(1, TOKENS, HEADS, dtype=torch.bool)
     mask = torch.ones(1, TOKENS, TOKENS, dtype=torch.bool) if masked else None
     output = attend_chosen(*heads, chosen, mask, 0.1, True)
@@ -53,8 +56,9 @@ def mixture(dtype: torch.dtype, features: int, masked: bool) -> None:
 
 def token(dtype: torch.dtype, features: int, masked: bool) -> None:
     """The next token."""
-    query, key, value = (torch.zeros(1, HEADS, count, features, dtype=dtype) for count in (1, TOKENS, TOKENS))
-    mask = torch.ones(1, 1, TOKENS, dtype=torch.bool) if masked else None
+    query, past = torch.zeros(1, HEADS, 1, features, dtype=dtype), (1, GROUPS, PAST, features)
+    key, value = torch.zeros(past, dtype=dtype), torch.zeros(past, dtype=dtype)
+    mask = torch.ones(1, 1, PAST, dtype=torch.bool) if masked else None
     attend_to_chosen(query, key, value, torch.ones(1, 1, HEADS, dtype=torch.bool), mask, 0.1)
 
 

@@ -14,6 +14,10 @@ Sizes = tuple[int, int, int]
 """Sequences, queries and keys of each."""
 MIXTURES = {name: mixers for name, mixers in OPTION_CASES.items() if "mixture" in mixers}
 MIXTURES["mixture before differential"] = {"mixture": {"shared_heads": 0, "active_heads": 1}, "differential": {}}
+MIXTURES["explicit and mixture"] = {
+    "explicit": {"norm": False, "key_heads": 1, "value_heads": 1},
+    "mixture": {"shared_heads": 1, "active_heads": 2},
+}
 SKIPPING = {"mixture": {"shared_heads": 1, "active_heads": 2}}
 SCALING = 0.4
 

@@ -19,7 +19,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Names = Annotated[list[str] | None, typer.Argument(help="Names from the list above; all if none is named.")]
-Device = Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu in float32, cuda in bfloat16.")]
+Device = Annotated[
+    Literal["cpu", "cuda"],
+    typer.Option(help="cpu in float32, cuda in bfloat16; with Triton's kernels where CROSSHEAD_TRITON=1 is set."),
+]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; of memory, 3 at most.")]
 Out = Annotated[Path | None, typer.Option(help="Also write all figures, machine and versions as JSON.")]
 
@@ -94,6 +97,8 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
         32 query heads and 32 KV heads of 128
     few-2k, few-8k
         14 query heads and 2 KV heads of 64
+    control-batch-1, control-batch-8
+        stock attention beside itself: how far from 1 a figure may be by chance
     model-128, model-512, model-16k
         a whole model with two layers of 1024, 32 query heads and 8 KV heads of 128; beside the stock model
     model-ungrouped-128, model-ungrouped-512

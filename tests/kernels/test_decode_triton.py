@@ -27,6 +27,7 @@ KINDS = [kind for kind in MASKS if kind != "all"]
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_decode_triton, "PART", 32)
+    monkeypatch.setattr(routed_decode_triton, "PARTS", 2)
     monkeypatch.setattr(routed_decode_triton, "keys_at_once", lambda *_: 16)
     # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
     monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)

@@ -7,10 +7,14 @@ from result_files import RESULTS, Content, written_by
 
 from crosshead.evals.bench_run import amount, spread, verdict
 
+ELSEWHERE = "_avx512"
+"""Behind the names of what was measured on another processor."""
 SPEEDS = {
     "attention": "Attention and models",
+    f"attention{ELSEWHERE}": "Attention and models, with AVX-512",
     "compiled": "Compiled models",
     "decode": "Decoding",
+    f"decode{ELSEWHERE}": "Decoding, with AVX-512",
     "convert": "Conversion",
 }
 """What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
@@ -19,7 +23,10 @@ ON_A_GPU = "CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json"
 
 def speed_tables(folder: Path = RESULTS) -> str:
     """Every figure of the bench command beside its rival and its target."""
-    parts = [(title, f"{name}.json", f"crosshead bench {name}", speed_table) for name, title in SPEEDS.items()]
+    parts = [
+        (title, f"{name}.json", f"crosshead bench {name.removesuffix(ELSEWHERE)}", speed_table)
+        for name, title in SPEEDS.items()
+    ]
     parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
     tables = [f"### {title}\n\n{written_by(folder / file, by, table)()}" for title, file, by, table in parts]
     return "\n" + "\n".join(tables) + "\n"

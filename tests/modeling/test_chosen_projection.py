@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from crosshead.modeling import chosen_projection, mixture
+from crosshead.modeling import chosen_projection, mixture, quick_products
 from crosshead.modeling.chosen_projection import ChosenTokens, pays_to_choose
 from crosshead.modeling.mixer import HeadStates
 from routed_cases import INPUTS, SKIPPING, call_of, logits_and_gradients, routes
@@ -130,8 +130,10 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_projection, "GREATEST_EVALUATED_SHARE", 0.75)
     assert pays_to_choose(projection, hidden, 0.5)
     assert not pays_to_choose(projection, hidden, 0.7)
-    with torch.no_grad():
-        assert pays_to_choose(projection, hidden, 0.7) and not pays_to_choose(projection, hidden, 0.8)
+    for quick in (False, True):
+        monkeypatch.setattr(quick_products, "_has_kernels", lambda quick=quick: quick)
+        with torch.no_grad():
+            assert pays_to_choose(projection, hidden, 0.7) == quick and not pays_to_choose(projection, hidden, 0.8)
     assert not pays_to_choose(projection, hidden[:, :15], 0.5)
     assert not pays_to_choose(projection, hidden[..., :7], 0.5)
     assert not pays_to_choose(projection, hidden.bfloat16(), 0.5)

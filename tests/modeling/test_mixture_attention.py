@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from crosshead.modeling import mixture, routed_attention, visible_keys
+from crosshead.modeling import chosen_projection, mixture, quick_products, routed_attention, visible_keys
+from crosshead.modeling.quick_products import MULTIPLIES
 from crosshead.modeling.routed_attention import pays
 from oracle_layers import assert_sdpa_agrees
 from routed_cases import (
@@ -48,17 +50,23 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(again, found, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.fixture(params=(1, 4, 5, 128))
+@pytest.fixture(params=[(rows, quick) for rows in (1, 4, 5, 128) for quick in (False, True)])
 def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_attention, "ROWS", request.param)
-    monkeypatch.setattr(visible_keys, "STRIPE", 1 + request.param % 7)
+    """Sizes of blocks, and both ways to attend to one, whichever is this processor's."""
+    rows, quick = request.param
+    if quick and not MULTIPLIES:
+        pytest.skip("oneDNN does not multiply here")
+    monkeypatch.setattr(quick_products, "_has_kernels", lambda: quick)
+    monkeypatch.setattr(routed_attention, "ROWS", rows)
+    monkeypatch.setattr(routed_attention, "JOINED_ROWS", rows)
+    monkeypatch.setattr(visible_keys, "STRIPE", 1 + rows % 7)
 
 
 @pytest.mark.usefixtures("_rows")
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """20 shapes for each of 7 masks, 2 formats and 4 sizes of blocks: 1,120."""
+    """20 shapes for each of 7 masks, 2 formats, 4 sizes of blocks and 2 ways: 2,240."""
     torch.manual_seed(0)
     random.seed(f"{kind}{dtype}{routed_attention.ROWS}")
     for _ in range(20):
@@ -84,9 +92,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return routed_attention.routed_attention(query, *rest)
 
     monkeypatch.setattr(mixture, "routed_attention", noted)
-    monkeypatch.setattr(routed_attention, "LEAST_QUERIES", 2)
+    for name in ("LEAST_QUERIES", "LEAST_QUERIES_OF_MANY"):
+        monkeypatch.setattr(routed_attention, name, 2)
     monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 1.0)
-    monkeypatch.setattr(routed_attention, "ROWS", 3)
+    for name in ("ROWS", "JOINED_ROWS"):
+        monkeypatch.setattr(routed_attention, name, 3)
     yield seen
 
 
@@ -111,6 +121,38 @@ def test_model(kind: str, changes: dict[str, Any], asked: list[int], monkeypatch
     monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 0.0)
     for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)  # norms and positions run in float32
+    assert asked == [12, 12]
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("head", range(3))
+def test_a_router_that_chooses_one_head_for_all(
+    head: int, kind: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing for the others: gradients of routers and projections too, skipped work or not."""
+
+    def rigged(router: Any, hidden: torch.Tensor) -> torch.Tensor:
+        logits = router(hidden)
+        if logits.shape[-1] == 3:
+            logits = logits + 30 * nn.functional.one_hot(torch.tensor(head), 3)
+        return logits.softmax(-1)
+
+    monkeypatch.setattr(mixture, "scores", rigged)
+    for name in ("LEAST_TOKENS", "LEAST_FEATURES", "GREATEST_SHARE"):
+        monkeypatch.setattr(chosen_projection, name, 1)
+    model = mixed_model("Llama", SKIPPING, "sdpa").double()
+    gates = []
+    for layer in model.model.layers:
+        layer.self_attn.mixers["mixture"].register_forward_hook(lambda _, __, output: gates.append(output[0]))
+    found = logits_and_gradients(model, kind)
+    assert asked == [12, 12]
+    assert all(
+        (gate[..., 1:] != 0).sum((0, 1)).tolist() == [24 * (each == head) for each in range(3)] for gate in gates
+    )
+    monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 0.0)
+    monkeypatch.setattr(chosen_projection, "GREATEST_SHARE", 0.0)
+    for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-6, atol=1e-8)
     assert asked == [12, 12]
 
 
@@ -140,6 +182,18 @@ def test_what_is_left_to_the_backend() -> None:
         assert not pays(q, q, 0.5, call)
     for facts in REFUSED.values():
         assert not pays(q, q, 0.5, replace(call, **facts))
+
+
+@pytest.mark.parametrize("quick", (False, True))
+@torch.no_grad()
+def test_many_heads_pay_sooner_where_products_are_quick(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quick_products, "_has_kernels", lambda: quick)
+    q, call = torch.zeros(1, 1, 4096, 8), call_of(None)
+    assert pays(q[:, :, :1024], q, 0.5, call)
+    assert pays(q[:, :, :1024], q, 0.7, call) == quick
+    assert pays(q, q, 0.7, call)
+    with torch.enable_grad():
+        assert not pays(q[:, :, :1024], q, 0.7, call)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float32))

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from crosshead.modeling import chosen_projection, mixed_attention, query_blocks, routed_attention
+from crosshead.modeling import (
+    chosen_projection,
+    explicit,
+    folded_projection,
+    knocking,
+    mixed_attention,
+    mixture,
+    query_blocks,
+    routed_attention,
+    talking,
+)
 from crosshead.modeling.talking import DYNAMIC
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Layer, additive, assert_layer_agrees, rope_tables
 from toys import SIZES, lopsided
@@ -16,12 +26,21 @@ from toys import SIZES, lopsided
 FREE = ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2))
 HEADS = {
     "knocking": FREE,
+    "knocking mlp": FREE,
     "explicit": FREE,
     "mixture": ((2, 1), (2, 2), (3, 3), (4, 2), (6, 2)),
     "differential": ((2, 2), (4, 2), (4, 4), (8, 2)),
     "talking": FREE,
 }
-"""Of queries, and of keys and values."""
+"""Of queries, and of keys and values; by the mechanism, and its form."""
+QUICK_WAYS: dict[str, tuple[Any, str, int]] = {
+    "knocking": (folded_projection, "mapped_projection", 100),
+    "knocking mlp": (knocking.FusedMlpKnock, "apply", 100),
+    "explicit": (explicit, "attend_to_components", 50),
+    "mixture": (mixture, "routed_attention", 100),
+    "talking": (talking, "talking_attention", 50),
+}
+"""Where each goes, and how often at least in fifty layers; differential's are calls of the backend."""
 SIDES = ("query", "key", "value")
 STAGES = ("logits", "weights")
 MASKS = ("none", "left", "right", "window", "documents")
@@ -34,13 +53,15 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy sizes are several blocks."""
     monkeypatch.setattr(query_blocks, "LARGEST_BLOCK", 2)
     monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
-    monkeypatch.setattr(routed_attention, "ROWS", 2)
+    for name in ("ROWS", "JOINED_ROWS"):
+        monkeypatch.setattr(routed_attention, name, 2)
 
 
 @pytest.fixture(autouse=True)
 def _quick_ways_always_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     for module, name, bound in (
         (routed_attention, "LEAST_QUERIES", 1),
+        (routed_attention, "LEAST_QUERIES_OF_MANY", 1),
         (routed_attention, "GREATEST_SHARE", 1.0),
         (chosen_projection, "LEAST_TOKENS", 1),
         (chosen_projection, "LEAST_FEATURES", 1),
@@ -55,8 +76,8 @@ def some(names: Iterable[str], draw: random.Random) -> list[str]:
 
 
 def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> dict[str, Any]:
-    if name == "knocking":
-        return {"form": "linear", "on": some(SIDES, draw) or ["value"]}
+    if name.startswith("knocking"):
+        return {"form": name.partition(" ")[2] or "linear", "on": some(SIDES, draw) or ["value"]}
     if name == "explicit":
         on = some(SIDES[1:], draw) or ["key", "value"]
         return {"on": on, "norm": draw.random() < 0.5} | {f"{side}_heads": draw.randint(1, groups) for side in on}
@@ -99,7 +120,7 @@ class RandomLayer(Layer):
         draw, heads = random.Random(f"{name} {seed}"), HEADS[name]
         queries, keys = draw.choice(heads)
         sizes = {"num_attention_heads": queries, "num_key_value_heads": keys}
-        mixers = {name: drawn_options(name, queries, keys, draw)}
+        mixers = {name.split()[0]: drawn_options(name, queries, keys, draw)}
         super().__init__(draw.choice(("Llama", "Qwen2", "Qwen3")), mixers, (0, 0), **sizes)
         lopsided(self.attention, seed)
         batch, length, kind = draw.randint(1, 2), draw.choice((1, 1, 2, 3, 5, 6)), draw.choice(MASKS)
@@ -125,7 +146,8 @@ class RandomLayer(Layer):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(mixed_attention, "folds", lambda *_: False)
             patch.setattr(chosen_projection, "LEAST_TOKENS", 10**6)
-            return self.run("sdpa" if name == "knocking" else "eager", dtype)
+            patch.setattr(knocking.MlpKnock, "_fused", knocking.MlpKnock._plain)
+            return self.run("sdpa" if name.startswith("knocking") else "eager", dtype)
 
 
 def assert_plain_agrees(layer: RandomLayer, name: str) -> None:
@@ -165,12 +187,29 @@ def outcome(layer: RandomLayer, output: torch.Tensor) -> tuple[torch.Tensor, tor
     return output[layer.rows].flatten(), torch.cat([gradient.flatten().double() for gradient in gradients])
 
 
+@pytest.fixture
+def quick_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Note each time that the quick way of a mechanism is gone."""
+    calls: list[str] = []
+    if name in QUICK_WAYS:
+        place, way, _ = QUICK_WAYS[name]
+        quick = getattr(place, way)
+
+        def noted(*arguments: Any) -> Any:
+            calls.append(way)
+            return quick(*arguments)
+
+        monkeypatch.setattr(place, way, noted)
+    return calls
+
+
 @pytest.mark.parametrize("first", range(0, 500, 50))
 @pytest.mark.parametrize("name", HEADS)
-def test_random_layers(name: str, first: int) -> None:
+def test_random_layers(name: str, first: int, quick_calls: list[str]) -> None:
     for seed in range(first, first + 50):
         layer = RandomLayer(name, seed)
         assert_layer_agrees(layer, partial(layer.run, "sdpa"), least=1e-4)
         assert_plain_agrees(layer, name)
         assert_agrees_without_gradients(layer, name)
         assert_as_near_in_half_precision(layer, name)
+    assert name not in QUICK_WAYS or len(quick_calls) >= QUICK_WAYS[name][2]
