@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from .quick_products import has_kernels, product
+from .quick_products import is_quicker, product
 from .readable_weights import readable
 from .traced import traced
 
@@ -33,7 +33,7 @@ def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) ->
     """Whether a projection from or to these hidden states is sooner done for the tokens that heads chose alone."""
     if hidden.device.type != "cpu" or hidden.dtype not in DTYPES or torch.is_autocast_enabled("cpu") or traced():
         return False
-    quick = has_kernels(hidden) and not torch.is_grad_enabled()
+    quick = is_quicker(hidden) and not torch.is_grad_enabled()
     if share > (GREATEST_EVALUATED_SHARE if quick else GREATEST_SHARE) or type(projection) is not nn.Linear:
         return False
     if hidden.shape[:-1].numel() < LEAST_TOKENS or hidden.shape[-1] < LEAST_FEATURES:
@@ -42,8 +42,8 @@ def pays_to_choose(projection: nn.Module, hidden: torch.Tensor, share: float) ->
 
 
 def _dense_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`product` of copies where the matrices have gaps between their rows."""
-    return product(x.contiguous(), weight.contiguous())
+    """`product`, where it is quicker, of copies where the matrices have gaps between their rows."""
+    return product(x.contiguous(), weight.contiguous()) if is_quicker(x) else functional.linear(x, weight)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 `torch.mm` calls MKL, which on other makers' processors with AVX-512 leaves half of what they can do. oneDNN makes its
 kernels for the processor that it finds; torch has it for compiled graphs, and for float32 there alone. What it has no
-kernel for, as rows with gaps between them, takes it a hundred times as long. Without AVX-512 MKL is the faster one.
+kernel for, as rows with gaps between them, takes it a hundred times as long. Without AVX-512 MKL is the faster one,
+but for a few rows with many, as in decoding.
 
 A kernel is made for each shape, takes a millisecond to make and half a megabyte to keep, and a thousand are kept. So
 only matrices of round sizes go there, of which there are eight from one power of two to the next.
@@ -50,6 +51,16 @@ def _fit(x: torch.Tensor, weight: torch.Tensor) -> bool:
     return dense and len(x) > 0 and all(size == round_part(size) > 0 for size in weight.shape)
 
 
+def is_quicker(x: torch.Tensor) -> bool:
+    """Whether oneDNN is also the faster one where both matrices are large."""
+    return has_kernels(x) and _is_quicker()
+
+
 @cache
 def _has_kernels() -> bool:
-    return MULTIPLIES and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return MULTIPLIES and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+
+
+@cache
+def _is_quicker() -> bool:
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"

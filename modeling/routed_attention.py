@@ -19,7 +19,7 @@ from torch.nn import functional
 from .eager import repeat_heads
 from .joined_attention import joined_attention
 from .mixer import AttentionCall
-from .quick_products import has_kernels, product
+from .quick_products import is_quicker, product
 from .traced import traced, transformed
 from .visible_keys import VisibleKeys
 from .where_triton_runs import MOST_FEATURES, runs_triton
@@ -81,7 +81,7 @@ def routed_attention(
 
 def _has_quick_products(query: torch.Tensor) -> bool:
     """Training has no memory for their kernels."""
-    return has_kernels(query) and not torch.is_grad_enabled()
+    return is_quicker(query) and not torch.is_grad_enabled()
 
 
 @dataclass(frozen=True)

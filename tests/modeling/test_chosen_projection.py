@@ -130,8 +130,9 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chosen_projection, "GREATEST_EVALUATED_SHARE", 0.75)
     assert pays_to_choose(projection, hidden, 0.5)
     assert not pays_to_choose(projection, hidden, 0.7)
+    monkeypatch.setattr(quick_products, "_has_kernels", lambda: True)
     for quick in (False, True):
-        monkeypatch.setattr(quick_products, "_has_kernels", lambda quick=quick: quick)
+        monkeypatch.setattr(quick_products, "_is_quicker", lambda quick=quick: quick)
         with torch.no_grad():
             assert pays_to_choose(projection, hidden, 0.7) == quick and not pays_to_choose(projection, hidden, 0.8)
     assert not pays_to_choose(projection, hidden[:, :15], 0.5)

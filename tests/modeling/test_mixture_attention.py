@@ -56,7 +56,7 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     rows, quick = request.param
     if quick and not MULTIPLIES:
         pytest.skip("oneDNN does not multiply here")
-    monkeypatch.setattr(quick_products, "_has_kernels", lambda: quick)
+    monkeypatch.setattr(quick_products, "_is_quicker", lambda: quick)
     monkeypatch.setattr(routed_attention, "ROWS", rows)
     monkeypatch.setattr(routed_attention, "JOINED_ROWS", rows)
     monkeypatch.setattr(visible_keys, "STRIPE", 1 + rows % 7)
@@ -187,7 +187,8 @@ def test_what_is_left_to_the_backend() -> None:
 @pytest.mark.parametrize("quick", (False, True))
 @torch.no_grad()
 def test_many_heads_pay_sooner_where_products_are_quick(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quick_products, "_has_kernels", lambda: quick)
+    monkeypatch.setattr(quick_products, "_has_kernels", lambda: True)
+    monkeypatch.setattr(quick_products, "_is_quicker", lambda: quick)
     q, call = torch.zeros(1, 1, 4096, 8), call_of(None)
     assert pays(q[:, :, :1024], q, 0.5, call)
     assert pays(q[:, :, :1024], q, 0.7, call) == quick

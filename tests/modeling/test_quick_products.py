@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from crosshead.modeling import explicit_decode, quick_products
 from crosshead.modeling.explicit_decode import Components, attend_to_components
-from crosshead.modeling.quick_products import MULTIPLIES, product, round_part, round_whole
+from crosshead.modeling.quick_products import MULTIPLIES, is_quicker, product, round_part, round_whole
 
 
 @pytest.fixture
@@ -122,11 +122,23 @@ def test_gradients(by_torch: list[int]) -> None:
 
 @torch.no_grad()
 def test_without_one_dnn(by_torch: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    for multiplies, capability in ((False, "AVX512"), (True, "DEFAULT"), (True, "AVX2")):
+    for multiplies, capability in ((False, "AVX512"), (True, "DEFAULT")):
         quick_products._has_kernels.cache_clear()
         with monkeypatch.context() as patch:
             patch.setattr(quick_products, "MULTIPLIES", multiplies)
             patch.setattr("torch.backends.cpu.get_cpu_capability", lambda capability=capability: capability)
             product(torch.randn(50, 8), torch.randn(3, 8))
     quick_products._has_kernels.cache_clear()
-    assert by_torch == [50, 50, 50]
+    assert by_torch == [50, 50]
+
+
+def test_where_one_dnn_is_quicker(monkeypatch: pytest.MonkeyPatch) -> None:
+    for capability, quicker in (("AVX512", MULTIPLIES), ("AVX2", False), ("DEFAULT", False)):
+        for known in (quick_products._has_kernels, quick_products._is_quicker):
+            known.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr("torch.backends.cpu.get_cpu_capability", lambda capability=capability: capability)
+            assert is_quicker(torch.randn(2, 2)) == quicker
+            assert not is_quicker(torch.randn(2, 2).double())
+    for known in (quick_products._has_kernels, quick_products._is_quicker):
+        known.cache_clear()
