@@ -15,10 +15,11 @@ import torch
 
 from .few_queries import met_one_by_one, settled, weighed_one_by_one
 from .head_cache import merge_heads
+from .quick_products import is_quicker
 
-LARGE = 2**22
-"""Multiplications of a matrix from which on matrices are met one by one. Measured: with half as many, all at once is
-as fast."""
+LARGE, LARGER = 2**22, 2**24
+"""Multiplications of a matrix from which on matrices are met one by one, where oneDNN is quicker, and where it is not.
+Measured: with half as many, all at once is as fast."""
 
 
 @dataclass(frozen=True)
@@ -87,4 +88,4 @@ def _one_by_one_pays(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Never off the CPU, nor in a compiled graph, which must not depend on how many keys there are."""
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return rows.shape[1] * matrices.shape[1] * matrices.shape[2] >= LARGE
+    return rows.shape[1] * matrices.shape[1] * matrices.shape[2] >= (LARGE if is_quicker(rows) else LARGER)

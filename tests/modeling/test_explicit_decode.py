@@ -23,6 +23,7 @@ MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
 @pytest.fixture(autouse=True, params=("at once", "one by one"))
 def _way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the lengths."""
+    monkeypatch.setattr(explicit_decode, "is_quicker", lambda _: True)
     monkeypatch.setattr(explicit_decode, "LARGE", 0 if request.param == "one by one" else math.inf)
 
 
