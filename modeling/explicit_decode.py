@@ -13,13 +13,17 @@ from dataclasses import dataclass
 
 import torch
 
+from .attention_in_parts import attended_in_parts, takes
 from .few_queries import met_one_by_one, settled, weighed_one_by_one
 from .head_cache import merge_heads
 from .quick_products import is_quicker
 
 LARGE, LARGER = 2**22, 2**24
-"""Multiplications of a matrix from which on matrices are met one by one, where oneDNN is quicker, and where it is not.
-Measured: with half as many, all at once is as fast."""
+"""Multiplications of a matrix from which on matrices are met one by one, where oneDNN is quicker, and where it is not;
+with half as many, all at once is as fast. Where it is not, torch's kernel can do the whole, and does from the first.
+Measured."""
+KERNEL_ROWS = 32
+"""So many the kernel takes at once; of more, it reads all keys again for others."""
 
 
 @dataclass(frozen=True)
@@ -51,10 +55,13 @@ def attend_to_components(
     """
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.clamp_min(torch.finfo(mask.dtype).min)  # what sees nothing stays finite
-    logits = _met(fold_queries(query, keys.scalars), keys.matrices).reshape(*query.shape[:3], -1)
-    weights = torch.softmax(settled(logits, scale, mask), -1).to(query.dtype)  # (B, h, rows, S)
-    matrices = values.matrices
-    met = _weighed(weights.view(matrices.shape[0], -1, weights.shape[3]), matrices)
+    rows, of_keys, of_values = fold_queries(query, keys.scalars), keys.matrices, values.matrices
+    if scale is None and _kernel_pays(rows, of_keys) and takes(rows, of_keys, of_values, mask):
+        met = attended_in_parts(rows, of_keys, of_values, mask)
+    else:
+        logits = _met(rows, of_keys).reshape(*query.shape[:3], -1)
+        weights = torch.softmax(settled(logits, scale, mask), -1).to(query.dtype)  # (B, h, rows, S)
+        met = _weighed(weights.view(of_values.shape[0], -1, weights.shape[3]), of_values)
     return met.view(query.shape) if values.scalars is None else unfold_outputs(met, query.shape, values.scalars)
 
 
@@ -88,4 +95,14 @@ def _one_by_one_pays(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
     """Never off the CPU, nor in a compiled graph, which must not depend on how many keys there are."""
     if rows.device.type != "cpu" or torch.compiler.is_compiling():
         return False
-    return rows.shape[1] * matrices.shape[1] * matrices.shape[2] >= (LARGE if is_quicker(rows) else LARGER)
+    return _multiplications(rows, matrices) >= (LARGE if is_quicker(rows) else LARGER)
+
+
+def _kernel_pays(rows: torch.Tensor, matrices: torch.Tensor) -> bool:
+    """Its products are MKL's."""
+    few = rows.shape[1] <= KERNEL_ROWS and not is_quicker(rows)
+    return few and _multiplications(rows, matrices) >= LARGE
+
+
+def _multiplications(rows: torch.Tensor, matrices: torch.Tensor) -> int:
+    return rows.shape[1] * matrices.shape[1] * matrices.shape[2]

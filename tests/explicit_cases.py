@@ -1,0 +1,131 @@
+"""Random calls of attention to component heads, the oracle's outputs, and plain attention's to the combined heads."""
+
+import math
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import oracles
+from crosshead.modeling.eager import attention_weights, weigh_values
+from crosshead.modeling.explicit_decode import Components, attend_to_components
+
+MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
+
+
+@dataclass
+class Case:
+    """Random sizes and tensors of one call, in float64."""
+
+    query: torch.Tensor
+    keys: Components
+    values: Components
+    scale: torch.Tensor | None
+    allowed: torch.Tensor
+    mask: torch.Tensor | None
+
+    @property
+    def leaves(self) -> list[torch.Tensor]:
+        """What gradients are wanted of."""
+        found = [self.query, self.keys.heads, self.values.heads, self.keys.scalars, self.values.scalars, self.scale]
+        return [x for x in found if x is not None]
+
+    def ours(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+        """(B, T, H, d)."""
+
+        def of(x: Any) -> Any:
+            return x if x is None or x.dtype == torch.bool else x.to(dtype)
+
+        heads, groups = self.query.shape[1], self.groups
+        rows = of(self.query).reshape(len(self.query), groups, -1, self.query.shape[-1])
+        sides = [Components(of(side.heads), of(side.scalars)) for side in (self.keys, self.values)]
+        output = attend_to_components(rows, *sides, of(self.scale), of(self.mask))
+        return output.reshape(len(output), heads, -1, output.shape[-1]).transpose(1, 2)
+
+    @property
+    def groups(self) -> int:
+        """Combined heads."""
+        return len(self.keys.heads[0]) if self.keys.scalars is None else len(self.keys.scalars)
+
+    def truth(self) -> torch.Tensor:
+        """The oracle's, token by token."""
+        return torch.stack([self._sequence(row) for row in range(len(self.query))])
+
+    def _sequence(self, row: int) -> torch.Tensor:
+        sides = []
+        for side in (self.keys, self.values):
+            seen = [[head[s] for head in side.heads[row]] for s in range(side.heads.shape[2])]
+            sides.append([token if side.scalars is None else oracles.combine(token, side.scalars) for token in seen])
+        if self.scale is not None:
+            sides[0] = [[self.scale[row, i, 0, s] * k for i, k in enumerate(t)] for s, t in enumerate(sides[0])]
+        outputs = []
+        for t in range(self.query.shape[2]):
+            for head in range(self.query.shape[1]):
+                group = head * self.groups // self.query.shape[1]
+                logits = torch.stack([self.query[row, head, t] @ key[group] for key in sides[0]])
+                weights = oracles.softmax_over_allowed(logits, self.allowed[row, t])
+                outputs.append(oracles.add(weights[s] * value[group] for s, value in enumerate(sides[1])))
+        return torch.stack(outputs).unflatten(0, (-1, self.query.shape[1]))
+
+    def plain(self, dtype: torch.dtype) -> torch.Tensor:
+        """Combined, then eager attention, in a dtype."""
+        key, value = (
+            x.heads.to(dtype)
+            if x.scalars is None
+            else torch.einsum("ij,bjsd->bisd", x.scalars.to(dtype), x.heads.to(dtype))
+            for x in (self.keys, self.values)
+        )
+        key = key if self.scale is None else key * self.scale.to(dtype).transpose(2, 3)
+        mask = self.allowed[:, None]
+        return weigh_values(attention_weights(self.query.to(dtype), key, mask, 1.0), value)
+
+
+def visible(kind: str, batch: int, length: int, keys: int) -> torch.Tensor:
+    """(B, T, S), True where a query may look: the last queries of a text, padded, packed, or in a longer buffer."""
+    filled = keys - (keys // 3 if kind == "future" and keys - keys // 3 >= length else 0)
+    position = torch.arange(filled - length, filled)[:, None]
+    allowed = (torch.arange(keys) <= position).expand(batch, -1, -1).clone()
+    for row in range(batch):
+        if kind in ("left", "nothing"):
+            allowed[row, :, : keys if kind == "nothing" and row else min(row + 1, keys - length)] = False
+        elif kind == "right":
+            allowed[row, :, max(filled - length - row, 1) : filled - length] = False
+        elif kind == "window":
+            allowed[row] &= torch.arange(keys) > position - 4
+        elif kind == "packed":
+            allowed[row, :, : (filled - length) // 2] = False
+    return allowed
+
+
+def make(seed: int) -> Case:
+    """Everything drawn from a seed."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    batch, groups, shared, size = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), draw.choice((1, 3, 8))
+    length, kind = draw.choice((1, 1, 1, 2, 3)), draw.choice(MASKS)
+    keys = length + draw.choice((0, 1, 2, 5, 9, 16))
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(*sizes, generator=generator, dtype=torch.float64)
+
+    def side(combined: bool) -> Components:
+        heads = draw.randint(1, groups) if combined else groups
+        scalars = normal(groups, heads) if combined else None
+        if draw.random() < 0.5:
+            return Components(normal(batch, heads, keys, size), scalars)
+        wide = normal(batch, keys, heads * size + 2)[..., :-2]  # as one wide head with numbers beside
+        return Components(wide.unflatten(-1, (heads, size)).transpose(1, 2), scalars)
+
+    on = draw.choice(((True, True), (True, True), (True, False), (False, True)))
+    sides = [side(combined) for combined in on]
+    scale = normal(batch, groups, 1, keys).abs() + 0.1 if draw.random() < 0.4 else None
+    kind = kind if length == 1 or kind != "none" else "window"
+    allowed = visible(kind, batch, length, keys)
+    mask: torch.Tensor | None = allowed[:, None]
+    if kind == "none":
+        mask = None
+    elif draw.random() < 0.5:
+        hidden = -math.inf if allowed.any(-1).all() and draw.random() < 0.5 else torch.finfo(torch.float64).min
+        mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, hidden)[:, None]
+    query = 2 * normal(batch, groups * shared, length, size)
+    return Case(query, *sides, scale, allowed, mask)
