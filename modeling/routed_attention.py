@@ -4,9 +4,10 @@ On a GPU `routed_triton` does it where asked for; this file has the way of CPUs,
 
 The chosen queries of the heads that read one key/value head form one list, in the order of the tokens. A block of that
 list meets the keys that any of its queries sees, and few others: its scores are one small matrix, made by one large
-product, with a softmax in place, so that hardly any of the work is the machinery's. Where products are not quick, a
-block goes to torch's own kernel (`joined_attention.py`). The fewer the rows of a block, the less is computed only to
-be hidden. The backward pass makes the weights again: memory is linear in the length.
+product, with a softmax in place, so that hardly any of the work is the machinery's. Where products are not quick,
+torch's own kernel takes heads that are chosen alike together (`triangle_attention.py`), and of others a block
+(`joined_attention.py`). The fewer the rows of a block, the less is computed only to be hidden. The backward pass makes
+the weights again: memory is linear in the length.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from .joined_attention import joined_attention
 from .mixer import AttentionCall
 from .quick_products import is_quicker, product
 from .traced import traced, transformed
+from .triangle_attention import attended_together
 from .visible_keys import VisibleKeys
 from .where_triton_runs import MOST_FEATURES, runs_triton
 
@@ -32,7 +34,7 @@ LEAST_QUERIES = 1024
 """From here on the products that are saved are worth more than the steps that are added, on several cores too."""
 GREATEST_SHARE = 0.75
 """Of the queries that are chosen; above, a dense kernel is done with all no later than this with its part."""
-LEAST_QUERIES_OF_MANY, MANY = 4096, 0.55
+LEAST_QUERIES_OF_MANY, MANY = 2048, 0.55
 """Where products are not quick and a greater share is chosen, more queries have to be left out to be worth it."""
 LEAST_QUERIES_OF_GPU = 2048
 """The same on a GPU, where a short call is over before its kernels are all started; a guess that awaits measuring."""
@@ -156,6 +158,8 @@ class RoutedAttention(torch.autograd.Function):
             found = _dense(query[:, : whole * size], key[:, :whole], value[:, :whole], visible, scaling)
             output[:, :, : whole * size] = found.transpose(1, 2)
         joins = visible.unit is None and visible.mask is None and query.shape[-1] == value.shape[-1]
+        if joins and attended_together(query, key, value, chosen, whole, visible.causal, scaling, output):
+            return output
         rows, attended = (JOINED_ROWS, _joined) if joins else (ROWS, _weighted)
         for group in groups(chosen, range(whole, heads), size, visible, rows):
             q, k, v = _taken(query, key, value, group, scaling)

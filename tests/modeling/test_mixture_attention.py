@@ -1,5 +1,6 @@
 """`mixture` that skips work: the chosen queries alone give what all of them would, in outputs and gradients."""
 
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,7 +10,14 @@ import pytest
 import torch
 from torch import nn
 
-from crosshead.modeling import chosen_projection, mixture, quick_products, routed_attention, visible_keys
+from crosshead.modeling import (
+    chosen_projection,
+    mixture,
+    quick_products,
+    routed_attention,
+    triangle_attention,
+    visible_keys,
+)
 from crosshead.modeling.quick_products import MULTIPLIES
 from crosshead.modeling.routed_attention import pays
 from oracle_layers import assert_sdpa_agrees
@@ -50,15 +58,19 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(again, found, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-@pytest.fixture(params=[(rows, quick) for rows in (1, 4, 5, 128) for quick in (False, True)])
+WAYS = ("quick products", "a block at once", "all heads at once")
+
+
+@pytest.fixture(params=[(rows, way) for rows in (1, 4, 5, 128) for way in WAYS], ids=lambda param: f"{param}")
 def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of blocks, and both ways to attend to one, whichever is this processor's."""
-    rows, quick = request.param
-    if quick and not MULTIPLIES:
+    """Sizes of blocks, and the ways to attend to one, whichever is this processor's."""
+    rows, way = request.param
+    if way == "quick products" and not MULTIPLIES:
         pytest.skip("oneDNN does not multiply here")
-    monkeypatch.setattr(quick_products, "_is_quicker", lambda: quick)
-    monkeypatch.setattr(routed_attention, "ROWS", rows)
-    monkeypatch.setattr(routed_attention, "JOINED_ROWS", rows)
+    monkeypatch.setattr(quick_products, "_is_quicker", lambda: way == "quick products")
+    monkeypatch.setattr(triangle_attention, "GREATEST_PART", math.inf if way == "all heads at once" else 0.0)
+    for module, name in ((routed_attention, "ROWS"), (routed_attention, "JOINED_ROWS"), (triangle_attention, "ROWS")):
+        monkeypatch.setattr(module, name, rows)
     monkeypatch.setattr(visible_keys, "STRIPE", 1 + rows % 7)
 
 
@@ -66,7 +78,7 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """20 shapes for each of 7 masks, 2 formats, 4 sizes of blocks and 2 ways: 2,240."""
+    """20 shapes for each of 7 masks, 2 formats, 4 sizes of blocks and 3 ways: 3,360."""
     torch.manual_seed(0)
     random.seed(f"{kind}{dtype}{routed_attention.ROWS}")
     for _ in range(20):
@@ -95,8 +107,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     for name in ("LEAST_QUERIES", "LEAST_QUERIES_OF_MANY"):
         monkeypatch.setattr(routed_attention, name, 2)
     monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 1.0)
-    for name in ("ROWS", "JOINED_ROWS"):
-        monkeypatch.setattr(routed_attention, name, 3)
+    for module, name in ((routed_attention, "ROWS"), (routed_attention, "JOINED_ROWS"), (triangle_attention, "ROWS")):
+        monkeypatch.setattr(module, name, 3)
+    monkeypatch.setattr(triangle_attention, "GREATEST_PART", math.inf)
     yield seen
 
 
@@ -189,7 +202,7 @@ def test_what_is_left_to_the_backend() -> None:
 def test_many_heads_pay_sooner_where_products_are_quick(quick: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quick_products, "_has_kernels", lambda: True)
     monkeypatch.setattr(quick_products, "_is_quicker", lambda: quick)
-    q, call = torch.zeros(1, 1, 4096, 8), call_of(None)
+    q, call = torch.zeros(1, 1, 2048, 8), call_of(None)
     assert pays(q[:, :, :1024], q, 0.5, call)
     assert pays(q[:, :, :1024], q, 0.7, call) == quick
     assert pays(q, q, 0.7, call)

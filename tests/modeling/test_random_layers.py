@@ -18,6 +18,7 @@ from crosshead.modeling import (
     query_blocks,
     routed_attention,
     talking,
+    triangle_attention,
 )
 from crosshead.modeling.talking import DYNAMIC
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Layer, additive, assert_layer_agrees, rope_tables
@@ -53,8 +54,8 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Toy sizes are several blocks."""
     monkeypatch.setattr(query_blocks, "LARGEST_BLOCK", 2)
     monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
-    for name in ("ROWS", "JOINED_ROWS"):
-        monkeypatch.setattr(routed_attention, name, 2)
+    for module, name in ((routed_attention, "ROWS"), (routed_attention, "JOINED_ROWS"), (triangle_attention, "ROWS")):
+        monkeypatch.setattr(module, name, 2)
 
 
 @pytest.fixture(autouse=True)
