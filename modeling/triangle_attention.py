@@ -92,7 +92,7 @@ def _apart(leaves: Sequence[Leaf], met: int) -> Iterator[Piece]:
             yield Piece(leaves[0].rows, slice(met, leaves[0].last + 1), whole=leaves[0].first == leaves[0].last)
         return
     earlier, later = leaves[: len(leaves) // 2], leaves[len(leaves) // 2 :]
-    seen = max(met, 1 + min(leaf.first for leaf in later))
+    seen = 1 + min(leaf.first for leaf in later)
     yield from _apart(earlier, met)
     if seen > met:
         yield Piece(slice(later[0].rows.start, later[-1].rows.stop), slice(met, seen), whole=True)
