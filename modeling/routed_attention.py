@@ -158,8 +158,8 @@ class RoutedAttention(torch.autograd.Function):
             found = _dense(query[:, : whole * size], key[:, :whole], value[:, :whole], visible, scaling)
             output[:, :, : whole * size] = found.transpose(1, 2)
         joins = visible.unit is None and visible.mask is None and query.shape[-1] == value.shape[-1]
-        if joins and attended_together(query, key, value, chosen, whole, visible.causal, scaling, output):
-            return output
+        if joins:
+            chosen = attended_together(query, key, value, chosen, whole, visible.causal, scaling, output)
         rows, attended = (JOINED_ROWS, _joined) if joins else (ROWS, _weighted)
         for group in groups(chosen, range(whole, heads), size, visible, rows):
             q, k, v = _taken(query, key, value, group, scaling)

@@ -1,11 +1,12 @@
-"""Causal attention of chosen queries, those of all heads at once, by torch's kernel for CPUs.
+"""Causal attention of chosen queries, those of many heads at once, by torch's kernel for CPUs.
 
 Queries and the keys that they see make a triangle, which is taken apart: the later half of the queries meets all keys
 up to the first of its tokens, and each half is taken apart likewise, until few queries are left to meet their last
 keys under a mask. The kernel keeps scores in the nearest memory, and says by which logarithm of a sum it has
 divided: by these the pieces of a query count.
 
-The kernel wants as many queries of each head. A head that has fewer than another has some of them twice.
+The kernel wants as many queries of each head. So heads of which about as many are chosen go together, and those that
+have fewer than another have some of them twice.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,10 +14,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
+from torch.nn import functional
 
 attend = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 ROWS = 128
-"""Queries of each head that are not taken apart. Fewer are slower in the kernel, more meet more keys in vain."""
+"""Queries of each reader of a head that are not taken apart: with more, more keys are met in vain."""
+LEAST_OF_MOST = 0.8
+"""Chosen queries of a head, for one of the head with the most, where both are chosen alike."""
+LEAST_READERS = 3
+"""Of heads that are chosen alike, together."""
 GREATEST_PART = 1.2
 """Of the scores that are made where each head is done alone, by as small blocks. With more, that is sooner done."""
 HIDDEN = -1e30
@@ -47,42 +53,42 @@ class Piece:
 
 
 class Lists:
-    """The chosen queries of some key/value heads: as many of each, (B, n, R), in the order of their tokens.
+    """The chosen queries of N key/value heads: as many of each, (N, R), in the order of their tokens."""
 
-    A head for which there are none has the tokens of another in its list.
-    """
-
-    def __init__(self, chosen: torch.Tensor, causal: bool, keys: int) -> None:
-        """From what is chosen (B, T, n, readers of a head)."""
-        batch, length, heads, size = chosen.shape
-        of_heads = chosen.permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
-        place = of_heads.nonzero()[:, 1]
-        counts = of_heads.sum(1)
-        self.length, self.wanted = int(counts.max()), (counts > 0).view(batch, heads, 1)
-        of = torch.where(counts > 0, torch.arange(len(counts)), counts.argmax())
-        each = torch.arange(self.length) * counts[of].unsqueeze(1) // self.length
-        found = place[(counts.cumsum(0) - counts)[of].unsqueeze(1) + each].view(batch, heads, self.length)
-        self.tokens, self.queries = found // size, found % size + size * torch.arange(heads).unsqueeze(1)
-        self.pieces = self._pieces() if causal else [Piece(slice(0, self.length), slice(0, keys), whole=True)]
-        alone = int((place // size + 1).sum()) + len(counts) * ROWS * length // 2 if causal else len(place) * keys
+    def __init__(self, chosen: torch.Tensor, size: int, causal: bool, keys: int) -> None:
+        """From what is chosen (N, T * size) of the queries of `size` readers of a head; something, of each head."""
+        place, counts = chosen.nonzero()[:, 1], chosen.sum(1)
+        self.length = int(counts.max())
+        each = torch.arange(self.length) * counts.unsqueeze(1) // self.length
+        found = place[(counts.cumsum(0) - counts).unsqueeze(1) + each]
+        self.tokens, self.readers = found // size, found % size
+        if causal:
+            self.pieces = self._pieces(ROWS * size)
+            alone = int((place // size + 1).sum()) + len(counts) * ROWS * chosen.shape[1] // 2
+        else:
+            self.pieces = [Piece(slice(0, self.length), slice(0, keys), whole=True)]
+            alone = len(place) * keys
         self.part = len(counts) * sum(piece.scores for piece in self.pieces) / alone
         """Of the scores that would be made of each head alone."""
 
-    def _pieces(self) -> list[Piece]:
-        bounds = [*range(0, self.length, ROWS), self.length]
-        firsts = self.tokens[..., bounds[:-1]].amin((0, 1)).tolist()
-        lasts = self.tokens[..., [bound - 1 for bound in bounds[1:]]].amax((0, 1)).tolist()
+    def _pieces(self, size: int) -> list[Piece]:
+        bounds = [*range(0, self.length, size), self.length]
+        firsts = self.tokens[:, bounds[:-1]].amin(0).tolist()
+        lasts = self.tokens[:, [bound - 1 for bound in bounds[1:]]].amax(0).tolist()
         rows = (slice(*both) for both in pairwise(bounds))
         return list(_apart([Leaf(*each) for each in zip(rows, firsts, lasts, strict=True)], 0))
 
-    def rows(self, x: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """All of (B, H, T, d) as rows, and the lists' places among them (B, n, R), where the first of H is given."""
+    def rows(self, x: torch.Tensor, sequence: torch.Tensor, reader: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """All of (B, H, T, d) as rows, and where the lists' queries are among them (N, R).
+
+        For each of the N heads, its sequence and its first reader are given.
+        """
         dense = x if x.is_contiguous() or x.transpose(1, 2).is_contiguous() else x.contiguous()
-        batch, features = len(x), x.shape[3]
+        features = x.shape[3]
         rows = dense.as_strided((dense.numel() // features, features), (features, 1))
         of_sequence, of_head, of_token = (stride // features for stride in dense.stride()[:3])
-        start = torch.arange(batch).view(batch, 1, 1) * of_sequence
-        return rows, start + (first + self.queries) * of_head + self.tokens * of_token
+        start = sequence * of_sequence + reader * of_head
+        return rows, start.unsqueeze(1) + self.readers * of_head + self.tokens * of_token
 
 
 def _apart(leaves: Sequence[Leaf], met: int) -> Iterator[Piece]:
@@ -108,28 +114,46 @@ def attended_together(
     causal: bool,
     scaling: float,
     output: torch.Tensor,
-) -> bool:
-    """Whether the key/value heads from `first` on are chosen so alike that this pays; then it is done.
+) -> torch.Tensor:
+    """Write the outputs of key/value heads that are chosen alike, of the first one given on, and say what is left.
 
-    Queries (B, H, T, d), keys and values (B, heads, S, d), chosen (B, T, H); into the output (B, T, H, d).
+    Queries (B, H, T, d), keys and values (B, heads, S, d), output (B, T, H, d); chosen, and what is left, (B, T, H).
     """
-    size = query.shape[1] // key.shape[1]
-    some = chosen[:, :, first * size :]
-    if key.shape[2] < query.shape[2] or not some.any():
-        return False
-    lists = Lists(some.unflatten(2, (-1, size)), causal, key.shape[2])
-    if lists.part > GREATEST_PART:
-        return False
-    rows, places = lists.rows(query, first * size)
-    taken = rows.index_select(0, places.flatten()).view(*places.shape, -1)
-    found = _attended(taken, key[:, first:], value[:, first:], lists, scaling)
-    rows, places = lists.rows(output.transpose(1, 2), first * size)
-    if lists.wanted.all():
-        rows.index_copy_(0, places.transpose(1, 2).flatten(), found.transpose(1, 2).flatten(0, 2))
-    else:
-        wanted = lists.wanted.expand_as(places)
-        rows.index_copy_(0, places[wanted], found[wanted])
-    return True
+    batch, heads, size = len(key), key.shape[1] - first, query.shape[1] // key.shape[1]
+    if key.shape[2] < query.shape[2] or heads == 0:
+        return chosen
+    by_head = chosen[:, :, first * size :].unflatten(2, (heads, size)).permute(0, 2, 1, 3).flatten(2).flatten(0, 1)
+    left = by_head.any(1)
+    for members in _alike(by_head.sum(1).tolist(), -(-LEAST_READERS // size)):
+        lists = Lists(by_head[members], size, causal, key.shape[2])
+        if lists.part > GREATEST_PART:
+            continue
+        sequences, of_heads = members // heads, first + members % heads
+        if len(members) == batch * heads:
+            shape, k, v = (batch, heads), key[:, first:], value[:, first:]
+        else:
+            places = list(zip(sequences.tolist(), of_heads.tolist(), strict=True))
+            k, v = (torch.stack([x[place] for place in places]).unsqueeze(0) for x in (key, value))
+            shape = (1, len(members))
+        rows, places = lists.rows(query, sequences, of_heads * size)
+        taken = rows.index_select(0, places.flatten()).view(*shape, lists.length, -1)
+        found = _attended(taken, k, v, lists, scaling).transpose(1, 2)
+        rows, places = lists.rows(output.transpose(1, 2), sequences, of_heads * size)
+        rows.index_copy_(0, places.view(*shape, -1).transpose(1, 2).flatten(), found.flatten(0, 2))
+        left[members] = False
+    readers = left.view(batch, 1, heads).repeat_interleave(size, 2)
+    return chosen & functional.pad(readers, (first * size, 0), value=True)
+
+
+def _alike(counts: list[int], least: int) -> Iterator[torch.Tensor]:
+    """Heads of which about as many queries are chosen, at least so many together."""
+    found: list[list[int]] = []
+    for head in sorted(range(len(counts)), key=counts.__getitem__, reverse=True):
+        if found and counts[head] >= LEAST_OF_MOST * counts[found[-1][0]]:
+            found[-1].append(head)
+        else:
+            found.append([head])
+    return (torch.tensor(sorted(some)) for some in found if len(some) >= least and counts[some[0]])
 
 
 def _attended(
@@ -138,9 +162,9 @@ def _attended(
     """Outputs (B, n, R, d) of queries (B, n, R, d) to keys and values (B, n, S, d)."""
     batch, heads, length, size = query.shape
     output = query.new_empty(batch, length, heads, size).transpose(1, 2)  # as the kernel's lie
-    logarithms = query.new_empty(query.shape[:3])
+    logarithms, tokens = query.new_empty(query.shape[:3]), lists.tokens.view(query.shape[:3])
     for piece in lists.pieces:
-        added = None if piece.whole else _added(lists.tokens[..., piece.rows], piece.keys, query.dtype)
+        added = None if piece.whole else _added(tokens[..., piece.rows], piece.keys, query.dtype)
         k, v = key[:, :, piece.keys], value[:, :, piece.keys]
         found, of_found = attend(query[:, :, piece.rows], k, v, attn_mask=added, scale=scaling)
         before, of_before = output[:, :, piece.rows], logarithms[:, :, piece.rows]

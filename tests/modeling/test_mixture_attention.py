@@ -58,7 +58,7 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(again, found, rtol=TOLERANCES[dtype], atol=TOLERANCES[dtype])
 
 
-WAYS = ("quick products", "a block at once", "all heads at once")
+WAYS = ("quick products", "a block at once", "many heads at once")
 
 
 @pytest.fixture(params=[(rows, way) for rows in (1, 4, 5, 128) for way in WAYS], ids=lambda param: f"{param}")
@@ -68,7 +68,9 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if way == "quick products" and not MULTIPLIES:
         pytest.skip("oneDNN does not multiply here")
     monkeypatch.setattr(quick_products, "_is_quicker", lambda: way == "quick products")
-    monkeypatch.setattr(triangle_attention, "GREATEST_PART", math.inf if way == "all heads at once" else 0.0)
+    monkeypatch.setattr(triangle_attention, "GREATEST_PART", math.inf if way == "many heads at once" else 0.0)
+    monkeypatch.setattr(triangle_attention, "LEAST_OF_MOST", 0.5)
+    monkeypatch.setattr(triangle_attention, "LEAST_READERS", 1)
     for module, name in ((routed_attention, "ROWS"), (routed_attention, "JOINED_ROWS"), (triangle_attention, "ROWS")):
         monkeypatch.setattr(module, name, rows)
     monkeypatch.setattr(visible_keys, "STRIPE", 1 + rows % 7)
