@@ -132,8 +132,8 @@ def attended_together(
         if len(members) == batch * heads:
             shape, k, v = (batch, heads), key[:, first:], value[:, first:]
         else:
-            places = list(zip(sequences.tolist(), of_heads.tolist(), strict=True))
-            k, v = (torch.stack([x[place] for place in places]).unsqueeze(0) for x in (key, value))
+            theirs = list(zip(sequences.tolist(), of_heads.tolist(), strict=True))
+            k, v = (torch.stack([x[each] for each in theirs]).unsqueeze(0) for x in (key, value))
             shape = (1, len(members))
         rows, places = lists.rows(query, sequences, of_heads * size)
         taken = rows.index_select(0, places.flatten()).view(*shape, lists.length, -1)
