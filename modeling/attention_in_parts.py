@@ -16,11 +16,13 @@ LEAST_KEYS = 256
 
 def takes(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None) -> bool:
     """Whether the kernel is to be had for these, as `attended_in_parts` has them; their features must have no gaps."""
+    if torch.is_grad_enabled() or traced():  # a graph must not depend on sizes
+        return False
     if query.device.type != "cpu" or query.dtype != torch.float32 or keys.shape != values.shape:
         return False
     if not query.stride(-1) == keys.stride(-1) == values.stride(-1) == 1:
         return False
-    return not (torch.is_grad_enabled() or traced()) and (mask is None or mask.shape[1:3] == (1, 1))
+    return mask is None or mask.shape[1:3] == (1, 1)
 
 
 def attended_in_parts(

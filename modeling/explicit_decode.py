@@ -56,7 +56,7 @@ def attend_to_components(
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.clamp_min(torch.finfo(mask.dtype).min)  # what sees nothing stays finite
     rows, of_keys, of_values = fold_queries(query, keys.scalars), keys.matrices, values.matrices
-    if scale is None and _kernel_pays(rows, of_keys) and takes(rows, of_keys, of_values, mask):
+    if scale is None and takes(rows, of_keys, of_values, mask) and _kernel_pays(rows, of_keys):
         met = attended_in_parts(rows, of_keys, of_values, mask)
     else:
         logits = _met(rows, of_keys).reshape(*query.shape[:3], -1)
