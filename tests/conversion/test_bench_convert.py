@@ -15,6 +15,8 @@ from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.safetensors_store import SafetensorsStore
 from toy_checkpoints import character_tokenizer
 
+pytestmark = pytest.mark.newest
+
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):

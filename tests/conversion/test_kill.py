@@ -17,6 +17,7 @@ from broken import snapshot
 from crosshead.conversion.errors import ConversionError
 from toy_checkpoints import write_model
 
+pytestmark = pytest.mark.newest
 MIXER, OTHER = "knocking:on=query+key+value", "talking"
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 8, "head_dim": 24}
 MOMENTS = 20

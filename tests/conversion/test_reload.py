@@ -11,6 +11,7 @@ from crosshead.conversion.reload import agreement, fits_in_memory, reload_check
 from crosshead.conversion.reload_worker import load_shapes, load_weights, tensor_report
 from toy_tokenizer import toy_tokenizer
 
+pytestmark = pytest.mark.clean_process
 TOKENS = toys.tokens(2, 9)
 MIXERS = {"knocking": {}, "mixture": {"shared_heads": 2, "active_heads": 3}}
 SOUND = {"missing": [], "unexpected": [], "mismatched": [], "errors": []}

@@ -204,7 +204,7 @@ def quick_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return calls
 
 
-@pytest.mark.parametrize("first", range(0, 500, 50))
+@pytest.mark.parametrize("first", (0, *(pytest.param(at, marks=pytest.mark.newest) for at in range(50, 500, 50))))
 @pytest.mark.parametrize("name", HEADS)
 def test_random_layers(name: str, first: int, quick_calls: list[str]) -> None:
     for seed in range(first, first + 50):

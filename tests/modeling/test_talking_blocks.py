@@ -32,6 +32,7 @@ def test_random_calls_agree_with_the_plain_computation() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.newest
 def test_many_random_calls_agree_with_the_plain_computation() -> None:
     agree(range(150, 800))
 
