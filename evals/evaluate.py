@@ -15,6 +15,7 @@ from .eval_quiet import quiet
 from .eval_scores import average, score_rows
 from .eval_suite import Suite, read_suite, suite_of_tasks
 from .eval_tasks import Loaded, load_tasks, task_manager
+from .model_fingerprint import model_fingerprint
 from .open_model import Opened, load_model, open_model
 
 PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
@@ -97,10 +98,13 @@ def _score(
 ) -> tuple[dict[str, Any], list[Items | None]]:
     """One model's part of the report, and the items behind its rows; the model is gone afterwards."""
     model = load_model(opened)
+    folder = Path(opened.name)
+    fingerprint = model_fingerprint(folder) if folder.is_dir() else None
     outcome = run_harness(model, opened.tokenizer, tasks, batch_size, limit)
     rows = score_rows(tasks, outcome)
     report = {
         "model": opened.name,
+        "fingerprint": fingerprint,
         "model_type": opened.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),
