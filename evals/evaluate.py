@@ -39,7 +39,7 @@ def evaluate(
     """Score each model on a suite, or on `tasks`; with `compared`, each later model is set against the first.
 
     `limit` is the number of items of each task, from its beginning. The report can be written as JSON; `keep` is given
-    what there is of it after every model, so that a later one that fails costs no scores.
+    what there is of it after every model and every comparison, so that a later failure costs no scores.
     """
     chosen = suite_of_tasks(list(tasks)) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
@@ -61,15 +61,16 @@ def evaluate(
             "compared": [],
         }
         items: list[list[Items | None]] = []
-        for name, each in zip(models, opened, strict=True):
+        for each in opened:
             tell(f"scoring {each.name}")
             scores, found = _score(each, loaded, batch_size, limit)
             report["models"].append(scores)
             items.append(found)
+            keep(report)  # before the comparison, whose failure must not lose the scores
             if compared and len(items) > 1:
                 change = compare(report["models"][0]["scores"], items[0], found)
-                report["compared"].append({"first": models[0], "second": name, **change})
-            keep(report)
+                report["compared"].append({"first": opened[0].name, "second": each.name, **change})
+                keep(report)
     return report
 
 
