@@ -62,8 +62,9 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     from crosshead.conversion.reload import reload_check
     from crosshead.model_cards.facts import CONFIG, read_json
     from crosshead.model_cards.published import check_folder
+    from crosshead.modeling.access_tokens import TOKEN
 
-    files = check_folder(folder)
+    files = check_folder(folder, TOKEN)
     code = foreign_code(folder)
     if code is not None and not trust_remote_code:
         raise ValueError(
