@@ -47,9 +47,9 @@ def publish(model: Path, repository: str, private: bool) -> None:
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
-    address = upload(model, repository, private)
-    typer.echo(f"pushed to {address}")
-    taken = tag(address.repo_id, release())
+    pushed = upload(model, repository, private)
+    typer.echo(f"pushed to {pushed.address}")
+    taken = tag(pushed, release())
     told = f"tagged {release()}" if taken is None else f"{release()} is the name of {taken[:12]} already: left there"
     typer.echo(told)
 
