@@ -68,12 +68,12 @@ def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
     assert report["calibration"]["saved"] == "saved.safetensors"
     other = write_stock(tmp_path / "other", "Llama")
     for wrong in ({"explicit": {"key_heads": 1}}, {"mixture": {"active_heads": 3, "shared": "calibrated"}}):
-        with pytest.raises(ConversionError, match="another model or another conversion"):
+        with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
             crosshead.convert(other, tmp_path / "third", wrong, calibration=saved)
     twin = shutil.copytree(source, tmp_path / "twin")
     state = {name: -tensor if "v_proj" in name else tensor for name, tensor in load_file(twin / WEIGHTS).items()}
     save_file(state, twin / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ConversionError, match="another model of the same shape"):
+    with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
         crosshead.convert(twin, tmp_path / "third", asked, calibration=saved)
 
 
@@ -90,7 +90,7 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
     ]
     assert 0 < made[1] < made[0] < 1.5 * made[1]
     save_file(held | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
-    with pytest.raises(ConversionError, match=r"0.statistics.output.2x2 is \(3, 3\)"):
+    with pytest.raises(ConversionError, match=r"0.statistics.output.2x2.*\(3, 3\)"):
         crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
 
 
@@ -104,7 +104,7 @@ def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypat
 
     monkeypatch.setattr(shutil, "copyfile", full)
     saved = tmp_path / "full" / "saved.safetensors"
-    with pytest.raises(ConversionError, match=rf"^--save-calibration {saved} cannot be written \(No space left"):
+    with pytest.raises(ConversionError, match=rf"--save-calibration {saved}.*No space left"):
         crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved, verify=False)
     assert list((tmp_path / "full").iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"source", "full", "prose.txt"}
@@ -118,7 +118,7 @@ def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
     crosshead.convert(other, tmp_path / "third", asked, save_calibration=tmp_path / "saved.safetensors", **options)
     saved = tmp_path / present
     before = saved.read_bytes()
-    with pytest.raises(ConversionError, match=f"--save-calibration {saved} is not allowed: it is there already"):
+    with pytest.raises(ConversionError, match=f"--save-calibration {saved}"):
         crosshead.convert(source, tmp_path / "made", asked, save_calibration=saved, **options)
     assert saved.read_bytes() == before
     saved = tmp_path / "new.safetensors"
@@ -153,7 +153,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     kept = {"explicit": {"key_heads": 2}}
     crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)
     if method == "svd":
-        with pytest.raises(ConversionError, match="name a file of text"):
+        with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
             crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
     else:
         third = crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)

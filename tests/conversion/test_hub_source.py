@@ -150,17 +150,17 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
 @pytest.mark.parametrize(
     ("wanted", "message"),
     [
-        (("org/none", None), "is not on the Hub, or is private: check the name"),
-        (("org/private", None), "is refused by the Hub (401): log in"),
-        (("org/gated", None), "is gated on the Hub: ask for access"),
-        (("org/down", None), "cannot be fetched from the Hub (410): check"),
-        (("org/toy", "v2"), "has no revision 'v2' on the Hub"),
-        (("org/pickled", None), "holds no model.safetensors, and pickles"),
-        (("org/gguf", None), "holds GGUF files alone: download one of them"),
-        (("org/bare", None), "config.json cannot be read"),
-        (("offline", "org/gated", None), "is not complete in the Hub's cache here"),
-        (("org/silent", None), "cannot be fetched from the Hub (RemoteProtocolError): check the connection"),
-        (("org/dropping", None), "cannot be fetched from the Hub (RemoteProtocolError): check the connection"),
+        (("org/none", None), "private"),
+        (("org/private", None), "401"),
+        (("org/gated", None), "gated"),
+        (("org/down", None), "410"),
+        (("org/toy", "v2"), "'v2'"),
+        (("org/pickled", None), "pickle"),
+        (("org/gguf", None), "GGUF"),
+        (("org/bare", None), "config.json"),
+        (("offline", "org/gated", None), "cache"),
+        (("org/silent", None), "RemoteProtocolError"),
+        (("org/dropping", None), "RemoteProtocolError"),
     ],
 )
 def test_one_line_on_what_is_wrong(outcomes, wanted, message):

@@ -61,7 +61,7 @@ def test_the_best_choice(budget, heads, eps):
         losses = random_losses(heads, 3, seed)
         expected = by_trial(losses, heads, 3, 8, eps, budget)
         if expected is None:
-            with pytest.raises(ConversionError, match="too small"):
+            with pytest.raises(ConversionError, match="budget"):
                 choose(losses, layouts(heads, 3, eps=eps), budget)
             continue
         choice = choose(losses, layouts(heads, 3, eps=eps), budget)
