@@ -12,7 +12,6 @@ from crosshead.conversion.reload_worker import load_shapes, load_weights, tensor
 from tiers import grid
 from toy_tokenizer import toy_tokenizer
 
-pytestmark = pytest.mark.clean_process
 TOKENS = toys.tokens(2, 9)
 MIXERS = {"knocking": {}, "mixture": {"shared_heads": 2, "active_heads": 3}}
 SOUND = {"missing": [], "unexpected": [], "mismatched": [], "errors": []}
@@ -40,6 +39,7 @@ DAMAGED = SOUND | {
 
 
 @pytest.mark.oldest
+@pytest.mark.clean_process
 @torch.no_grad()
 def test_ours_loads_and_speaks_in_a_clean_process(tmp_path):
     model = saved(tmp_path / "model", toys.mixed_model("Qwen3Moe", MIXERS, tie_word_embeddings=True))
@@ -93,7 +93,7 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
     assert reports() == [DAMAGED, DAMAGED]
 
 
-@pytest.mark.slow
+@pytest.mark.clean_process
 def test_libraries_are_found_where_this_process_finds_them(tmp_path, monkeypatch):
     """As with `pip install --user`, or on a cluster where PYTHONPATH leads to them."""
     (tmp_path / "library").mkdir()
