@@ -19,12 +19,13 @@ from crosshead.conversion.safetensors_store import WEIGHTS
 from crosshead.conversion.shard_writer import write_shard
 from crosshead.conversion.sources import open_source
 from crosshead_command.screen import calibration_lines
+from tiers import first, grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-@pytest.fixture(scope="module", params=toys.BACKBONES)
+@pytest.fixture(scope="module", params=first(toys.BACKBONES))
 def source(request, tmp_path_factory):
     return write_stock(tmp_path_factory.mktemp(request.param) / "source", request.param, **HEADS)
 
@@ -36,7 +37,12 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("counts", [(3, 3), ([2, 4], [4, 1])], ids=str)
+@pytest.mark.parametrize(
+    ("source", "counts"),
+    grid(toys.BACKBONES, [(3, 3), ([2, 4], [4, 1])], strength=1),
+    indirect=["source"],
+    ids=str,
+)
 def test_component_heads(source, counts, text, tmp_path):
     asked = {"explicit": {"key_heads": counts[0], "value_heads": counts[1]}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
@@ -140,7 +146,7 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_path):
-    source, asked = write_stock(tmp_path / "source", **HEADS), {"explicit": {"method": method}}
+    source, asked = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", asked, calibration=text, **options)
     assert made["chosen"]["text"] == "prose.txt"
@@ -150,7 +156,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
     assert f"layers chosen on {DEFAULT_NAME}" in calibration_lines(default)
     saved = tmp_path / "saved.safetensors"
-    kept = {"explicit": {"key_heads": 2}}
+    kept = {"explicit": {"key_heads": 1}}
     crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)
     if method == "svd":
         with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
@@ -162,7 +168,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
 
 def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
     """Shards that are finished hold the heads that were chosen."""
-    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS, **HEADS)
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     options = {"layers": "auto", "budget": 0.6, "calibration": text, "verify": False}
     crosshead.convert(source, tmp_path / "whole", {"explicit": {}}, **options)
 
@@ -191,7 +197,7 @@ def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypat
     assert copied.identity != before[0]
 
 
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("backbone", first(["Qwen3", "Llama"]))
 def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
     options = {"tie_word_embeddings": True, **HEADS}
     stored = write_stock(tmp_path / "stored", backbone, MANY_SHARDS, torch.bfloat16, **options)
@@ -208,6 +214,7 @@ def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
         assert tensor.equal(made[wide][name].bfloat16()), name
 
 
+@pytest.mark.oldest
 def test_most_used_heads_shared(source, text, tmp_path):
     asked = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)

@@ -11,6 +11,7 @@ from crosshead.conversion import fold_layers, job, mix_layers, reload, verify
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.fold_rules import FOLD_RULES, FoldRule
 from crosshead.conversion.store import Entry
+from tiers import grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -132,9 +133,10 @@ def one_head_forgotten(tensors, layout):
     return right
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [transposed, without_bias, swapped_heads, one_head_forgotten])
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("backbone", "rule", "dtype"),
+    grid(["Llama", "Qwen3Moe"], [transposed, without_bias, swapped_heads, one_head_forgotten], DTYPES, strength=1),
+)
 def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
     model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
@@ -145,8 +147,7 @@ def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypat
     assert not (tmp_path / "wrong").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize(("backbone", "dtype"), grid(["Llama", "Qwen3Moe"], ["float16", "bfloat16"], strength=1))
 def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
