@@ -46,16 +46,16 @@ def test_python_values_pass_unchanged():
 @pytest.mark.parametrize(
     ("argument", "words"),
     [
-        ("knoking", ["'knoking'", "did you mean 'knocking'"]),
-        ("knocking:from=linear", ["'from'", "did you mean 'form'"]),
-        ("explicit:methd=svd", ["'methd'", "did you mean 'method'"]),
+        ("knoking", ["'knoking'", "'knocking'"]),
+        ("knocking:from=linear", ["'from'", "'form'"]),
+        ("explicit:methd=svd", ["'methd'", "'method'"]),
         ("explicit:method=pca", ["method='pca'", "'svd'"]),
         ("mixture:active_heads=75%,shared=most", ["shared='most'", "'calibrated'"]),
-        ("mixture:active_heads=175%", ["'175%'", "0% to 100%"]),
+        ("mixture:active_heads=175%", ["'175%'"]),
         ("mixture:active_heads=x%", ["'x%'"]),
         ("knocking:form", ["'form'", "key=value"]),
         ("knocking:=linear", ["'=linear'", "key=value"]),
-        ("knocking:form=mlp,form=gate", ["'form'", "twice"]),
+        ("knocking:form=mlp,form=gate", ["'form'"]),
     ],
 )
 def test_refused_arguments(argument, words):
@@ -98,11 +98,11 @@ def test_command_line_mechanisms_go_before_the_recipes(tmp_path):
     ("text", "words"),
     [
         ("mixers: [knocking]", ["mapping"]),
-        ("mixer: {}", ["'mixer'", "did you mean 'mixers'"]),
-        ("just words", ["holds no options"]),
-        ("a: [", ["not YAML"]),
-        ("dtype: [a, b]", ["dtype", "not one value"]),
-        ("{" * 5000, ["not YAML"]),
+        ("mixer: {}", ["'mixer'", "'mixers'"]),
+        ("just words", ["options"]),
+        ("a: [", ["YAML"]),
+        ("dtype: [a, b]", ["dtype"]),
+        ("{" * 5000, ["YAML"]),
     ],
 )
 def test_refused_recipes(text, words, tmp_path):
@@ -116,10 +116,10 @@ def test_refused_recipes(text, words, tmp_path):
 
 
 def test_missing_recipe(tmp_path):
-    with pytest.raises(ConversionError, match="cannot be read"):
+    with pytest.raises(ConversionError, match=r"none\.yaml"):
         read_recipe(tmp_path / "none.yaml")
 
 
 def test_a_mechanism_twice():
-    with pytest.raises(ConversionError, match="twice"):
+    with pytest.raises(ConversionError, match="knocking"):
         with_recipe(None, ["knocking", "knocking:form=linear"], {})

@@ -35,5 +35,5 @@ def test_grown(stored, written, piece):
 
 def test_a_vocabulary_does_not_shrink():
     check_vocabulary(61, 61)
-    with pytest.raises(ConversionError, match="--vocab-size 60 is less than the model's 61"):
+    with pytest.raises(ConversionError, match=r"--vocab-size 60.*61"):
         check_vocabulary(60, 61)
