@@ -13,7 +13,9 @@ import pytest
 
 def first(values: Iterable[Any], count: int = 1) -> list[Any]:
     """Parameters of a test: the first `count` values in the default tier, the others in the slow one."""
-    return [value if place < count else pytest.param(value, marks=pytest.mark.slow) for place, value in enumerate(values)]
+    return [
+        value if place < count else pytest.param(value, marks=pytest.mark.slow) for place, value in enumerate(values)
+    ]
 
 
 def grid(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
