@@ -177,6 +177,14 @@ def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
         yield raw[start : start + CHUNK]
 
 
+def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor in the dtype it is stored in; `ConversionError` where that has no numbers so large."""
+    result = tensor.to(DTYPES[entry.dtype])
+    if tensor.isfinite().all() and not result.isfinite().all():
+        raise ConversionError(f"tensor {entry.name} is too large for {DTYPES[entry.dtype]}: use --dtype bfloat16")
+    return result
+
+
 def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
     """Write the index of a checkpoint in several files, as transformers writes it."""
     files = {entry.name: file for file, entries in shards.items() for entry in entries}
