@@ -27,6 +27,17 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
             "mixture:active_heads=50%,router=two_stage,balance_weight=0.1",
             {"mixture": {"router": "two_stage", "gate": "binary", "active_heads": 4, "balance_weight": 0.1}},
         ),
+        (
+            "mixture:active_heads=75%+50%+2",
+            {
+                "mixture": {
+                    "router": "query_norm",
+                    "gate": "binary",
+                    "active_heads": [6, 4, 2],
+                    "shared_heads": [4, 2, 1],
+                }
+            },
+        ),
         ("mixture:active_heads=1%", {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 1}}),
     ],
 )
