@@ -50,7 +50,7 @@ def _with_lora(model: Any, options: LoraOptions) -> Any:
 
 
 def separate_mechanisms(optimizer: Any, model: Any, options: TrainOptions) -> None:
-    """Move the parameters of mechanisms into a group of the optimizer with their own learning rate and weight decay."""
+    """Give the parameters of mechanisms a group in the optimizer, with a learning rate and weight decay of its own."""
     found = {id(parameter) for name, parameter in model.named_parameters() if is_new(name)}
     mechanisms = [part for group in optimizer.param_groups for part in group["params"] if id(part) in found]
     if not mechanisms:

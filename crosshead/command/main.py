@@ -24,6 +24,7 @@ from crosshead_command import (
     verify,
     zoo,
 )
+from crosshead_command.strict import StrictCommand
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -53,9 +54,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _function in COMMANDS.items():
-    app.command(_name, no_args_is_help=True)(_function)
-app.command("demo")(demo.demo)  # also without a word behind it
-app.command("zoo")(zoo.zoo)
+    app.command(_name, no_args_is_help=True, cls=StrictCommand)(_function)
+app.command("demo", cls=StrictCommand)(demo.demo)  # also without a word behind it
+app.command("zoo", cls=StrictCommand)(zoo.zoo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(probe.app, name="probe")
 
