@@ -83,6 +83,7 @@ def test_what_needs_no_model_imports_no_libraries(arguments):
         assert all(f"\n  {command}  " in out for command in ("convert", "fold", "verify"))
 
 
+@pytest.mark.slow
 def test_as_a_module():
     status, out, err = process("-m", "crosshead", "--help")
     assert (status, err) == (0, "")
@@ -115,27 +116,6 @@ def test_wrong_usage(line, command, words):
     assert (status, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
-
-
-@pytest.mark.slow
-def test_there_and_back(place, line):
-    """Two of the three in a process of their own, so that no library says anything unasked."""
-    status, out, err = process("-m", "crosshead", "convert", "source", "made", "--mixer", "knocking:form=linear")
-    assert (status, err) == (0, "")
-    assert out.startswith("21 tensors copied, 2 tensors created\n")
-    assert "\ntensors:\n  expected: 23\n  missing: 0\n  unexpected: 0\n" in out
-    assert "\ngreatest logit difference: 0\n" in out
-    assert out.endswith("wrote made\n")
-    status, out, err = line("fold made back --no-verify --json")
-    assert (status, err) == (0, "")
-    assert json.loads(out)["command"] == "fold"
-    assert (place / "back" / "model.safetensors").read_bytes() == (place / "source" / "model.safetensors").read_bytes()
-    status, out, err = process("-m", "crosshead", "verify", "source", "made", "--json")
-    assert (status, err) == (0, "")
-    assert (
-        json.loads(out)["verification"] == json.loads((place / "made" / "conversion.json").read_text())["verification"]
-    )
-    assert sorted(path.name for path in place.iterdir()) == ["back", "back.conversion.json", "made", "source"]
 
 
 def test_report_as_json(place, line):
@@ -202,6 +182,7 @@ def test_overwrite(place, line):
     assert list(json.loads((place / "made" / "config.json").read_text())["mixers"]) == ["talking"]
 
 
+@pytest.mark.slow
 def test_models_on_the_hub(place, monkeypatch):
     crosshead.convert("source", "uploaded", {"knocking": {}}, verify=False)
     stock, ours = (

@@ -41,7 +41,7 @@ DEBUG = "--debug"
 INTERRUPTED = 130
 RESUMABLE = {"convert", "demo", "fold", "push"}
 """Commands that keep what they have done; train and sweep end by themselves, and say so."""
-EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train"}
+EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train", "scipy": "eval"}
 """Packages that a command may need -> the extra that brings them."""
 
 app = typer.Typer(

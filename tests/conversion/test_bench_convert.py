@@ -19,8 +19,6 @@ from crosshead.conversion.safetensors_store import SafetensorsStore
 from tiers import first
 from toy_checkpoints import character_tokenizer
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):

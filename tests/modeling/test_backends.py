@@ -67,6 +67,14 @@ def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any)
             model(tokens())
 
 
+@pytest.mark.parametrize("case", ["knocking", *NEEDS_WEIGHTS])
+def test_an_unknown_backend_gets_the_library_s_error(case: str) -> None:
+    model = mixed_model("Llama", CASES[case])
+    with pytest.raises(ValueError, match='attn_implementation="foo"'):
+        model.set_attn_implementation("foo")
+    assert model.config._attn_implementation == "eager"
+
+
 def test_flash_attention_is_not_refused_by_us() -> None:
     with pytest.raises(ImportError, match=r"flash_attn|kernels|FlashAttention"):
         AutoModelForCausalLM.from_config(
@@ -115,6 +123,16 @@ def test_eager_returns_the_weights(case: str, backbone: str) -> None:
         assert layer.triu(1).abs().max() == 0  # nothing from the future
         if "talking" not in case:
             assert (layer.sum(-1) - 1).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_returned_weights_have_gradients(case: str) -> None:
+    outputs = mixed_model("Llama", CASES[case])(tokens(), output_attentions=True)
+    for weights in outputs.attentions:
+        weights.retain_grad()
+    outputs.logits.square().sum().backward()
+    for weights in outputs.attentions:
+        assert weights.grad is not None and weights.grad.abs().max() > 0
 
 
 @pytest.mark.parametrize("case", [*NEEDS_WEIGHTS, "differential"])

@@ -24,7 +24,7 @@ RATE = 0.05
 DIVISIONS = ((1, 8), (2, 4), (1, 4))
 """Processes, and sequences at once."""
 AGAIN = {"micro_batch": 2, "checkpoint_activations": True}
-NONE = "the model chooses its experts without a bias"
+NONE = "expert_bias_rate"
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_a_rate_without_biases_is_refused(tmp_path):
 
 def test_other_refusals():
     lora = ["train.expert_bias_rate=0.01", "train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
-    with pytest.raises(RecipeError, match=re.escape("is not for trainable='mixers+lora'")):
+    with pytest.raises(RecipeError, match=re.escape("trainable='mixers+lora'")):
         load_recipe(EXPERTS, lora)
     with pytest.raises(RecipeError, match="expert_bias_rate"):
         load_recipe(EXPERTS, ["train.expert_bias_rate=0"])
@@ -187,7 +187,7 @@ def test_other_refusals():
 def test_what_is_expected_of_a_model_that_is_continued():
     without, biased = mixed_model("Qwen3Moe", {}).config, model_of().config
     for found, expected in ((without, biased), (biased, without)):
-        with pytest.raises(RecipeError, match=r"model\.path has expert_bias"):
+        with pytest.raises(RecipeError, match=r"model\.path.*expert_bias"):
             check_expected(found, expected)
         check_expected(found, found)
 
@@ -199,7 +199,7 @@ def test_sharded_as_every_process_has_read_it():
     config, asked = model_of().config, accelerator()
     read_everywhere(asked, config, None)
     assert not asked.state.fsdp_plugin.cpu_ram_efficient_loading
-    with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading false"):
+    with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading"):
         read_everywhere(accelerator(), config, "somewhere")
     asked = accelerator()
     read_everywhere(asked, mixed_model("Qwen3Moe", {}).config, "somewhere")

@@ -103,7 +103,7 @@ def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
     status, out, err = run_command(capfd, monkeypatch, f"train {KNOCKING} --toy {tmp_path}")
     assert (status, out) == (128 + number, "")
     *progress, told = err.splitlines()
-    assert told == "crosshead: stopped at step 3 of 4: the same command goes on"
+    assert told.startswith("crosshead: ") and "step 3 of 4" in told
     assert not any(line.startswith("crosshead: ") for line in progress)
 
 

@@ -104,16 +104,16 @@ def edited(**changes):
 @pytest.mark.parametrize(
     ("damage", "change", "words"),
     [
-        (None, longer, r"logits are of 16 samples, and the run has 36: make them again"),
-        (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"with seed=0, and now it is 7"),
-        (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), r"were made with data='"),
-        (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation.logits=nowhere cannot be read"),
-        (edited(vocabulary=1000), None, r"a teacher with 1000 tokens, and the model knows 257"),
-        (edited(shape=[99, 64, 64]), None, r"cannot be read"),
-        (edited(shape=None), None, r"cannot be read"),
-        (lambda folder: (folder / "logits.json").write_text("{"), None, r"cannot be read"),
-        (lambda folder: (folder / "logits.json").write_text("[]"), None, r"cannot be read"),
-        (lambda folder: (folder / "indices").write_bytes(b"1234"), None, r"cannot be read"),
+        (None, longer, r"16 samples.*36"),
+        (None, lambda recipe: replace(recipe, train=replace(recipe.train, seed=7)), r"seed=0.*7"),
+        (None, lambda recipe: replace(recipe, data=replace(recipe.data, length=32)), "data='"),
+        (None, lambda recipe: from_disk(recipe, "nowhere"), r"distillation\.logits=nowhere"),
+        (edited(vocabulary=1000), None, "1000 tokens.*257"),
+        (edited(shape=[99, 64, 64]), None, r"distillation\.logits="),
+        (edited(shape=None), None, r"distillation\.logits="),
+        (lambda folder: (folder / "logits.json").write_text("{"), None, r"distillation\.logits="),
+        (lambda folder: (folder / "logits.json").write_text("[]"), None, r"distillation\.logits="),
+        (lambda folder: (folder / "indices").write_bytes(b"1234"), None, r"distillation\.logits="),
     ],
 )
 def test_what_does_not_belong_is_refused(damage, change, words, recipe, tmp_path):
@@ -128,12 +128,12 @@ def test_what_does_not_belong_is_refused(damage, change, words, recipe, tmp_path
 
 def test_nothing_is_overwritten(recipe, tmp_path):
     (tmp_path / "letters").mkdir()
-    with pytest.raises(RecipeError, match="letters is already there: choose another folder"):
+    with pytest.raises(RecipeError, match="letters"):
         save_teacher(recipe, tmp_path / "letters")
 
 
 def test_no_teacher(tmp_path):
-    with pytest.raises(RecipeError, match=r"there is no distillation.teacher"):
+    with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(toy_run(KNOCKING, tmp_path), tmp_path / "logits")
 
 
@@ -155,7 +155,7 @@ def test_by_command(recipe, tmp_path, monkeypatch, capfd):
     assert run_command(capfd, monkeypatch, command)[:2] == (0, f"wrote {tmp_path / 'logits'}\n")
     assert train(from_disk(recipe, tmp_path / "logits")).model
     status, out, err = run_command(capfd, monkeypatch, command)
-    assert (status, out) == (1, "") and "is already there" in err.splitlines()[-1]
+    assert (status, out) == (1, "") and str(tmp_path / "logits") in err.splitlines()[-1]
 
 
 def test_a_toy_learns_from_what_a_toy_has_written(tmp_path, monkeypatch, capfd):

@@ -64,9 +64,7 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
     for trainable, given in (("mixers", None), ("mixers+lora", lora)):
         stock = mixed_model("Llama", {})
         for wrong in (stock,) if given else (stock, mixed_model("Llama", {"mixture": options})):
-            with pytest.raises(
-                RecipeError, match=f"train.trainable='{re.escape(trainable)}', but the model has no mech"
-            ):
+            with pytest.raises(RecipeError, match=f"train.trainable='{re.escape(trainable)}'"):
                 set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
 
 
@@ -95,5 +93,5 @@ def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
 
 def test_nothing_to_train():
     for model in (stock_model("Llama"), lopsided(mixed_model("Llama", {}))):
-        with pytest.raises(RecipeError, match=r"train.trainable='mixers', but the model has no mechanism"):
+        with pytest.raises(RecipeError, match=r"train\.trainable='mixers'"):
             set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers"))
