@@ -27,7 +27,7 @@ endif
 BARE = .venv-bare/bin/python
 OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
 
-.PHONY: help demo test test-oldest test-published test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-oldest test-published test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -100,6 +100,9 @@ measure-resume: $(READY) ## training that is killed at random moments, beside tr
 
 measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
+
+measure-endings: $(READY) ## two processes that train together, on a busy machine: none aborts when it exits
+	PYTHONPATH=tests HF_HUB_OFFLINE=1 $(ENVIRONMENT) $(PYTHON) -P tests/measure/endings.py build/endings $(ARGS)
 
 measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)
