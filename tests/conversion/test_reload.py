@@ -115,12 +115,3 @@ def test_agreement_is_the_share_of_equal_tokens():
 def test_memory():
     assert fits_in_memory(1 << 20)
     assert not fits_in_memory(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-
-
-@pytest.mark.parametrize(("limit", "fits"), [("max", True), (str(80 << 20), True), (str(60 << 20), False)])
-def test_memory_in_a_container(tmp_path, monkeypatch, limit, fits):
-    monkeypatch.setattr(reload, "_CONTAINER", tmp_path)
-    (tmp_path / "memory.max").write_text(f"{limit}\n")
-    (tmp_path / "memory.current").write_text(f"{60 << 20}\n")
-    (tmp_path / "memory.stat").write_text(f"anon {20 << 20}\nfile {40 << 20}\nfile_mapped 5\n")
-    assert fits_in_memory(40 << 20) is fits
