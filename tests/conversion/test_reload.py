@@ -99,7 +99,8 @@ def test_libraries_are_found_where_this_process_finds_them(tmp_path, monkeypatch
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "only_here.py").write_text("")
     worker = tmp_path / "worker.py"
-    worker.write_text("import json, only_here, sys; open(json.load(open(sys.argv[1]))['result'], 'w').write('{}')")
+    code = "import json, only_here, sys; open(json.load(open(sys.argv[1]))['result'], 'w').write"
+    worker.write_text(f"""{code}('{{"unexpected": []}}')""")
     monkeypatch.setattr(reload, "WORKER", worker)
     saved(tmp_path / "model", toys.stock_model("Llama"))
     with pytest.raises(ConversionError, match="only_here"):
