@@ -154,7 +154,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     default = crosshead.convert(source, tmp_path / "default", asked, **options)
     assert default["chosen"]["text"] == DEFAULT_NAME
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
-    assert f"layers chosen on {DEFAULT_NAME}" in calibration_lines(default)
+    assert any(DEFAULT_NAME in line for line in calibration_lines(default))
     saved = tmp_path / "saved.safetensors"
     kept = {"explicit": {"key_heads": 1}}
     crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)

@@ -91,7 +91,7 @@ def test_the_largest_stable_rate_is_chosen(recipe, trainer):
     assert small["fitted_loss"] > large["fitted_loss"] and diverged["fitted_loss"] is None
     assert large["law"]["exponent"] == pytest.approx(0.4, abs=0.05)
     assert large["law"]["tokens"] == pytest.approx(20 * 1024, rel=0.2)
-    assert "the loss is nan at step 81" in diverged["told"]
+    assert "nan" in diverged["told"] and "step 81" in diverged["told"]
     assert len(diverged["curve"]["tokens"]) == 7  # evaluated after steps 20, 30, ... 80
     assert json.loads((Path(recipe.output) / REPORT).read_text()) == json.loads(json.dumps(report))
 
@@ -126,7 +126,7 @@ def test_other_errors_are_errors(recipe, monkeypatch):
         raise RecipeError("lower train.learning_rate, or the checkpoint could not be written")
 
     monkeypatch.setattr(module, "train", full)
-    with pytest.raises(RecipeError, match="could not be written"):
+    with pytest.raises(RecipeError, match=r"train\.learning_rate"):
         sweep(recipe)
 
 

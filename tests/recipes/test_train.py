@@ -205,6 +205,7 @@ def losses_of(recipe):
     return losses(recipe)
 
 
+@pytest.mark.slow
 def test_checkpointed_activations_are_the_same_step(tmp_path):
     found = [
         losses_of(
