@@ -57,7 +57,7 @@ def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> 
 
 
 @pytest.mark.oldest
-@for_each_case_and_backbone
+@for_each_mechanism_on_each_backbone
 @torch.no_grad()
 def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
     model = mixed_model(backbone, CASES[case])
@@ -70,7 +70,6 @@ def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_pat
         assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
 
 
-@pytest.mark.oldest
 @for_each_case_and_backbone
 def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
     keeps_shapes = {
@@ -136,8 +135,7 @@ def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
         assert difference[5:].min() > 1e-3
 
 
-@pytest.mark.oldest
-@for_each_case_and_backbone
+@for_each_mechanism_on_each_backbone
 @torch.no_grad()
 def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
     for backend in BACKENDS:
