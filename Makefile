@@ -13,10 +13,11 @@ ARGS =
 WORKERS = 2
 THREADS = 1
 
-OLDEST = .venv-oldest/bin/python
-# -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores.
-PYTEST = -P -m pytest -n $(WORKERS)
+# -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores. A file's tests
+# stay on one worker, which makes their common fixtures once.
+PYTEST = -P -m pytest -n $(WORKERS) --dist loadgroup
 ENVIRONMENT = OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false
+DEFAULT = -m "not slow"
 
 ifeq ($(origin PYTHON),file)
 READY = .venv/ready
@@ -24,10 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-BARE = .venv-bare/bin/python
-OFFLINE = HF_HUB_OFFLINE=1 HF_HOME=$(CURDIR)/build/published/home
-
-.PHONY: help demo test test-oldest test-published test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -36,17 +34,27 @@ help: ## this list
 demo: $(DEMO_READY) ## a real small model converted, trained a little, scored, shown: in build/demo; it goes on
 	$(PYTHON) -P -m crosshead demo --out $(DEMO) $(ARGS)
 
-test: $(READY) ## all tests, with the versions in constraints.txt
-	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(ARGS)
+test: $(READY) ## the default tier of tests, with the versions in constraints.txt
+	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(DEFAULT) $(ARGS)
 
-test-oldest: .venv-oldest/ready ## model and conversion tests, with the oldest supported transformers
-	$(ENVIRONMENT) $(OLDEST) $(PYTEST) tests/modeling tests/conversion -m "not newest" $(ARGS)
+test-all: $(READY) ## every test there is, slow ones too, in each environment; before a release
+	$(MAKE) --no-print-directory hf-suite
+	$(MAKE) --no-print-directory test-torchao
+	$(MAKE) --no-print-directory test-triton
+	$(MAKE) --no-print-directory test-oldest-all
+	$(MAKE) --no-print-directory test DEFAULT=
 
-test-published: $(READY) .venv-bare/ready ## saved models load where only torch and transformers are installed
-	rm -rf build/published
-	$(PYTHON) -P tests/published/write.py build/published/first
-	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/first build/published/second
-	$(OFFLINE) $(BARE) -P tests/published/load.py build/published/second build/published/third
+# The oldest supported transformers, and a huggingface_hub that it accepts, in front of the newest ones.
+test-oldest: build/oldest/ready ## tests of models and conversions, with the oldest supported transformers
+	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion -m "oldest and not slow" $(ARGS)
+
+test-oldest-all: build/oldest/ready ## all tests of models and conversions, with the oldest supported transformers
+	PYTHONPATH=build/oldest $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/modeling tests/conversion $(ARGS)
+
+build/oldest/ready: $(READY) constraints-oldest.txt
+	rm -rf $(@D)
+	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) -r constraints-oldest.txt
+	touch $@
 
 # Apart from the other tests: with torchao installed, whatever imports peft writes warnings of torchao's on stderr.
 test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
@@ -101,6 +109,9 @@ measure-resume: $(READY) ## training that is killed at random moments, beside tr
 measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
 
+measure-endings: $(READY) ## two processes that train together, on a busy machine: none aborts when it exits
+	PYTHONPATH=tests HF_HUB_OFFLINE=1 $(ENVIRONMENT) $(PYTHON) -P tests/measure/endings.py build/endings $(ARGS)
+
 measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)
 
@@ -126,23 +137,16 @@ wheel: $(READY) ## dist/*.whl, to be installed with pip
 	rm -rf build/lib build/bdist.*
 
 clean: ## remove everything that make made
-	rm -rf build dist .cache .venv .venv-oldest .venv-bare .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
+	rm -rf build dist .cache .venv .mypy_cache .ruff_cache .pytest_cache crosshead.egg-info
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone: resolved together with the rest, some installers fetch gigabytes of CUDA packages.
-.venv-bare/ready: constraints.txt pyproject.toml
-	$(BASE_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c constraints.txt torch
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt transformers
-	touch $@
 .venv/ready .venv/demo-ready: constraints.txt
 .venv/ready: EXTRA = dev
 .venv/demo-ready: EXTRA = demo
-.venv-oldest/ready: constraints-oldest.txt
-.venv-oldest/ready: EXTRA = core-tests
-.venv/ready .venv/demo-ready .venv-oldest/ready: pyproject.toml
+.venv/ready .venv/demo-ready: pyproject.toml
 	$(BASE_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "crosshead needs Python 3.11 or newer")'
 	$(BASE_PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c $(filter constraints%,$^) torch
-	$(@D)/bin/python -m pip install --quiet -c $(filter constraints%,$^) -e '.[$(EXTRA)]'
+	$(@D)/bin/python -m pip install --quiet $(TORCH_FROM) -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e '.[$(EXTRA)]'
 	touch $@

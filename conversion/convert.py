@@ -77,21 +77,23 @@ def convert(
     mixers: Mapping[str, Any],
     *,
     overwrite: bool = False,
+    restart: bool = False,
     verify: bool = True,
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
     """Give a checkpoint mechanisms; returns the report, which the folder holds as `conversion.json`.
 
-    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `options` are the
-    fields of `Options`.
+    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `overwrite`
+    replaces a model in `out`. A run goes on from what an unfinished one of the same conversion has left there, unless
+    `restart` discards it. `options` are the fields of `Options`.
     """
     asked = Options(**options)
     asked.check()
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, asked.revision, scratch=Path(scratch))
         job = job_of(origin, mixers, asked)
-        return run_job(job, Path(out), overwrite, verifier(origin) if verify else None, progress)
+        return run_job(job, Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
 
 
 def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
@@ -142,7 +144,7 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     options = asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described}
     # Heads in another order add up in another order, and normed keys are divided in another place.
     rounded_to = {"F32"} if wanted or "explicit" in request.mixers else set()
-    if dtype is not None and any(entry.dtype != dtype for entry in origin.store.entries.values()):
+    if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in origin.store.entries.values()):
         rounded_to.add(dtype)
     allowed = tolerance(target, rounded_to) if neutral else None
     sizes = least_size(origin.store, dropped, dtype), 0 if text.is_saved else observers.size

@@ -7,15 +7,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 import house
 from house import ROOT
+from linked_environment import linked_environment
 from test_house import TABLES
 
 TOKEN = "hf_" + "NobodyMayReadThisInWhatTheDemoMakes"
@@ -56,33 +55,24 @@ def metadata(wheel):
         return email.message_from_bytes(archive.read(name))
 
 
-def brought(wheel, extra):
-    """Every distribution that the wheel asks for with an extra, and what these ask for in turn."""
-    seen, todo = set(), [("crosshead", ""), ("crosshead", extra)]
-    while todo:
-        name, with_extra = asked = todo.pop()
-        if asked in seen:
-            continue
-        seen.add(asked)
-        lines = metadata(wheel).get_all("Requires-Dist") if name == "crosshead" else distribution(name).requires
-        for requirement in map(Requirement, lines or ()):
-            if requirement.marker is None or requirement.marker.evaluate({"extra": with_extra}):
-                todo += [(canonicalize_name(requirement.name), each) for each in ("", *requirement.extras)]
-    return {name for name, _ in seen} - {"crosshead"}
+def requirements(wheel, extra):
+    """What the wheel asks for with an extra."""
+    for line in metadata(wheel).get_all("Requires-Dist"):
+        requirement = Requirement(line)
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            if requirement.name == "crosshead":
+                for other in requirement.extras:
+                    yield from requirements(wheel, other)
+            else:
+                requirement.marker = None
+                yield str(requirement)
 
 
 @pytest.fixture(scope="module")
 def elsewhere(wheel, tmp_path_factory):
-    """An environment with the wheel, and what it says that the demo needs: links into the one that runs the tests."""
+    """An environment with the wheel, and what it says that the demo needs."""
     place = tmp_path_factory.mktemp("elsewhere")
-    done(sys.executable, "-m", "venv", "--without-pip", place / "env", cwd=place)
-    (packages,) = (place / "env").glob("lib/python*/site-packages")
-    for name in brought(wheel, "demo"):
-        found = distribution(name)
-        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}:
-            if not (packages / part).exists():
-                (packages / part).symlink_to(Path(str(found.locate_file(part))).resolve())
-    python = place / "env" / "bin" / "python"
+    python = linked_environment(place / "env", requirements(wheel, "demo"))
     options = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
     done(sys.executable, "-m", "pip", "--python", python, "install", *options, wheel, cwd=place)
     return place

@@ -27,23 +27,33 @@ def grid(*axes: Iterable[Any], strength: int = 2) -> list[Any]:
     values = [list(axis) for axis in axes]
     kept = _covering([len(axis) for axis in values], strength)
     return [
-        pytest.param(
-            *(axis[place] for axis, place in zip(values, places, strict=True)),
-            marks=() if places in kept else (pytest.mark.slow,),
-        )
-        for places in product(*(range(len(axis)) for axis in values))
+        pytest.param(*combination, marks=() if place in kept else (pytest.mark.slow,))
+        for place, combination in enumerate(product(*values))
     ]
 
 
-def _covering(sizes: Sequence[int], strength: int) -> set[tuple[int, ...]]:
-    """Few combinations of places that hold each choice of places on `strength` axes; the same ones in every run."""
-    everything = list(product(*(range(size) for size in sizes)))
+def covering(*axes: Iterable[Any], strength: int = 2) -> list[tuple[Any, ...]]:
+    """The combinations that `grid` leaves in the default tier."""
+    values = [list(axis) for axis in axes]
+    kept = _covering([len(axis) for axis in values], strength)
+    return [combination for place, combination in enumerate(product(*values)) if place in kept]
+
+
+def oldest(cases: Sequence[Any]) -> list[Any]:
+    """The parameters of a grid; one for each value of the first argument also runs with the oldest transformers."""
+    chosen = {case.values[0]: case for case in reversed(cases) if not case.marks}.values()
+    return [pytest.param(*case.values, marks=pytest.mark.oldest) if case in chosen else case for case in cases]
+
+
+def _covering(sizes: Sequence[int], strength: int) -> set[int]:
+    """Which of all combinations hold each choice of places on `strength` axes: few, and the same ones in every run."""
+    everything = list(enumerate(product(*map(range, sizes))))
     random.Random(0).shuffle(everything)
-    missing = {choice for places in everything for choice in _choices(places, strength)}
-    kept: set[tuple[int, ...]] = set()
+    missing = {choice for _, places in everything for choice in _choices(places, strength)}
+    kept = set()
     while missing:
-        best = max(everything, key=lambda places: len(missing.intersection(_choices(places, strength))))
-        kept.add(best)
+        number, best = max(everything, key=lambda each: len(missing.intersection(_choices(each[1], strength))))
+        kept.add(number)
         missing.difference_update(_choices(best, strength))
     return kept
 

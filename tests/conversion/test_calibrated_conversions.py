@@ -19,12 +19,13 @@ from crosshead.conversion.safetensors_store import WEIGHTS
 from crosshead.conversion.shard_writer import write_shard
 from crosshead.conversion.sources import open_source
 from crosshead_command.screen import calibration_lines
+from tiers import first, grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 
 
-@pytest.fixture(scope="module", params=toys.BACKBONES)
+@pytest.fixture(scope="module", params=first(toys.BACKBONES))
 def source(request, tmp_path_factory):
     return write_stock(tmp_path_factory.mktemp(request.param) / "source", request.param, **HEADS)
 
@@ -36,7 +37,12 @@ def text(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("counts", [(3, 3), ([2, 4], [4, 1])], ids=str)
+@pytest.mark.parametrize(
+    ("source", "counts"),
+    grid(toys.BACKBONES, [(3, 3), ([2, 4], [4, 1])], strength=1),
+    indirect=["source"],
+    ids=str,
+)
 def test_component_heads(source, counts, text, tmp_path):
     asked = {"explicit": {"key_heads": counts[0], "value_heads": counts[1]}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
@@ -68,12 +74,12 @@ def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
     assert report["calibration"]["saved"] == "saved.safetensors"
     other = write_stock(tmp_path / "other", "Llama")
     for wrong in ({"explicit": {"key_heads": 1}}, {"mixture": {"active_heads": 3, "shared": "calibrated"}}):
-        with pytest.raises(ConversionError, match="another model or another conversion"):
+        with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
             crosshead.convert(other, tmp_path / "third", wrong, calibration=saved)
     twin = shutil.copytree(source, tmp_path / "twin")
     state = {name: -tensor if "v_proj" in name else tensor for name, tensor in load_file(twin / WEIGHTS).items()}
     save_file(state, twin / WEIGHTS, {"format": "pt"})
-    with pytest.raises(ConversionError, match="another model of the same shape"):
+    with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
         crosshead.convert(twin, tmp_path / "third", asked, calibration=saved)
 
 
@@ -90,7 +96,7 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
     ]
     assert 0 < made[1] < made[0] < 1.5 * made[1]
     save_file(held | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
-    with pytest.raises(ConversionError, match=r"0.statistics.output.2x2 is \(3, 3\)"):
+    with pytest.raises(ConversionError, match=r"0.statistics.output.2x2.*\(3, 3\)"):
         crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
 
 
@@ -104,7 +110,7 @@ def test_a_disk_that_is_full_for_the_saved_calibration(text, tmp_path, monkeypat
 
     monkeypatch.setattr(shutil, "copyfile", full)
     saved = tmp_path / "full" / "saved.safetensors"
-    with pytest.raises(ConversionError, match=rf"^--save-calibration {saved} cannot be written \(No space left"):
+    with pytest.raises(ConversionError, match=rf"--save-calibration {saved}.*No space left"):
         crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved, verify=False)
     assert list((tmp_path / "full").iterdir()) == []
     assert {path.name for path in tmp_path.iterdir()} == {"source", "full", "prose.txt"}
@@ -118,7 +124,7 @@ def test_nothing_else_is_overwritten_by_a_calibration(present, text, tmp_path):
     crosshead.convert(other, tmp_path / "third", asked, save_calibration=tmp_path / "saved.safetensors", **options)
     saved = tmp_path / present
     before = saved.read_bytes()
-    with pytest.raises(ConversionError, match=f"--save-calibration {saved} is not allowed: it is there already"):
+    with pytest.raises(ConversionError, match=f"--save-calibration {saved}"):
         crosshead.convert(source, tmp_path / "made", asked, save_calibration=saved, **options)
     assert saved.read_bytes() == before
     saved = tmp_path / "new.safetensors"
@@ -140,7 +146,7 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_path):
-    source, asked = write_stock(tmp_path / "source", **HEADS), {"explicit": {"method": method}}
+    source, asked = write_stock(tmp_path / "source"), {"explicit": {"method": method}}
     options = {"layers": "auto", "budget": 0.6, "verify": False}
     made = crosshead.convert(source, tmp_path / "made", asked, calibration=text, **options)
     assert made["chosen"]["text"] == "prose.txt"
@@ -150,10 +156,10 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     assert default["chosen"]["losses"] != made["chosen"]["losses"]
     assert f"layers chosen on {DEFAULT_NAME}" in calibration_lines(default)
     saved = tmp_path / "saved.safetensors"
-    kept = {"explicit": {"key_heads": 2}}
+    kept = {"explicit": {"key_heads": 1}}
     crosshead.convert(source, tmp_path / "kept", kept, calibration=text, save_calibration=saved, verify=False)
     if method == "svd":
-        with pytest.raises(ConversionError, match="name a file of text"):
+        with pytest.raises(ConversionError, match=r"--calibration .*saved\.safetensors"):
             crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
     else:
         third = crosshead.convert(source, tmp_path / "third", asked, calibration=saved, **options)
@@ -162,7 +168,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
 
 def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
     """Shards that are finished hold the heads that were chosen."""
-    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS, **HEADS)
+    source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     options = {"layers": "auto", "budget": 0.6, "calibration": text, "verify": False}
     crosshead.convert(source, tmp_path / "whole", {"explicit": {}}, **options)
 
@@ -191,7 +197,7 @@ def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypat
     assert copied.identity != before[0]
 
 
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+@pytest.mark.parametrize("backbone", first(["Qwen3", "Llama"]))
 def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
     options = {"tie_word_embeddings": True, **HEADS}
     stored = write_stock(tmp_path / "stored", backbone, MANY_SHARDS, torch.bfloat16, **options)
@@ -208,6 +214,7 @@ def test_shards_ties_and_a_dtype_change_nothing(backbone, text, tmp_path):
         assert tensor.equal(made[wide][name].bfloat16()), name
 
 
+@pytest.mark.oldest
 def test_most_used_heads_shared(source, text, tmp_path):
     asked = {"mixture": {"active_heads": 8, "shared_heads": 3, "shared": "calibrated"}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)

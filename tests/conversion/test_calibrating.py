@@ -10,12 +10,13 @@ from crosshead.conversion.fast_arithmetic import fast_dtype
 from crosshead.conversion.sampled_text import SEED, sampled_text
 from crosshead.conversion.sources import open_source
 from crosshead.conversion.streamed_model import StreamedModel
+from tiers import first
 from toy_checkpoints import write_stock
 
 KNOWN = 50
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen3Moe"])
+@pytest.fixture(scope="module", params=first(["Qwen3Moe", "Llama"]))
 def opened(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("opened")
     source = open_source(write_stock(folder / "source", request.param), scratch=folder)

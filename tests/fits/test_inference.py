@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from threading import Thread
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextIteratorStreamer, pipeline
 
 from case_grids import for_one_case
-from test_published import WITHOUT_CROSSHEAD
+from linked_environment import linked_environment
 from toy_checkpoints import character_tokenizer
 from toys import CASES, mixed_model
 
@@ -116,9 +115,10 @@ def test_device_maps(folder, tmp_path):
 def test_a_pipeline_where_crosshead_is_not(folder, tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
     (tmp_path / "script.py").write_text(ELSEWHERE)
-    arguments = ["-c", WITHOUT_CROSSHEAD, str(tmp_path / "script.py"), str(folder), PROMPT]
+    python = linked_environment(tmp_path / "env", ["torch", "transformers", "accelerate"])
+    arguments = ["-P", str(tmp_path / "script.py"), str(folder), PROMPT]
     done = subprocess.run(
-        [sys.executable, *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
+        [str(python), *arguments], env=environment, capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr[-4000:]
     assert bare(done.stdout) == bare(continued(folder, PROMPT))

@@ -33,14 +33,14 @@ def hub(monkeypatch):
 
 @pytest.mark.parametrize("private", [True, False])
 def test_a_folder_becomes_a_repository(folder, hub, private):
-    assert push(folder, "org/model", private) == f"{hub.address}/org/model"
+    assert push(folder, "org/model", private).address == f"{hub.address}/org/model"
     made = hub.repositories["org/model"]
     assert made.files == FILES and made.private == private and made.commits == [MESSAGE]
     assert hub.tokens == {TOKEN}
 
 
 def test_private_unless_asked_and_in_ones_own_name(folder, hub):
-    assert push(folder, "model") == f"{hub.address}/me/model"
+    assert push(folder, "model").address == f"{hub.address}/me/model"
     assert hub.repositories["me/model"].private
 
 
@@ -126,23 +126,23 @@ def test_weights_of_an_earlier_model_go(folder, hub):
 
 
 def test_a_tag_stays_where_it_is(folder, hub):
-    push(folder, "org/model")
+    pushed = push(folder, "org/model")
     made = hub.repositories["org/model"]
-    assert tag("org/model", "v1") is None
+    assert tag(pushed, "v1") is None
     first = made.commit
-    assert made.tags == {"v1": first} and tag("org/model", "v1") is None
+    assert made.tags == {"v1": first} and tag(pushed, "v1") is None
     (folder / "config.json").write_bytes(b"[]")
-    push(folder, "org/model")
-    assert made.commit != first and tag("org/model", "v1") == first
+    pushed = push(folder, "org/model")
+    assert made.commit != first and tag(pushed, "v1") == first
     assert made.tags == {"v1": first} and made.at("v1")["config.json"] == b"{}"
-    assert tag("org/model", "v2") is None and made.tags["v2"] == made.commit
+    assert tag(pushed, "v2") is None and made.tags["v2"] == made.commit
 
 
 def test_a_tag_that_is_refused(folder, hub):
-    push(folder, "org/model")
+    pushed = push(folder, "org/model")
     hub.repositories["org/model"].refused = "/tag/"
     with pytest.raises(PushError, match=r"org/model may not be written \(403\)"):
-        tag("org/model", "v1")
+        tag(pushed, "v1")
 
 
 def test_without_a_connection(folder, hub, monkeypatch):

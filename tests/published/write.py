@@ -1,6 +1,8 @@
 """Write a published folder of every case on every backbone, with what loading it elsewhere must give.
 
-usage: python write.py OUT
+usage: python write.py OUT [some|all]
+
+`some` is a part in which every case and every backbone is.
 """
 
 import json
@@ -14,17 +16,18 @@ from transformers import AutoModelForSequenceClassification
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tiers import covering
 from toys import BACKBONES, CASES, lopsided, mixed_config, mixed_model, tokens
 
 
 @torch.no_grad()
-def write(out: Path) -> None:
-    """One folder per case and backbone, a classifier of each, and one whose experts are chosen with a bias."""
+def write(out: Path, everything: bool) -> None:
+    """A folder per case and backbone, a classifier of some or all, and one whose experts are chosen with a bias."""
     ids = tokens()
-    for backbone in BACKBONES:
-        for case, mixers in CASES.items():
-            write_model(out / f"{backbone}-{case}", mixed_model(backbone, mixers), ids)
-        config = mixed_config(backbone, mixers)
+    for backbone, case in covering(BACKBONES, CASES, strength=2 if everything else 1):
+        write_model(out / f"{backbone}-{case}", mixed_model(backbone, CASES[case]), ids)
+    for backbone in BACKBONES if everything else BACKBONES[:1]:
+        config = mixed_config(backbone, [*CASES.values()][-1])
         classifier = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
         lopsided(classifier).eval()
         classifier.save_pretrained(out / f"{backbone}-classifier" / "model")
@@ -45,4 +48,4 @@ def write_model(folder: Path, model: Any, ids: torch.Tensor) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), everything=sys.argv[2:] != ["some"])

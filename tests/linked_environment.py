@@ -1,0 +1,38 @@
+"""A virtual environment with some distributions alone: links into the environment that runs the tests."""
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+
+def required(requirements: Iterable[str]) -> set[str]:
+    """The distributions that some requirements ask for, and those that these need in turn."""
+    seen: set[tuple[str, str]] = set()
+    todo = [(Requirement(line), "") for line in requirements]
+    while todo:
+        requirement, with_extra = todo.pop()
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": with_extra}):
+            continue
+        name = canonicalize_name(requirement.name)
+        for extra in ("", *requirement.extras):
+            if (name, extra) not in seen:
+                seen.add((name, extra))
+                todo += [(Requirement(line), extra) for line in distribution(name).requires or ()]
+    return {name for name, _ in seen}
+
+
+def linked_environment(place: Path, requirements: Iterable[str]) -> Path:
+    """Make the environment, without pip; returns its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    (packages,) = place.glob("lib/python*/site-packages")
+    for name in required(requirements):
+        found = distribution(name)
+        for part in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__", "bin"}:
+            if not (packages / part).exists():
+                (packages / part).symlink_to(Path(str(found.locate_file(part))).resolve())
+    return place / "bin" / "python"
