@@ -16,8 +16,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import crosshead
-from case_grids import for_each_case_and_backbone
-from tiers import first
+from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
+from tiers import first, grid
 from toys import CASES, mixed_config, mixed_model, tokens
 
 NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
@@ -31,8 +31,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(tokens(), attention_mask=PADDED).logits[PADDED.bool()]
 
 
-@pytest.mark.oldest
-@for_each_case_and_backbone
+@for_each_mechanism_on_each_backbone
 def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
     eager, sdpa = (mixed_model(backbone, CASES[case], backend=backend) for backend in ("eager", "sdpa"))
     assert (logits(eager) - logits(sdpa)).abs().max() < 1e-4
@@ -51,8 +50,7 @@ def test_flex_attention_agrees_with_eager(case: str) -> None:
     assert (logits(eager) - logits(flex)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("backend", ("flash_attention_2", "flex_attention"))
-@pytest.mark.parametrize("case", NEEDS_WEIGHTS)
+@pytest.mark.parametrize(("case", "backend"), grid(NEEDS_WEIGHTS, ("flash_attention_2", "flex_attention"), strength=1))
 def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any) -> None:
     expected = f"attn_implementation='{backend}'.*'talking'"
     with pytest.raises(ValueError, match=expected):

@@ -1,5 +1,7 @@
 """What every mechanism must keep true on every backbone."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from crosshead.modeling import mixed_attention
 from tiers import grid
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
 
+REMOTE_CODE_WORKER = Path(__file__).with_name("remote_code_worker.py")
 BACKENDS = ("eager", "sdpa")
 """Those that every case runs on without an accelerator or a compiler."""
 NEUTRAL_STARTS = [
@@ -56,7 +59,6 @@ def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> 
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
 
 
-@pytest.mark.oldest
 @for_each_case_and_backbone
 @torch.no_grad()
 def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
@@ -71,6 +73,18 @@ def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_pat
 
 
 @pytest.mark.oldest
+@for_each_mechanism_on_each_backbone
+@torch.no_grad()
+def test_remote_code_gives_the_same_logits(case: str, backbone: str, warm_process: Any, tmp_path: Path) -> None:
+    model, environment = mixed_model(backbone, CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
+    model.save_pretrained(tmp_path / "model")
+    save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-P", str(REMOTE_CODE_WORKER), str(tmp_path)]
+    done = warm_process.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).logits)
+
+
 @for_each_case_and_backbone
 def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
     keeps_shapes = {
@@ -136,8 +150,7 @@ def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
         assert difference[5:].min() > 1e-3
 
 
-@pytest.mark.oldest
-@for_each_case_and_backbone
+@for_each_mechanism_on_each_backbone
 @torch.no_grad()
 def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
     for backend in BACKENDS:

@@ -8,7 +8,7 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from case_grids import for_compositions, for_each_case_and_backbone
+from case_grids import for_compositions, for_each_case_and_backbone, for_each_mechanism_on_each_backbone
 from tiers import first, grid
 from toys import BACKBONES, CASES, mixed_model, tokens
 
@@ -31,7 +31,7 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.oldest
-@for_each_case_and_backbone
+@for_each_mechanism_on_each_backbone
 def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     ids = tokens()
