@@ -77,21 +77,23 @@ def convert(
     mixers: Mapping[str, Any],
     *,
     overwrite: bool = False,
+    restart: bool = False,
     verify: bool = True,
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
     """Give a checkpoint mechanisms; returns the report, which the folder holds as `conversion.json`.
 
-    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `options` are the
-    fields of `Options`.
+    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `overwrite`
+    replaces a model in `out`. A run goes on from what an unfinished one of the same conversion has left there, unless
+    `restart` discards it. `options` are the fields of `Options`.
     """
     asked = Options(**options)
     asked.check()
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, asked.revision, scratch=Path(scratch))
         job = job_of(origin, mixers, asked)
-        return run_job(job, Path(out), overwrite, verifier(origin) if verify else None, progress)
+        return run_job(job, Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
 
 
 def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:

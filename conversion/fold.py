@@ -24,16 +24,18 @@ def fold(
     *,
     revision: str | None = None,
     overwrite: bool = False,
+    restart: bool = False,
     verify: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Take a crosshead model back to its stock family; returns the report.
 
-    The report is kept beside the folder as `<name>.conversion.json`: in the folder itself is nothing of ours.
+    The report is kept beside the folder as `<name>.conversion.json`: in the folder itself is nothing of ours. A run
+    goes on from what an unfinished one of the same fold has left, unless `restart` discards it.
     """
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(model, revision, scratch=Path(scratch))
-        return run_job(_job(origin), Path(out), overwrite, verifier(origin) if verify else None, progress)
+        return run_job(_job(origin), Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
 
 
 def _job(origin: Source) -> Job:

@@ -1,6 +1,5 @@
 """One conversion, in either direction: from a plan to a complete folder at the target's place."""
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -72,25 +71,34 @@ class Job:
     """Given where to keep files for a run that goes on where this one stops, by their names."""
 
     @property
-    def identity(self) -> str:
-        """Equal for two runs that would write the same bytes."""
-        arithmetic: list[Any] = [torch.backends.cpu.get_cpu_capability()]
-        if self.computed:
-            arithmetic.append(torch.get_num_threads())  # which decides on roundings, too
-        content = [self.command, self.source.fingerprint, dict(self.options), versions(), arithmetic]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    def identity(self) -> dict[str, Any]:
+        """Equal for two runs that would write the same bytes; as JSON."""
+        content = {
+            "command": self.command,
+            "source": self.source.fingerprint,
+            "options": dict(self.options),
+            "versions": versions(),
+            "processor": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads() if self.computed else None,  # they decide on roundings, too
+        }
+        return json.loads(json.dumps(content))  # type: ignore[no-any-return]
 
 
 Verify = Callable[[Job, Path, Progress], dict[str, Any]]
 """Measures a finished folder against the job's source; `ConversionError` where it is not what it ought to be."""
 
 
-def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progress: Progress) -> dict[str, Any]:
-    """Write the target beside its place, verify it there, and put it in its place; returns the record."""
+def run_job(
+    job: Job, out: Path, overwrite: bool, restart: bool, verify: Verify | None, progress: Progress
+) -> dict[str, Any]:
+    """Write the target beside its place, verify it there, and put it in its place; returns the record.
+
+    What an unfinished run of the same job has left is used, unless `restart` discards it.
+    """
     out = Path(os.path.expanduser(out))
     for place in job.source.store.places:
         check_apart(place, out)
-    with staging(out, job.identity, overwrite) as stage:
+    with staging(out, job.identity, overwrite, restart) as stage:
         if job.command == "fold":
             check_record(out, overwrite)
         stage.check_room(job.least, job.kept)
@@ -107,10 +115,13 @@ def run_job(job: Job, out: Path, overwrite: bool, verify: Verify | None, progres
             copy_code(stage.folder)
         content = record(job, prepared, digests) | {"left_out": left_out}
         if verify is not None:
+            stage.unverified = True
             content["verification"] = verify(job, stage.folder, progress)
-        write_json(stage.beside(record_file(out, stock).name) if stock else stage.folder / RECORD, content)
-        stage.publish()
-    return content | {"folder": str(out)}
+            stage.unverified = False
+        place = record_file(out, stock)
+        write_json(stage.folder / RECORD if place.name == RECORD else stage.beside(place.name), content)
+        others = stage.publish()
+    return content | {"folder": str(out)} | ({"others": others} if others else {})
 
 
 def write_weights(job: Job, prepared: Prepared, stage: Staging, progress: Progress) -> dict[str, str]:

@@ -19,6 +19,7 @@ from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
 from .errors import ConversionError
 from .shard_writer import digest_of
 from .store import TensorStore
+from .work_folder import is_fixed
 
 CONFIG, RECORD = "config.json", "conversion.json"
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
@@ -78,9 +79,12 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def record_file(folder: Path, stock: bool) -> Path:
-    """Where the record of a conversion is: in a crosshead model, but beside a stock one, which is nothing of ours."""
+    """Where the record of a conversion is: in a crosshead model, but beside a stock one, which is nothing of ours.
+
+    Inside that one, too, where nothing can be prepared beside it.
+    """
     place = Path(os.path.abspath(folder))
-    return place.with_name(f"{place.name}.{RECORD}") if stock else place / RECORD
+    return place.with_name(f"{place.name}.{RECORD}") if stock and not is_fixed(place) else place / RECORD
 
 
 def check_record(folder: Path, overwrite: bool) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.posix import require_posix
 from crosshead.modeling.access_tokens import TOKEN, without_tokens
 
 from .errors import ConversionError
@@ -23,7 +24,7 @@ from .strict_json import read_object, shown
 CONFIG = "config.json"
 _LARGEST_CONFIG = 10_000_000
 TEMPLATES = "additional_chat_templates"
-_PLAIN_SIDE_FILES = (
+PLAIN_SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -37,6 +38,7 @@ _PLAIN_SIDE_FILES = (
     "generation_config.json",
     *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
 )
+"""Files of a checkpoint that are copied, by their names."""
 _TEXTS = ("", ".md", ".txt", ".jinja")
 _WORDS = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
@@ -66,6 +68,7 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
 
     `scratch` takes small files that are made of it; `also` names files to fetch from the Hub that no conversion reads.
     """
+    require_posix("reading a checkpoint to convert or verify it")
     path = Path(os.path.expanduser(source))
     if os.path.exists(path) and source != "":
         if revision is not None:
@@ -73,7 +76,7 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
         return _open_local(path, scratch)
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
-    folder, commit = fetch(source, revision, [*_PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
+    folder, commit = fetch(source, revision, [*PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
 
 
@@ -121,7 +124,7 @@ def _open_gguf(path: Path, scratch: Path) -> Source:
 
 def side_files(folder: Path) -> list[Path]:
     """What belongs beside the weights, by an allow-list: neither code nor pickles nor the source's description."""
-    files = [folder / name for name in _PLAIN_SIDE_FILES if (folder / name).is_file()]
+    files = [folder / name for name in PLAIN_SIDE_FILES if (folder / name).is_file()]
     templates = folder / TEMPLATES
     if templates.is_dir():
         for file in sorted(templates.iterdir()):

@@ -9,7 +9,6 @@ run to run.
 import gc
 import json
 import os
-import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from crosshead.common.posix import require_posix
 
 from .bench_case import MEMORY, Case
 from .errors import EvalError
@@ -62,6 +63,7 @@ def added(case: Case, ours: bool, counter: Counter) -> int:
 
 
 def _in_a_process(case: Case, ours: bool) -> int:
+    require_posix("measuring memory")
     side = {"module": case.make.__module__, "maker": case.make.__name__, "shape": dict(case.shape), "ours": ours}
     job = json.dumps(side | {"measured": case.measured, "threads": torch.get_num_threads()})
     command = [sys.executable, "-P", "-m", __name__, job]
@@ -83,6 +85,8 @@ def _system_counter() -> Counter:
     """The system's count of resident memory; where it tells the peak alone, that grows with what is held."""
     if STATUS.exists():
         return Counter(lambda: _status("VmRSS"), lambda: _status("VmHWM"))
+    import resource  # not at the top: Windows has no such module
+
     unit = 1 if sys.platform == "darwin" else 1024
 
     def peak() -> int:

@@ -11,7 +11,6 @@
 The newest checkpoint whose files are as long as its list says is the one that a run goes on from.
 """
 
-import fcntl
 import json
 import logging
 import os
@@ -21,6 +20,8 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from crosshead.common.posix import lock_file
 
 from .errors import RecipeError
 
@@ -78,11 +79,9 @@ def only_run(output: Path) -> Iterator[None]:
         raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
     with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_file(file, output)
         except BlockingIOError:
             raise RecipeError(f"another process trains in {output}: wait for it, or choose another output") from None
-        except OSError as error:  # not every disk of a cluster knows locks
-            logger.warning("%s cannot be locked (%s): nothing else may train there", output, error.strerror)
         try:
             yield
         except BaseException:

@@ -6,12 +6,12 @@
       held_out.*           the same of the documents to evaluate on
       cache.json           what the digest was made of, and what the files hold
     <digest>.lock          held by the one process that tokenises; the others wait for it
-    .<digest>.partial/     what a process that was killed left: the next one starts afresh
+    .<digest>.*.partial/   what is being written, or what a process that was killed left: the next one removes it
 
+On a disk without locks each process tokenises for itself, and the first that is done publishes.
 Nothing is forced to the disk. A power cut can leave a folder that is too short; it is noticed and made again.
 """
 
-import fcntl
 import json
 import logging
 import shutil
@@ -21,8 +21,11 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
+
+from crosshead.common.posix import lock_file
 
 from .data_options import DataSource
 from .documents import documents
@@ -86,7 +89,10 @@ def open_cache(
         return found
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{folder.name}.lock"):
+        with _locked(root / f"{folder.name}.lock") as is_locked:
+            if is_locked:
+                for remains in root.glob(f".{folder.name}.*partial"):  # of a process that was killed
+                    shutil.rmtree(remains)
             return _complete(folder, encoder) or _build(folder, key, source, encoder, held_out, progress)
     except OSError as error:
         raise RecipeError(f"the token cache {root} cannot be written: {error.strerror or one_line(error)}") from error
@@ -112,10 +118,7 @@ def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
 def _build(
     folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: Progress
 ) -> TokenCache:
-    partial = folder.with_name(f".{folder.name}.partial")
-    for remains in (partial, folder):  # of a process that was killed, and of one that was damaged
-        if remains.exists():
-            shutil.rmtree(remains)
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     partial.mkdir()
     done, total = [0], total_size(source)
 
@@ -134,6 +137,10 @@ def _build(
             raise RecipeError(f"the {source.kind} source {source.path} is empty: it holds no text")
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}
         (partial / RECORD).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        if folder.exists():  # damaged; or of another process, where the disk has no locks
+            if found := _complete(folder, encoder):
+                return found
+            shutil.rmtree(folder)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -141,15 +148,15 @@ def _build(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a lock that ends with the process, however it ends."""
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold a lock that ends with the process, however it ends; false where the disk has no locks."""
     with path.open("a") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_locked = lock_file(file, path.parent)
         except BlockingIOError:
             logger.warning("another process is tokenising into %s: waiting for it", path.parent)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            is_locked = lock_file(file, path.parent, wait=True)
+        yield is_locked
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:

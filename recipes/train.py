@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.posix import require_posix
 from crosshead.modeling.access_tokens import leave_out_tokens
 
 from .checkpoint_trainer import unwritten
@@ -49,6 +50,7 @@ class Outcome:
 
 def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
     """Begin the run, or go on from its newest complete checkpoint."""
+    require_posix("training")
     from accelerate import PartialState
 
     arguments = training_arguments(recipe)

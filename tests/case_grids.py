@@ -29,3 +29,8 @@ for_compositions = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=_tier(case in COMPOSITIONS)) for case in CASES]
 )
 """In the default tier the compositions, which hold every mechanism; in the slow tier also each case by itself."""
+
+for_one_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=_tier(case == "knocking+mixture")) for case in CASES]
+)
+"""In the default tier one composition: for what hardly depends on the mechanism."""

@@ -14,13 +14,16 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("crosshead", "modeling", "conversion", "recipes", "evals", "model_cards")
 
+COMMON = "common"
+"""The package in crosshead/ that imports nothing of ours, and that the others may import."""
 ARROWS: dict[str, set[str]] = {
     "modeling": set(),
-    "conversion": {"modeling"},
-    "evals": {"modeling"},
-    "recipes": {"modeling", "evals"},
-    "model_cards": set(),
-    "crosshead": set(FOLDERS),
+    COMMON: set(),
+    "conversion": {"modeling", COMMON},
+    "evals": {"modeling", COMMON},
+    "recipes": {"modeling", "evals", COMMON},
+    "model_cards": {COMMON},
+    "crosshead": {*FOLDERS, COMMON},
 }
 """Which of our folders a folder may import, itself apart."""
 
@@ -52,7 +55,8 @@ class Source:
 
     @property
     def folder(self) -> str:
-        return PurePosixPath(self.path).parts[0]
+        first, *others = PurePosixPath(self.path).parts
+        return COMMON if first == "crosshead" and others[0] == COMMON else first
 
     @property
     def is_test(self) -> bool:
@@ -95,12 +99,13 @@ def imported_folder(source: Source, name: str, level: int) -> str | None:
     """Which of our folders an import reaches, or None for somebody else's package."""
     parts = name.split(".")
     if level:
-        package = ["crosshead"] if source.folder == "crosshead" else ["crosshead", source.folder]
+        first = PurePosixPath(source.path).parts[0]
+        package = ["crosshead"] if first == "crosshead" else ["crosshead", first]
         package += PurePosixPath(source.path).parts[1:-1]
         parts = package[: len(package) - level + 1] + parts
     if parts[0] != "crosshead":
         return None
-    return parts[1] if len(parts) > 1 and parts[1] in FOLDERS else "crosshead"
+    return parts[1] if len(parts) > 1 and parts[1] in ARROWS else "crosshead"
 
 
 def arrows(source: Source) -> list[str]:

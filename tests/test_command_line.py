@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 import crosshead
 import crosshead_command.main
 from broken import run
+from crosshead_command.main import app
 from crosshead_command.screen import progress, verification_lines
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import write_stock
@@ -116,6 +118,38 @@ def test_wrong_usage(line, command, words):
     assert (status, out) == (2, "")
     assert words in err
     assert "Traceback" not in err
+
+
+def leaves(command):
+    """The commands below a group, or the command itself."""
+    below = getattr(command, "commands", None)
+    return [command] if below is None else [leaf for each in below.values() for leaf in leaves(each)]
+
+
+@pytest.mark.parametrize("command", leaves(typer.main.get_command(app)), ids=lambda command: command.name)
+def test_an_option_is_not_the_value_of_another(command):
+    arguments = ["x/y" for parameter in command.params if parameter.param_type_name == "argument"]
+    valued = [each for each in command.params if each.param_type_name == "option" and not each.is_flag]
+    for option in valued:
+        others = [word for each in valued if each.required and each is not option for word in (each.opts[0], "x")]
+        flag = max(option.opts, key=len)
+        with pytest.raises(typer.BadParameter) as caught:
+            command.make_context(command.name, [*arguments, *others, flag, "--json"])
+        assert caught.value.exit_code == 2
+        assert flag in caught.value.format_message()
+
+
+def test_an_output_folder_is_not_named_like_an_option(place, line):
+    before = sorted(place.iterdir())
+    status, out, err = line("train small/smollm2_knocking --toy --dry-run")
+    assert (status, out) == (2, "") and "--toy" in err and "--dry-run" in err
+    assert sorted(place.iterdir()) == before
+
+
+def test_numbers_may_be_negative():
+    convert = typer.main.get_command(app).commands["convert"]
+    context = convert.make_context("convert", ["source", "out", "--mixer", "knocking", "--seed", "-1"])
+    assert context.params["seed"] == -1
 
 
 def test_report_as_json(place, line):

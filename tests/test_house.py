@@ -35,6 +35,9 @@ BROKEN = [
     (house.arrows, "recipes/a.py", "from crosshead.conversion import convert"),
     (house.arrows, "model_cards/a.py", "from crosshead.modeling.mixer import HeadMixer"),
     (house.arrows, "recipes/a.py", "import modeling"),
+    (house.arrows, "crosshead/common/a.py", "import crosshead"),
+    (house.arrows, "crosshead/common/a.py", "from ..modeling import mixer"),
+    (house.arrows, "modeling/a.py", "from crosshead.common.b import c"),
     (house.portable, "modeling/a.py", "import numpy as np"),
     (house.portable, "modeling/a.py", "try:\n    import einops\nexcept ImportError:\n    pass"),
     (house.portable, "modeling/a.py", "from crosshead.modeling.b import c"),
@@ -76,6 +79,12 @@ FINE = [
     (house.arrows, "recipes/a.py", "from crosshead.evals import cost\nfrom .schema import Recipe\nimport torch"),
     (house.arrows, "crosshead/cli.py", "from crosshead.recipes import train\nfrom .modeling import mixer"),
     (house.arrows, "tests/a.py", "from crosshead.recipes import train"),
+    (house.arrows, "model_cards/a.py", "from crosshead.common.b import c"),
+    (
+        house.arrows,
+        "crosshead/common/a.py",
+        "from .b import c\nfrom crosshead.common.b import d\nfrom ..common import b",
+    ),
     (house.portable, "modeling/a.py", "import math\nimport torch.nn.functional as F\nfrom .b import (\n    c,\n)"),
     (house.portable, "modeling/a.py", "def f():\n    from .b_triton import c"),
     (house.portable, "modeling/a_triton.py", "try:\n    import triton\nexcept ImportError:\n    raise"),
@@ -145,7 +154,10 @@ def test_rules_see_every_python_file():
 def test_every_folder_is_packaged():
     installed = {("crosshead" if name == "crosshead" else f"crosshead.{name}"): name for name in house.FOLDERS}
     installed["crosshead_command"] = "crosshead/command"
-    assert set(TABLES["packages"]) == set(installed) | {"crosshead.demo"}  # which lies where its name says
+    assert set(TABLES["packages"]) == set(installed) | {
+        "crosshead.common",
+        "crosshead.demo",
+    }  # which lie where their names say
     assert TABLES["package-dir"] == installed
 
 

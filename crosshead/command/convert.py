@@ -7,6 +7,11 @@ import typer
 
 from crosshead_command.screen import progress, show_report
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model; other files in OUT stay.")]
+Restart = Annotated[
+    bool, typer.Option("--restart", help="Discard what an unfinished run left for OUT, and begin again.")
+]
+
 
 def convert(
     source: Annotated[str, typer.Argument(help="A folder, a Hub id, or a GGUF file.")],
@@ -28,7 +33,8 @@ def convert(
     budget: Annotated[float | None, typer.Option(help="For --layers auto: KV cache, as part of the source's.")] = None,
     seed: Annotated[int | None, typer.Option(help="For what starts at random; 0 if not given.")] = None,
     allow_inexact: Annotated[bool, typer.Option("--allow-inexact", help="Accept a start far from neutral.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the source.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -56,5 +62,14 @@ def convert(
     }
     mixers, options = with_recipe(recipe, mixer or [], given)
     with progress() as show:
-        report = run(source, out, mixers, **options, overwrite=overwrite, verify=not no_verify, progress=show)
+        report = run(
+            source,
+            out,
+            mixers,
+            **options,
+            overwrite=overwrite,
+            restart=restart,
+            verify=not no_verify,
+            progress=show,
+        )
     show_report(report, as_json)

@@ -5,6 +5,7 @@ from typing import Annotated
 
 import typer
 
+from crosshead_command.convert import Overwrite, Restart
 from crosshead_command.screen import progress, show_report
 
 
@@ -12,7 +13,8 @@ def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing model.")] = False,
+    overwrite: Overwrite = False,
+    restart: Restart = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -23,5 +25,13 @@ def fold(
     from crosshead.conversion.fold import fold as run
 
     with progress() as show:
-        report = run(model, out, revision=revision, overwrite=overwrite, verify=not no_verify, progress=show)
+        report = run(
+            model,
+            out,
+            revision=revision,
+            overwrite=overwrite,
+            restart=restart,
+            verify=not no_verify,
+            progress=show,
+        )
     show_report(report, as_json)

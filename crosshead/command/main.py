@@ -24,6 +24,8 @@ from crosshead_command import (
     verify,
     zoo,
 )
+from crosshead_command.screen import InterruptedByUserError
+from crosshead_command.strict import StrictCommand
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -53,9 +55,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _function in COMMANDS.items():
-    app.command(_name, no_args_is_help=True)(_function)
-app.command("demo")(demo.demo)  # also without a word behind it
-app.command("zoo")(zoo.zoo)
+    app.command(_name, no_args_is_help=True, cls=StrictCommand)(_function)
+app.command("demo", cls=StrictCommand)(demo.demo)  # also without a word behind it
+app.command("zoo", cls=StrictCommand)(zoo.zoo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(probe.app, name="probe")
 
@@ -86,15 +88,19 @@ def main() -> None:
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it cannot show, it spells
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    told = ""
     try:
         status = app(args=arguments, standalone_mode=False)
+    except InterruptedByUserError as error:
+        status, told = INTERRUPTED, str(error)
     except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
     except Exception as error:
         status = _status_of(error, debug)
     if status == INTERRUPTED:  # which typer makes of Ctrl-C, in some versions
-        goes_on = RESUMABLE.intersection(arguments[:1])
-        complain("interrupted" + ": the same command goes on where this one stopped" * bool(goes_on), INTERRUPTED)
+        if not told and RESUMABLE.intersection(arguments[:1]):
+            told = "the same command goes on where this one stopped"
+        complain(f"interrupted: {told}" if told else "interrupted", INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)
 
 
@@ -110,6 +116,7 @@ def _status_of(error: Exception, debug: bool) -> int:
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         message += f": pip install 'crosshead[{EXTRAS[error.name]}]'"
+    message = "; ".join([message, *(" ".join(note.split()) for note in getattr(error, "__notes__", []))])
     return complain(f"error: {message}", 1)
 
 

@@ -14,6 +14,10 @@ HOUR = 3600
 SIDES = ("key_heads", "value_heads")
 
 
+class InterruptedByUserError(Exception):
+    """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer would drop."""
+
+
 class Progress(Protocol):
     """Told the stage, how much of it is done, how much there is if that is known, and what there is to say."""
 
@@ -74,6 +78,8 @@ def progress() -> Iterator[Progress]:
 
     try:
         yield show
+    except KeyboardInterrupt as error:
+        raise InterruptedByUserError("; ".join(getattr(error, "__notes__", []))) from error
     finally:
         close()
 
@@ -90,6 +96,8 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
     if "verification" in report:
         for line in verification_lines(report["verification"]):
             print(line)
+    if "others" in report:
+        print(f"left as they were, being no part of a model: {', '.join(report['others'])}")
     if "folder" in report:
         print(f"wrote {report['folder']}")
 

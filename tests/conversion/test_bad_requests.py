@@ -134,7 +134,7 @@ ALL = {f"{TO}{asked}": Case(words, command=TO + asked) for asked, words in MIXER
 ALL |= {asked: Case(words, command=asked) for asked, words in OTHERS.items()}
 ALL |= {
     "target is a file": Case("out", beside("out"), CONVERT),
-    "target is a folder": Case("out", beside("out", []), CONVERT),
+    "target is a folder": Case("out", beside("out", ["notes"]), CONVERT),
     "target is a link": Case(APART, beside("out", "source"), CONVERT),
     "file with --overwrite": Case("out", beside("out"), f"{CONVERT} --overwrite"),
     "no model with --overwrite": Case("out", beside("out", ["notes"]), f"{CONVERT} --overwrite"),
@@ -222,13 +222,26 @@ def small_disk(tmp_path):
     subprocess.run(["umount", str(disk)], check=True)
 
 
-@pytest.mark.parametrize(("left", "words"), [(30_000, "0.000 GB"), (110_000, "0.000 GB")])
-def test_full_disk(left, words, small_disk, bases, tmp_path, capfd, monkeypatch):
+@pytest.mark.parametrize("out", ["disk/out", "disk"])
+def test_full_disk(out, small_disk, bases, tmp_path, capfd, monkeypatch):
+    """Where OUT is the disk itself, its filler lies on it beside the model that is replaced."""
     shutil.copytree(bases / "one", tmp_path / "source")
-    (small_disk / "filler").write_bytes(os.urandom(2**20 - left))
+    command = f"convert source {out} --mixer knocking --no-verify --overwrite"
+    if out == "disk":
+        for name in ("config.json", "model.safetensors"):
+            (small_disk / name).write_text("{}")
+    filler = small_disk / "filler"
+    filler.write_bytes(os.urandom(2**20 - 30_000))
     before = snapshot(tmp_path)
-    refused(Case(words, command="convert source disk/out --mixer knocking"), tmp_path, capfd, monkeypatch)
+    refused(Case("0.000 GB", command=command), tmp_path, capfd, monkeypatch)
     assert snapshot(tmp_path) == before
+    filler.write_bytes(os.urandom(2**20 - 110_000))
+    refused(Case("0.000 GB", command=command), tmp_path, capfd, monkeypatch)
+    work = small_disk / (".crosshead-partial" if out == "disk" else ".out.crosshead-partial")
+    assert (work / "model" / "model.safetensors").exists()
+    filler.write_bytes(b"")
+    assert run(capfd, monkeypatch, command)[0] == 0
+    assert not work.exists() and filler.exists()
 
 
 def test_read_only_disk(small_disk, bases, tmp_path, capfd, monkeypatch):

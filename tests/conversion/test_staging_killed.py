@@ -10,6 +10,7 @@ from crosshead.conversion import staging as module
 from crosshead.conversion.shard_writer import tensor_chunks, write_shard
 from crosshead.conversion.staging import staging
 from crosshead.conversion.store import Entry
+from staging_toys import ONE
 
 
 def many_shards(target):
@@ -19,7 +20,7 @@ def many_shards(target):
         yield from tensor_chunks(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
 
     shards = {f"{i:02d}.safetensors": [Entry(f"{i}.{j}", "F32", (64, 64)) for j in range(8)] for i in range(20)}
-    with staging(target, "same", overwrite=True) as stage:
+    with staging(target, {"options": "same"}, overwrite=True) as stage:
         stage.expect(shards)
         for i, (file, entries) in enumerate(shards.items()):
             if file not in stage.finished:
@@ -53,12 +54,11 @@ def test_killed_at_any_moment(tmp_path, work):
         time.sleep(chance.random() * duration * (0.3 if work is many_shards and not seen else 1.5))
         process.kill()
         process.join()
-        waiting = tmp_path / ".out.crosshead-replaced"
-        found = [content(folder) for folder in (target, waiting) if folder.exists()]
-        assert (found[0] if target.exists() else whole) == whole
-        assert whole in found or not seen
-        seen = seen or bool(found)
-        assert not (tmp_path / "out.record").exists() or found
+        found = (target / "config.json").exists()  # without it, it is no model
+        assert not found or content(target) == whole
+        assert target.exists() or not seen
+        seen = seen or found
+        assert not (tmp_path / "out.record").exists() or target.exists()
     many_shards(target)
     assert content(target) == whole
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.record", "whole", "whole.record"]
@@ -72,13 +72,15 @@ def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
         if path.name == "model":
             raise KeyboardInterrupt
 
-    target, remove = tmp_path / "out", module._remove
-    with pytest.raises(KeyboardInterrupt), staging(target, "one", overwrite=False) as stage:
+    target, remove = tmp_path / "out", module.remove
+    with pytest.raises(KeyboardInterrupt), staging(target, ONE, overwrite=False) as stage:
+        stage.keep("kept").write_text("for the next run")
         stage.beside("out.record").write_text("of it")
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(module, "_remove", killed)
-        many_shards(target)  # another conversion, which takes away what the one before it left
-    with pytest.raises(KeyboardInterrupt), staging(target, "one", overwrite=False):
+        patch.setattr(module, "remove", killed)
+        with staging(target, {}, overwrite=False, restart=True):  # takes away what the one before it left
+            pass
+    with pytest.raises(KeyboardInterrupt), staging(target, ONE, overwrite=False):
         raise KeyboardInterrupt
-    assert [path.name for path in tmp_path.iterdir()] == [".out.crosshead-partial"]
+    assert [path.name for path in tmp_path.iterdir()] == []

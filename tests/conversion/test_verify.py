@@ -107,7 +107,7 @@ def test_a_conversion_that_is_not_neutral_fails(mixers, fault, unloaded, tmp_pat
     fault(monkeypatch)
     with pytest.raises(ConversionError, match="KL divergence"):
         crosshead.convert(source, tmp_path / "made", mixers)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+    assert not (tmp_path / "made").exists()
 
 
 def transposed(tensors, layout):

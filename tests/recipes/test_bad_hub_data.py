@@ -36,6 +36,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.slow
 def test_one_line_on_stderr(tmp_path):
     for name in EXPECTED:
         (tmp_path / name).mkdir()

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,31 @@ def written(output, step, content="x"):
 
 def steps(output):
     return [step_of(path) for path in checkpoints(output)]
+
+
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory):
+    """A run of a shipped recipe, killed behind step 3 of 4; made once."""
+
+    @cache
+    def made(name):
+        recipe = toy_run(name, tmp_path_factory.mktemp("killed"))
+        killed(recipe, 3)
+        return recipe
+
+    return made
+
+
+@pytest.fixture
+def killed_run(killed_once, tmp_path):
+    """The same, in a folder of the test's own."""
+
+    def copied(name):
+        recipe = killed_once(name)
+        shutil.copytree(recipe.output, tmp_path / "run")
+        return replace(recipe, output=str(tmp_path / "run"))
+
+    return copied
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -166,9 +192,8 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
-def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
-    recipe = toy_run(KNOCKING, tmp_path)
-    killed(recipe, 3)
+def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, killed_run):
+    recipe = killed_run(KNOCKING)
     path = Path(recipe.output, "checkpoint-2", name)
     path.write_bytes(b"x" * path.stat().st_size)
     with pytest.raises(RecipeError, match="checkpoint-2") as caught:
@@ -183,9 +208,8 @@ def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
         (lambda path: (path / "optimizer.pt").unlink(), "optimizer"),
     ],
 )
-def test_a_checkpoint_that_is_not_what_it_says(change, words, tmp_path, monkeypatch):
-    recipe = toy_run(KNOCKING, tmp_path)
-    killed(recipe, 3)
+def test_a_checkpoint_that_is_not_what_it_says(change, words, killed_run, monkeypatch):
+    recipe = killed_run(KNOCKING)
     change(Path(recipe.output, "checkpoint-2"))
     monkeypatch.setattr(module, "_is_complete", lambda checkpoint: True)
     with pytest.raises(RecipeError, match=rf"checkpoint-.*{words}"):
@@ -217,22 +241,24 @@ def rewritten(checkpoint, change):
         (LORA, lambda tensors: {"other": torch.ones(2)}),
     ],
 )
-def test_a_checkpoint_that_is_not_this_models(name, change, tmp_path):
+def test_a_checkpoint_that_is_not_this_models(name, change, killed_run):
     """The library would train on, with whatever was there for what is missing."""
-    recipe = toy_run(name, tmp_path)
-    killed(recipe, 3)
+    recipe = killed_run(name)
     checkpoint = Path(recipe.output, "checkpoint-2")
     rewritten(checkpoint, change)
     with pytest.raises(RecipeError, match="checkpoint-2") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
-    shutil.rmtree(checkpoint)
-    assert train(recipe).model
 
 
-def test_no_pickle_is_written_or_trusted(tmp_path, monkeypatch):
-    recipe = toy_run(LORA, tmp_path)
-    killed(recipe, 3)
+def test_a_run_without_its_damaged_checkpoint_begins_again(killed_run):
+    recipe = killed_run(KNOCKING)
+    shutil.rmtree(Path(recipe.output, "checkpoint-2"))
+    assert train(recipe).model and len(losses(recipe)) == 4
+
+
+def test_no_pickle_is_written_or_trusted(killed_run, monkeypatch):
+    recipe = killed_run(LORA)
     seen, load = [], torch.load
 
     def watched(file, *arguments, weights_only=True, **options):
@@ -264,13 +290,11 @@ def different(recipe, section, **values):
         ("distillation", {"nothing": True}, r"distillation.*None"),
     ],
 )
-def test_another_recipe_is_refused(section, values, key, tmp_path):
-    recipe = toy_run(MIXTURE, tmp_path)
-    killed(recipe, 3)
+def test_another_recipe_is_refused(section, values, key, killed_run):
+    recipe = killed_run(MIXTURE)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")}
     other = different(recipe, section, **values)
     with pytest.raises(RecipeError, match=key) as caught:
         train(other)
     assert "\n" not in str(caught.value) and recipe.output in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")} == before
-    assert train(recipe).model

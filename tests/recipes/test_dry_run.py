@@ -18,6 +18,7 @@ from crosshead.recipes.models import load_model, load_tokenizer
 from crosshead.recipes.sharding import FSDP, ONE_GPU, Sharding, read_sharding
 from crosshead.recipes.toy import toy
 from crosshead.recipes.trainable import is_new, set_trainable
+from tiers import grid
 
 ACCELERATE = Path(__file__).parents[2] / "recipes" / "accelerate"
 SMALL = "small/smollm2_explicit"
@@ -30,8 +31,14 @@ def line(capfd, monkeypatch, tmp_path):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-@pytest.mark.parametrize("name", ["papers/kha_moe_a0.8b_6.6b", "papers/mea_1b", "small/smollm2_mixture"])
-@pytest.mark.parametrize("changes", [[], ["train.dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    grid(
+        ["papers/kha_moe_a0.8b_6.6b", "papers/mea_1b", "small/smollm2_mixture"],
+        [[], ["train.dtype=bfloat16"]],
+        strength=1,
+    ),
+)
 def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path):
     recipe = toy(load_recipe(name, changes), tmp_path)
     report = dry_run(recipe, ONE_GPU)
@@ -174,7 +181,11 @@ def test_the_command(line, tmp_path):
         (f"train {SMALL} --json", 2, "--dry-run"),
         (f"train {SMALL} --accelerate one_gpu", 2, "--dry-run"),
         (f"train {SMALL} --dry-run --accelerate none", 1, "--accelerate none"),
-        (f"train {SMALL} --dry-run --set train.micro_batch=16 --accelerate fsdp2_8_gpus", 1, "8 processes"),
+        (
+            f"train {SMALL} --dry-run --set {FEW} --set train.micro_batch=16 --accelerate fsdp2_8_gpus",
+            1,
+            "8 processes",
+        ),
     ],
 )
 def test_wrong_usage(line, command, status, words):

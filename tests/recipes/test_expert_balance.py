@@ -15,6 +15,7 @@ from crosshead.recipes.load_recipe import load_recipe
 from crosshead.recipes.models import check_expected
 from crosshead.recipes.sharding import ONE_GPU
 from crosshead.recipes.train import train
+from tiers import first
 from toy_checkpoints import write_stock
 from toy_training import EXPERTS, KNOCKING, losses, metrics, resumed, toy_run, weights
 from toys import mixed_model, tokens
@@ -121,22 +122,34 @@ def experts(folder, **changes):
     return toy_run(EXPERTS, folder, steps=5, train={"expert_bias_rate": RATE} | changes)
 
 
-def test_a_run_however_it_is_accumulated_and_killed(tmp_path):
-    """Biases and loads are whole numbers of steps and tokens: equal to the bit."""
-    whole = experts(tmp_path / "whole", micro_batch=4)
-    train(whole)
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A finished run whose steps are each one micro batch."""
+    recipe = experts(tmp_path_factory.mktemp("whole"), micro_batch=4)
+    train(recipe)
+    return recipe
+
+
+def test_biases_move_by_whole_steps(whole):
     found = trained_biases(whole)
     assert len(found) == 4 and all(tensor.dtype == torch.float32 for tensor in found.values())
     for tensor in found.values():
         steps = tensor / RATE
         assert torch.allclose(steps, steps.round(), atol=1e-4) and 0 < steps.abs().max() <= 5.001
-    for name, changes in {"two": {"micro_batch": 2}, "one": {"micro_batch": 1}, "again": AGAIN}.items():
-        recipe = experts(tmp_path / name, **changes)
-        train(recipe)
-        assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)
-        assert told(recipe) == told(whole) and {"expert_load/3/most", "expert_load/0/least"} <= told(recipe)[0].keys()
-        assert all(torch.equal(tensor, found[key]) for key, tensor in trained_biases(recipe).items())
-    killed = experts(tmp_path / "killed", micro_batch=4)
+
+
+@pytest.mark.parametrize("changes", first([AGAIN, {"micro_batch": 2}, {"micro_batch": 1}]))
+def test_a_run_however_it_is_accumulated(changes, whole, tmp_path):
+    """Biases and loads are whole numbers of steps and tokens: equal to the bit."""
+    recipe, found = experts(tmp_path, **changes), trained_biases(whole)
+    train(recipe)
+    assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)
+    assert told(recipe) == told(whole) and {"expert_load/3/most", "expert_load/0/least"} <= told(recipe)[0].keys()
+    assert all(torch.equal(tensor, found[key]) for key, tensor in trained_biases(recipe).items())
+
+
+def test_a_run_that_is_killed(whole, tmp_path):
+    killed = experts(tmp_path, micro_batch=4)
     resumed(killed, 1, 3, 4)
     assert losses(killed) == losses(whole) and told(killed) == told(whole)
     assert all(torch.equal(tensor, weights(killed)[key]) for key, tensor in weights(whole).items())

@@ -84,6 +84,13 @@ def test_recovery(tmp_path, text):
     assert "above_control" not in found["mixture"] and control["excess_gone"] is None
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_end_as_they_should(tmp_path):
+    lines = measured("endings.py", tmp_path, "--ends", 2, "--load", 1)
+    assert json.loads("\n".join(lines)) == {"ends": 2, "load": 1, "exit_statuses": {"0": 4}, "threads_left": {}}
+
+
 SAME = {
     "losses_different": 0,
     "batches_different": 0,

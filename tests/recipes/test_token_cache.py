@@ -1,5 +1,6 @@
 """A cache is found again, made again when anything it depends on changes, and never half there."""
 
+import fcntl
 import json
 import os
 import random
@@ -132,6 +133,27 @@ def test_a_full_disk(source, encoder, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="No space left"):
         open_cache(source, encoder, 0.0, tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
+
+
+def test_disk_without_locks(source, encoder, tmp_path, monkeypatch, caplog):
+    """Another process builds the same cache meanwhile: both work, and one of them is published."""
+
+    def refused(*_):
+        raise OSError(38, "Function not implemented")
+
+    class Slow(CountingEncoder):
+        def encode(self, texts):
+            if not self.calls:
+                other.append(open_cache(source, encoder, 0.1, tmp_path / "cache"))
+            return super().encode(texts)
+
+    other = []
+    whole = content(open_cache(source, encoder, 0.1, tmp_path / "whole"))
+    monkeypatch.setattr(fcntl, "flock", refused)
+    made = open_cache(source, Slow(separating_tokenizer(), 61), 0.1, tmp_path / "cache")
+    assert [made] == other and content(made) == whole
+    assert folders(tmp_path / "cache") == [made.folder.name]
+    assert "cannot be locked" in caplog.text
 
 
 def building(source, root, delay, die_after=None):

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema import LoraOptions, TrainOptions
 from crosshead.recipes.trainable import PROJECTIONS, set_trainable, whole_model
+from tiers import grid
 from toy_training import LORA, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
 
@@ -68,8 +69,7 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
                 set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CASES, strength=1))
 def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
     torch.manual_seed(0)
     model = mixed_model(backbone, CASES[case])

@@ -1,0 +1,1 @@
+"""What several folders of crosshead need; it imports none of them."""

@@ -1,0 +1,118 @@
+"""A conversion that fails late keeps its work, its one line says where, and the same command goes on."""
+
+import errno
+
+import pytest
+
+import crosshead
+from broken import run
+from crosshead.conversion import calibrating, convert, job, reload, verify
+from crosshead.conversion.errors import ConversionError
+from toy_checkpoints import MANY_SHARDS, write_stock
+
+CONVERT = "convert source out --mixer knocking:form=linear"
+WORK = ".out.crosshead-partial"
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
+    return tmp_path
+
+
+def failing(error):
+    def fail(*_, **__):
+        raise error
+
+    return fail
+
+
+def hidden(place):
+    return [path.name for path in place.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("command", ["convert", "fold"])
+def test_reload_that_is_killed(place, capfd, monkeypatch, command):
+    """The model is verified again, and no weight file is written again."""
+    if command == "fold":
+        crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
+    asked = "fold ours out" if command == "fold" else CONVERT
+    with monkeypatch.context() as patch:
+        patch.setattr(verify, "reload_check", failing(ConversionError("it ended with status -9 (out of memory?)")))
+        status, out, err = run(capfd, monkeypatch, asked)
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert "status -9" in err and str(place / WORK / "model") in err
+    for option in ("--no-verify", "--restart"):
+        assert option in err
+    assert not (place / "out").exists() and not (place / "out.conversion.json").exists()
+    monkeypatch.setattr(job, "write_shard", failing(AssertionError("written again")))
+    report = (
+        crosshead.fold("ours", "out")
+        if command == "fold"
+        else crosshead.convert("source", "out", {"knocking": {"form": "linear"}})
+    )
+    assert report["verification"]["reload"]["checked"] == "logits and text"
+    assert hidden(place) == []
+
+
+FAILURES = {
+    "memory": MemoryError("no memory"),
+    "torch": RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    "disk": OSError(errno.ENOSPC, "No space left on device"),
+    "stopped": KeyboardInterrupt(),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
+    written, write_shard = [], job.write_shard
+
+    def limited(path, items):
+        if len(written) == 3:
+            raise FAILURES[kind]
+        written.append(path.name)
+        return write_shard(path, items)
+
+    monkeypatch.setattr(job, "write_shard", limited)
+    status, _, err = run(capfd, monkeypatch, f"{CONVERT} --no-verify")
+    assert status == (130 if kind == "stopped" else 1)
+    assert err.count("\n") == 1 and str(place / WORK) in err and "the same command goes on" in err
+    assert sorted(path.name for path in (place / WORK / "model").iterdir()) == sorted(written)
+    before = list(written)
+    monkeypatch.setattr(job, "write_shard", lambda path, items: written.append(path.name) or write_shard(path, items))
+    status, _, err = run(capfd, monkeypatch, "convert source out --mixer talking --no-verify")
+    assert status == 1 and str(place / WORK) in err and "--restart" in err and "options" in err
+    assert run(capfd, monkeypatch, f"{CONVERT} --no-verify")[0] == 0
+    assert sorted(written) == sorted({*written}) and len(written) > len(before)
+    assert hidden(place) == []
+
+
+def test_restart_discards(place, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ConversionError):
+        patch.setattr(convert, "verifier", lambda source: failing(ConversionError("no")))
+        crosshead.convert("source", "out", {"talking": {}})
+    crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
+    assert hidden(place) == []
+
+
+def test_calibration_is_kept(place, monkeypatch):
+    mixers = {"mixture": {"active_heads": "75%", "shared": "calibrated"}}
+    (place / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
+    with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
+        patch.setattr(convert, "mix_layers", failing(MemoryError("no memory")))
+        crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
+    assert str(place / WORK) in caught.value.__notes__[0]
+    monkeypatch.setattr(calibrating, "calibrate", failing(AssertionError("calibrated again")))
+    crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
+    assert hidden(place) == []
+
+
+def test_process_that_loads_the_model_is_killed(place, monkeypatch):
+    worker = place / "dies.py"
+    worker.write_text("import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(reload, "WORKER", worker)
+    with pytest.raises(ConversionError, match="status -9") as caught:
+        crosshead.convert("source", "out", {"knocking": {}})
+    assert str(place / WORK / "model") in caught.value.__notes__[0]
+    assert (place / WORK / "model" / "config.json").exists()

@@ -1,0 +1,229 @@
+"""How the finished model gets to its place, whatever is there."""
+
+import errno
+import os
+import shutil
+import subprocess
+
+import pytest
+
+from crosshead.conversion import staging as module
+from crosshead.conversion import work_folder
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.staging import staging
+from staging_toys import ONE, SHARDS, TWO, complete, fill, names, old_model, refusal, run, stopped, write
+
+
+def test_existing_targets(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("model")
+    (tmp_path / "dangling").symlink_to("gone")
+    for name in ("home", "empty"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "home" / "letters").write_text("")
+    old_model(tmp_path, "model")
+    old_model(tmp_path, "trained")
+    (tmp_path / "trained" / "checkpoint-500").mkdir()
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program" / "config.json").write_text("{}")
+    others = ("file", "link", "dangling", "home", "trained", "program")
+    for name in (*others, "model"):
+        assert "--overwrite" in refusal(tmp_path / name)
+    for name in others:
+        assert "it is not overwritten" in refusal(tmp_path / name, overwrite=True)
+    for name, overwrite in (("model", True), ("empty", False)):
+        run(tmp_path / name, overwrite=overwrite)
+        assert complete(tmp_path / name)
+    assert names(tmp_path) == sorted((*others, "model", "empty"))
+
+
+def test_old_target_stays_until_the_end(tmp_path):
+    old_model(tmp_path)
+    stopped(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert run(tmp_path / "out", overwrite=True) == list(SHARDS)[2:]
+    assert complete(tmp_path / "out")
+
+
+def test_empty_folder_stays_the_same_one(tmp_path):
+    (tmp_path / "out").mkdir(mode=0o750)
+    before = (tmp_path / "out").stat()
+    run(tmp_path / "out")
+    after = (tmp_path / "out").stat()
+    assert (before.st_ino, before.st_mode) == (after.st_ino, after.st_mode)
+    assert complete(tmp_path / "out") and names(tmp_path) == ["out"]
+
+
+def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(ConversionError, match="already there"), staging(tmp_path / "out", ONE, False) as stage:
+        write(stage)
+        old_model(tmp_path)
+        stage.publish()
+    assert (tmp_path / "out" / "config.json").read_text() == "old"
+    assert complete(tmp_path / ".out.crosshead-partial" / "model")
+    assert run(tmp_path / "out", overwrite=True) == []
+    assert complete(tmp_path / "out")
+
+
+OLD = {
+    "config.json": '{"auto_map": {"AutoConfig": "code.Config", "AutoTokenizer": ["gone.T", null]}}',
+    "code.py": "from .more import x",
+    "more.py": "x = 1",
+    "model.safetensors.index.json": '{"weight_map": {"a": "own-name.safetensors"}}',
+    "own-name.safetensors": "old",
+    "model.safetensors": "old",
+    "model-00001-of-00002.safetensors": "old",
+    "tokenizer.json": "old",
+    "LICENSE": "old",
+    "conversion.json": "old",
+    "evaluation.json": "old",
+    "additional_chat_templates/tool.jinja": "old",
+}
+
+
+OTHERS = {
+    "README.md": "a card",
+    "notes.txt": "mine",
+    "run.py": "mine",
+    "lora.safetensors": "mine",
+    ".gitattributes": "",
+}
+
+
+def test_files_that_are_not_the_models_stay(tmp_path):
+    target = tmp_path / "out"
+    fill(target, OLD | OTHERS)
+    with staging(target, ONE, True) as stage:
+        write(stage)
+        (stage.folder / "additional_chat_templates").mkdir()
+        (stage.folder / "additional_chat_templates" / "new.jinja").write_text("new")
+        assert stage.publish() == sorted(OTHERS)
+    assert names(target) == sorted([*SHARDS, "config.json", "additional_chat_templates", *OTHERS])
+    assert names(target / "additional_chat_templates") == ["new.jinja"]
+    assert {name: (target / name).read_text() for name in OTHERS} == OTHERS
+    assert (target / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("moved", range(5))
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, OSError])
+def test_moving_in_that_is_interrupted(tmp_path, monkeypatch, moved, kind):
+    """The folder is never a model that is made of two, and the next run for it finishes what was begun."""
+    target, done, replace = tmp_path / "out", [], os.replace
+    old_model(tmp_path)
+    fill(target, OTHERS)
+
+    def failing(path, place):
+        if len(done) == moved and os.path.dirname(place) == str(target):
+            raise kind
+        done.append(place) if os.path.dirname(place) == str(target) else None
+        replace(path, place)
+
+    with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, ConversionError)) as caught:
+        patch.setattr(work_folder.os, "replace", failing)
+        run(target, overwrite=True)
+    assert str(tmp_path / ".out.crosshead-partial") in caught.value.__notes__[0]
+    assert not (target / "config.json").exists()
+    with pytest.raises(ConversionError, match="--overwrite"):
+        run(target)
+    assert names(target) == sorted([*SHARDS, "config.json", *OTHERS])
+    assert names(tmp_path) == ["out"]
+
+
+def test_killed_after_the_rename(tmp_path):
+    stopped(tmp_path / "out")
+    (tmp_path / ".out.crosshead-partial" / "model").rename(tmp_path / "out")
+    with pytest.raises(ConversionError, match="--overwrite"):
+        run(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == list(SHARDS)[:2]
+
+
+@pytest.fixture
+def mounted(tmp_path, monkeypatch):
+    """A folder that looks like a mount point: it cannot be renamed, and no file be moved into it from outside."""
+    target, rename = tmp_path / "out", os.rename
+    target.mkdir()
+    (target / "lost+found").mkdir()
+
+    def across(path, place):
+        inside = [target in (each, *each.parents) for each in (tmp_path / path, tmp_path / place)]
+        if target in (path, place) or inside[0] != inside[1]:
+            raise OSError(errno.EBUSY if target in (path, place) else errno.EXDEV, "across")
+        rename(path, place)
+
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(target))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, across)
+    return target
+
+
+def test_mount_point(mounted, tmp_path, monkeypatch):
+    """Prepared inside it, so that the room of its own disk is what counts."""
+    places, usage = [], module.shutil.disk_usage
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: places.append(path) or usage(path))
+    stopped(mounted)
+    assert names(mounted) == [".crosshead-partial", "lost+found"] and names(tmp_path) == ["out"]
+    assert "--restart" in refusal(mounted, identity=TWO)
+    assert run(mounted) == list(SHARDS)[2:]
+    assert set(places) == {mounted / ".crosshead-partial"}
+    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found"])
+    assert "--overwrite" in refusal(mounted)
+    fill(mounted, OTHERS)
+    run(mounted, identity=TWO, overwrite=True)
+    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found", *OTHERS])
+    assert names(tmp_path) == ["out"]
+
+
+def test_disks_whose_border_does_not_show(mounted, monkeypatch):
+    """Such as a folder bound to a place on the same disk: files are copied where they cannot be renamed."""
+    monkeypatch.setattr(os.path, "ismount", lambda path: False)
+    with staging(mounted, ONE, False) as stage:
+        assert stage.work.parent == mounted.parent
+        write(stage)
+        (stage.folder / "additional_chat_templates").mkdir()
+        (stage.folder / "additional_chat_templates" / "new.jinja").write_text("new")
+        stage.publish()
+    assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found", "additional_chat_templates"])
+    assert names(mounted.parent) == ["out"]
+
+
+def test_parent_that_cannot_be_written(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+    stopped(tmp_path / "out")
+    assert names(tmp_path / "out") == [".crosshead-partial"]
+    run(tmp_path / "out")
+    assert complete(tmp_path / "out")
+
+
+def test_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "out")
+    assert "cannot be written" in refusal(tmp_path / "out")
+
+
+def mount(*arguments):
+    if os.geteuid() or not shutil.which("mount"):
+        pytest.skip("only root may mount")
+    if subprocess.run(["mount", *map(str, arguments)], capture_output=True, check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["disk", "bound"])
+def test_real_mount_point(tmp_path, kind):
+    target = tmp_path / "out"
+    target.mkdir()
+    (tmp_path / "place").mkdir()
+    mount("-t", "tmpfs", "tmpfs", target) if kind == "disk" else mount("--bind", tmp_path / "place", target)
+    try:
+        stopped(target)
+        assert names(target) == ([".crosshead-partial"] if kind == "disk" else [])
+        assert run(target) == list(SHARDS)[2:]
+        assert complete(target)
+        fill(target, OTHERS)
+        run(target, identity=TWO, overwrite=True)
+        assert names(target) == sorted([*SHARDS, "config.json", *OTHERS])
+        assert names(tmp_path) == ["out", "place"]
+    finally:
+        subprocess.run(["umount", str(target)], check=True)

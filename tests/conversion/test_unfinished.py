@@ -1,0 +1,144 @@
+"""What a run leaves that fails or is stopped, and what the next one makes of it."""
+
+import errno
+import json
+
+import pytest
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.shard_writer import write_shard
+from crosshead.conversion.staging import staging
+from crosshead.conversion.store import Entry
+from staging_toys import ONE, SHARDS, TWO, complete, items, names, refusal, run, stopped, write
+
+ERRORS = [ConversionError, RuntimeError, MemoryError, OSError, KeyboardInterrupt]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_error_keeps_finished_work(tmp_path, kind):
+    target, expected = tmp_path / "out", ConversionError if kind is OSError else kind
+    with pytest.raises(expected, match="no") as caught, staging(target, ONE, False) as stage:
+        stage.expect(SHARDS)
+        for file in list(SHARDS)[:2]:
+            stage.record(file, write_shard(stage.folder / file, items(file)))
+        (stage.folder / "model-02.safetensors").write_text("half of it")
+        raise kind("no")
+    work = tmp_path / ".out.crosshead-partial"
+    (note,) = caught.value.__notes__
+    assert str(work) in note and "--restart" in note
+    assert names(work / "model") == list(SHARDS)[:2]
+    assert run(target) == list(SHARDS)[2:]
+    assert complete(target) and names(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_error_before_anything_is_finished_leaves_nothing(tmp_path, kind):
+    expected = ConversionError if kind is OSError else kind
+    with (
+        pytest.raises(expected, match="no") as caught,
+        staging(tmp_path / "a" / "out", ONE, False) as stage,
+    ):
+        stage.expect(SHARDS)
+        (stage.folder / "model-00.safetensors").write_text("half of it")
+        stage.keep("statistics.partial").write_text("half of it")
+        raise kind("no")
+    assert not hasattr(caught.value, "__notes__")
+    assert names(tmp_path) == []
+
+
+def test_model_that_is_not_verified_is_kept(tmp_path):
+    with pytest.raises(ConversionError) as caught, staging(tmp_path / "out", ONE, False) as stage:
+        write(stage)
+        stage.unverified = True
+        raise ConversionError("another model")
+    folder = tmp_path / ".out.crosshead-partial" / "model"
+    (note,) = caught.value.__notes__
+    assert str(folder) in note and "--no-verify" in note
+    assert complete(folder)
+    assert run(tmp_path / "out") == []
+
+
+def test_next_run_goes_on(tmp_path):
+    stopped(tmp_path / "out")
+    assert names(tmp_path) == [".out.crosshead-partial"]
+    assert run(tmp_path / "out") == list(SHARDS)[2:]
+    assert complete(tmp_path / "out")
+
+
+def test_next_run_checks_what_it_finds(tmp_path):
+    stopped(tmp_path / "out", stop=3)
+    first, second, third = (tmp_path / ".out.crosshead-partial" / "model" / file for file in list(SHARDS)[:3])
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    second.unlink()
+    (third.parent / "stray").mkdir()
+    assert run(tmp_path / "out") == [first.name, second.name, "model-03.safetensors"]
+    assert complete(tmp_path / "out")
+
+
+def test_another_conversion_discards_nothing_unless_told(tmp_path):
+    stopped(tmp_path / "out")
+    work = tmp_path / ".out.crosshead-partial"
+    (work / "kept").write_text("old")
+    message = refusal(tmp_path / "out", identity=TWO)
+    assert str(work) in message and "other options" in message and "--restart" in message
+    assert "command" not in message
+    assert names(work / "model") == list(SHARDS)[:2]
+    with staging(tmp_path / "out", TWO, False, restart=True) as stage:
+        assert not stage.keep("kept").exists()
+        assert write(stage) == list(SHARDS)
+
+
+def test_restart_of_the_same_conversion(tmp_path):
+    stopped(tmp_path / "out")
+    assert run(tmp_path / "out", restart=True) == list(SHARDS)
+    assert complete(tmp_path / "out")
+
+
+def test_another_conversion_goes_on_where_nothing_was_finished(tmp_path):
+    """A process that is killed leaves its journal."""
+    work = tmp_path / ".out.crosshead-partial"
+    (work / "model").mkdir(parents=True)
+    (work / "journal.json").write_text(json.dumps({"identity": TWO, "finished": {}}))
+    (work / "model" / "model-00.safetensors").write_text("half of it")
+    assert run(tmp_path / "out") == list(SHARDS)
+
+
+@pytest.mark.parametrize("journal", ["", "{", None, "[]", '{"identity": "of another version", "finished": {}}'])
+def test_lost_journal(tmp_path, journal):
+    stopped(tmp_path / "out")
+    path = tmp_path / ".out.crosshead-partial" / "journal.json"
+    path.unlink() if journal is None else path.write_text(journal)
+    assert run(tmp_path / "out") == list(SHARDS)
+
+
+def test_other_plan_of_the_same_conversion(tmp_path):
+    stopped(tmp_path / "out")
+    with staging(tmp_path / "out", ONE, False) as stage:
+        first = next(iter(SHARDS))
+        stage.expect({first: [Entry("0.weight", "F32", (5, 8))]})
+        assert not stage.finished
+        assert names(stage.folder) == []
+
+
+def test_kept_files_wait_for_the_next_run_and_are_not_published(tmp_path):
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out", ONE, False) as stage:
+        stage.keep("statistics").write_text("counted")
+        raise KeyboardInterrupt
+    with staging(tmp_path / "out", ONE, False) as stage:
+        assert stage.keep("statistics").read_text() == "counted"
+        write(stage)
+        stage.publish()
+    assert complete(tmp_path / "out")
+    assert names(tmp_path) == ["out"]
+
+
+def test_disk_full_meanwhile(tmp_path):
+    def fill():
+        with staging(tmp_path / "out", ONE, False) as stage:
+            write(stage)
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConversionError, match=r"the disk was full after 0.000 GB of 0.000 GB") as caught:
+        fill()
+    assert ".out.crosshead-partial" in caught.value.__notes__[0]
+    assert run(tmp_path / "out") == []

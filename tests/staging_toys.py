@@ -1,0 +1,72 @@
+"""Small folders that are staged and published, with a weight file for each of a few shards."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from crosshead.conversion.errors import ConversionError
+from crosshead.conversion.shard_writer import tensor_chunks, write_shard
+from crosshead.conversion.staging import staging
+from crosshead.conversion.store import Entry
+
+SHARDS = {f"model-{shard:02d}.safetensors": [Entry(f"{shard}.weight", "F32", (8, 5))] for shard in range(4)}
+ONE, TWO = {"command": "convert", "options": 1}, {"command": "convert", "options": 2}
+
+
+def items(file):
+    """The tensors of a weight file, full of its number."""
+    return [(entry, partial(tensor_chunks, torch.full(entry.shape, float(file[6:8])))) for entry in SHARDS[file]]
+
+
+def write(stage, stop=None):
+    """Write the missing shards, or all up to `stop`; returns those that were written."""
+    stage.expect(SHARDS)
+    written = [file for file in SHARDS if file not in stage.finished]
+    for number, file in enumerate(written):
+        if number == stop:
+            raise KeyboardInterrupt
+        stage.record(file, write_shard(stage.folder / file, items(file)))
+    (stage.folder / "config.json").write_text("{}")
+    return written
+
+
+def run(target, identity=ONE, overwrite=False, restart=False, stop=None):
+    with staging(target, identity, overwrite, restart) as stage:
+        written = write(stage, stop=stop)
+        stage.publish()
+    return written
+
+
+def stopped(target, identity=ONE, overwrite=False, stop=2):
+    with pytest.raises(KeyboardInterrupt):
+        run(target, identity, overwrite, stop=stop)
+
+
+def refusal(target, **options):
+    before = names(target.parent)
+    with pytest.raises(ConversionError) as caught:
+        run(target, **options)
+    assert "\n" not in str(caught.value)
+    assert names(target.parent) == before
+    return str(caught.value)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else None
+
+
+def complete(target):
+    return names(target) == sorted([*SHARDS, "config.json"])
+
+
+def old_model(tmp_path, name="out"):
+    (tmp_path / name).mkdir()
+    (tmp_path / name / "config.json").write_text("old")
+    (tmp_path / name / "model.safetensors").write_text("old")
+
+
+def fill(folder, files):
+    for name, text in files.items():
+        (folder / name).parent.mkdir(exist_ok=True, parents=True)
+        (folder / name).write_text(text)

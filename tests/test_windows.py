@@ -1,0 +1,54 @@
+"""A system without POSIX's modules: models are made, saved and loaded; commands that need more say so."""
+
+import subprocess
+import sys
+
+CODE = """
+import io, sys
+from contextlib import redirect_stderr
+import psutil, torch  # the libraries' own imports differ from system to system, and are not what is tested
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
+for name in ("fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "readline"):
+    sys.modules[name] = None
+
+import crosshead
+sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 9}
+config = crosshead.CrossheadLlamaConfig(**sizes, mixers={"knocking": {}, "talking": {}})
+model = crosshead.CrossheadLlamaForCausalLM(config)
+model.save_pretrained("saved")
+for options in ({}, {"trust_remote_code": True}):
+    loaded = AutoModelForCausalLM.from_pretrained("saved", **options)
+    assert torch.equal(loaded(torch.arange(5)[None]).logits, model(torch.arange(5)[None]).logits)
+
+from crosshead_command.main import main
+for line in sys.stdin:
+    sys.argv = ["crosshead", *line.split()]
+    said = io.TextIOWrapper(io.BytesIO())
+    with redirect_stderr(said):
+        try:
+            main()
+        except SystemExit as end:
+            said.seek(0)
+            print(end.code, said.read(), end="")
+"""
+NEED_POSIX = [
+    "convert source out --mixer knocking",
+    "fold source out",
+    "verify source out",
+    "probe layers source --text text.txt",
+    "train small/smollm2_mixture --set output=out",
+]
+
+
+def test_models_work_and_commands_say_what_they_need(tmp_path):
+    (tmp_path / "source").mkdir()
+    command = [sys.executable, "-P", "-c", CODE]
+    given = "\n".join(NEED_POSIX)
+    done = subprocess.run(command, cwd=tmp_path, input=given, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == len(NEED_POSIX), said
+    for line in said:
+        assert line.startswith("1 crosshead: error: ") and "fcntl" in line and "Linux" in line
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["saved", "source"]
