@@ -28,6 +28,9 @@ cli_evaluate()
 """
 
 
+pytestmark = pytest.mark.xdist_group("eval")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """A stock model that has learnt a little, the same without its last layer, and one of ours."""

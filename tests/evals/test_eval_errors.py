@@ -26,6 +26,9 @@ MINE = "--include-path mine --tasks"
 ITEM = {"text": "the cat", "choices": ["a", "b"], "label": 0}
 
 
+pytestmark = pytest.mark.xdist_group("eval_errors")
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")

@@ -200,7 +200,7 @@ def test_what_cannot_be_shown_is_one_line_and_leaves_nothing(broken, line):
         (["source", "--text", TEXT], "--out"),
         (["--text", TEXT, "--out", "report.html"], "model"),
         (["source", "--texts", TEXT, "--out", "report.html"], "--text"),
-        (["a", "b", "c", "--text", TEXT, "--out", "report.html"], "c"),
+        (["a", "b", "c", "--text", TEXT, "--out", "report.html"], "(c)"),
     ],
 )
 def test_wrong_usage(place, line, arguments, words):
