@@ -64,7 +64,7 @@ def test_conversion_json_has_the_fields_that_are_named(command):
     assert new == {"explicit.key.weight", "explicit.value.weight"}
     command("convert source made --mixer explicit --layers auto --budget 0.8 --calibration text.txt --overwrite")
     chosen = json.loads(Path("made/conversion.json").read_text())["chosen"]
-    assert {"text", "losses", "key_heads", "value_heads"} == chosen.keys() <= fields_in("conversion.json")
+    assert {"text", "sha256", "losses", "key_heads", "value_heads"} == chosen.keys() <= fields_in("conversion.json")
 
 
 @pytest.mark.slow
