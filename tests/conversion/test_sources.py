@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 import crosshead
 import toys
 from crosshead.conversion import gguf_tokenizer
+from crosshead.conversion.calibrating import Text
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources import open_source
 from toy_tokenizer import toy_tokenizer
@@ -174,6 +175,9 @@ def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
     source = open_source(gguf, scratch=tmp_path / "scratch")
     tokenizer = AutoTokenizer.from_pretrained(source.files[0].parent)
     assert tokenizer("ab").input_ids == [0] * first + [5]
+    prose = tmp_path / "prose.txt"
+    prose.write_text("ab" * 99)
+    assert Text(prose).windows(source, 32, 2, 61)[:, :2].tolist() == [[0, 5] if first else [5, 5]] * 2
 
 
 def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):

@@ -124,13 +124,15 @@ def test_one_layer_at_a_time_has_weights_and_none_afterwards(tmp_path):
 
 
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("tied", "resident"), [(False, True), (True, False)])
 @torch.no_grad()
-def test_the_whole_model_for_a_while(tmp_path, backbone, tied):
+def test_the_whole_model_for_a_while(tmp_path, backbone, tied, resident):
     saved(tmp_path, backbone, {"knocking": {}}, tie_word_embeddings=tied)
     streaming = streamed(tmp_path)
-    with streaming.whole() as model:
-        assert torch.equal(model(TOKENS).logits, expected(tmp_path))
+    with streaming.whole(resident) as model:
+        for _ in range(2):
+            assert torch.equal(model(TOKENS).logits, expected(tmp_path))
+        assert {tensor.is_meta for tensor in model.model.layers.parameters()} == {not resident}
     assert all(tensor.is_meta for tensor in model.parameters())
     assert torch.equal(logits(streaming), expected(tmp_path))
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from tokenizers import processors
 
 from crosshead.conversion import text as module
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.text import default_text, read_text, windows
+from crosshead.conversion.text import default_text, read_text, start_tokens, windows
 from toy_tokenizer import toy_tokenizer
 
 
@@ -54,6 +55,23 @@ def test_windows_do_not_overlap_and_are_spread_over_the_text():
     assert taken.dtype == torch.long
     assert taken[:, 0].tolist() == [1, 16, 31, 46]
     assert taken[1].tolist() == [16, 17, 18, 19, 20]
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text():
+    tokenizer = toy_tokenizer()
+    assert start_tokens(tokenizer) == []
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
+        single="w7 w8 $A w9", special_tokens=[(f"w{token}", token) for token in (7, 8, 9)]
+    )
+    assert start_tokens(tokenizer) == [7, 8]
+    taken = windows(tokenizer, words(60), 5, 4, 61)
+    assert taken[:, :2].tolist() == [[7, 8]] * 4
+    assert taken[:, 2].tolist() == [1, 16, 31, 46]
+    assert windows(tokenizer, words(40), 100, 4, 61).shape == (1, 42)
+    assert windows(tokenizer, words(40), 2, 2, 61)[:, 0].tolist() == [7, 7]
+    tokenizer._tokenizer.post_processor = processors.TemplateProcessing(single="w60 $A", special_tokens=[("w60", 60)])
+    with pytest.raises(ConversionError, match="token 60"):
+        windows(tokenizer, words(40), 8, 4, 60)
 
 
 def test_all_windows_are_taken_where_there_are_no_more():
