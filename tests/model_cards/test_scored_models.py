@@ -60,7 +60,7 @@ def test_a_model_that_was_scored_twice_is_refused(made, marked):
     content = report("made", "made")
     if marked:
         with_fingerprints(content, *[model_fingerprint(made)] * 2)
-    with pytest.raises(CardError, match="made.* 2"):
+    with pytest.raises(CardError, match=r"made.* 2"):
         shown(made, content)
     assert not (made / "README.md").exists()
 
