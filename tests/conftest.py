@@ -1,22 +1,28 @@
 """What every test has."""
 
-import sys
+import subprocess
 
 import pytest
 
 from warm_reload import WarmProcess
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def warm_process():
+    """Finished folders load in a process that has imported torch and transformers already."""
+    from crosshead.conversion import reload
+
     process = WarmProcess()
+    reload.subprocess = process
     yield process
+    reload.subprocess = subprocess
     process.stop()
 
 
 @pytest.fixture(autouse=True)
-def folders_load_in_a_warm_process(request, warm_process, monkeypatch):
+def clean_process(request, monkeypatch):
     """But where the process itself is what is tested."""
-    reload = sys.modules.get("crosshead.conversion.reload")
-    if reload is not None and not request.node.get_closest_marker("clean_process"):
-        monkeypatch.setattr(reload, "subprocess", warm_process)
+    if request.node.get_closest_marker("clean_process"):
+        from crosshead.conversion import reload
+
+        monkeypatch.setattr(reload, "subprocess", subprocess)
