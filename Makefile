@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -108,6 +108,9 @@ measure-resume: $(READY) ## training that is killed at random moments, beside tr
 
 measure-processes: $(READY) ## the same steps divided among micro batches and processes: how far the losses differ
 	PYTHONPATH=tests $(ENVIRONMENT) $(PYTHON) -P tests/measure/processes.py build/processes
+
+measure-endings: $(READY) ## two processes that train together, on a busy machine: none aborts when it exits
+	PYTHONPATH=tests HF_HUB_OFFLINE=1 $(ENVIRONMENT) $(PYTHON) -P tests/measure/endings.py build/endings $(ARGS)
 
 measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)

@@ -64,4 +64,5 @@ class AutoLayers:
             tokens,
             lambda *done: progress("choosing", *done),
         )
-        return {"text": self.text.read_as} | describe(losses, choose(losses, self.target.layouts(), self.budget))
+        read = {"text": self.text.read_as, "sha256": self.text.digest_read()}
+        return read | describe(losses, choose(losses, self.target.layouts(), self.budget))

@@ -1,6 +1,7 @@
 """The text that a conversion runs the source on, and what it keeps of that."""
 
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
 from math import prod
@@ -12,20 +13,23 @@ import torch
 from .calibration import WINDOW_LENGTH, Calibration, Observers, calibrate
 from .errors import ConversionError, one_line
 from .fast_arithmetic import fast_dtype
+from .fingerprint import HashedReads, fingerprint, fingerprint_of
 from .job import Progress
 from .published_folder import file_digest
 from .reload import fits_in_memory
 from .sampled_text import sampled_text
-from .shard_writer import digest_of
 from .sources import Source
 from .streamed_model import StreamedModel
-from .text import default_text, read_text, windows
+from .text import default_text, read_text, start_tokens, windows
 
 SUFFIX = ".safetensors"
 WINDOWS = 16
 PROSE, REPLACED, WRITTEN = 12, 0.3, (128, WINDOW_LENGTH // 8)
 """Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and sequences
 that the model writes."""
+LARGEST_WRITER = 4 * 10**9
+"""A model with more parameters writes nothing: it would take longer than all else. The amount of text depends on the
+model alone, never on the memory."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
@@ -45,19 +49,23 @@ def load_tokenizer(source: Source) -> Any:
         raise ConversionError(f"the tokenizer in {folder.name} cannot be loaded: {reason}") from None
 
 
+def parameters(source: Source) -> int:
+    """How many numbers the source's tensors hold."""
+    return sum(prod(entry.shape) for entry in source.store.entries.values())
+
+
 @dataclass(frozen=True)
 class Text:
     """What a conversion runs the source on: a file of text, a saved calibration, or the default text."""
 
     given: Path | None
     written: bool = False
-    """Beside the default text, the model writes some itself: it fits in memory."""
+    """Beside the default text, the model writes some itself: it is no larger than `LARGEST_WRITER`."""
 
     @classmethod
     def of(cls, given: Path | None, source: Source) -> "Text":
         """What is given, or what there is without it."""
-        size = 4 * sum(prod(entry.shape) for entry in source.store.entries.values())
-        return cls(given, given is None and fits_in_memory(size))
+        return cls(given, given is None and parameters(source) <= LARGEST_WRITER)
 
     @property
     def is_saved(self) -> bool:
@@ -68,7 +76,8 @@ class Text:
         """For the record: name and digest."""
         if self.given is None:
             written = ", and what the model writes" if self.written else ""
-            return {"text": f"{DEFAULT_NAME}, with random tokens in it{written}"}
+            name = f"{DEFAULT_NAME}, with random tokens in it{written}"
+            return {"text": name, "sha256": self.digest_read()}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
@@ -81,12 +90,17 @@ class Text:
 
     def windows(self, source: Source, length: int, count: int, vocabulary: int) -> torch.Tensor:
         """Windows of tokens (count, length); of the default text where there is none."""
-        if self.given is None or self.is_saved:
-            prose = default_text()
-            prose = prose[: int(len(prose) * HELD_OUT)]
-        else:
-            prose = read_text(self.given)
-        return windows(load_tokenizer(source), prose, length, count, vocabulary)
+        return windows(load_tokenizer(source), self._prose(), length, count, vocabulary)
+
+    def digest_read(self) -> str:
+        """The SHA-256 of what `windows` reads."""
+        return sha256(self._prose().encode()).hexdigest()
+
+    def _prose(self) -> str:
+        if self.given is not None and not self.is_saved:
+            return read_text(self.given)
+        prose = default_text()
+        return prose[: int(len(prose) * HELD_OUT)]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Windows of the text; beside those of the default text, others.
@@ -98,13 +112,17 @@ class Text:
         if self.given is not None:
             return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
         prose = self.windows(source, WINDOW_LENGTH, PROSE, vocabulary)
-        known = min(len(load_tokenizer(source)), vocabulary)
+        tokenizer = load_tokenizer(source)
+        known, start = min(len(tokenizer), vocabulary), start_tokens(tokenizer)
         generator = torch.Generator().manual_seed(0)
         is_replaced = torch.rand(prose.shape, generator=generator) < REPLACED
+        is_replaced[:, : len(start)] = False
         found = [torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose)]
         if self.written:
             writer = StreamedModel(source.store, model.config, fast_dtype())
-            written = sampled_text(writer, WRITTEN, known, lambda *done: progress("sampling", *done)).flatten()
+            resident = fits_in_memory(4 * parameters(source))
+            advance = partial(progress, "sampling")
+            written = sampled_text(writer, WRITTEN, start, known, advance, resident).flatten()
             found.append(written[: len(written) // prose.shape[1] * prose.shape[1]].view(-1, prose.shape[1]))
         return torch.cat(found)
 
@@ -115,17 +133,18 @@ def observe(
     """The saved calibration, or the one that a run before this has kept, or a new one."""
     if text.given is not None and text.is_saved:
         calibration = Calibration(text.given)
-        calibration.check(observers, mark_of(source))
+        calibration.check(observers, lambda: fingerprint_of(source.store, stock, partial(progress, "checking")))
         return calibration
     if not kept.exists():
-        model = StreamedModel(source.store, stock)
+        hashed = HashedReads(source.store)
+        model = StreamedModel(hashed, stock)
         tokens = text.to_calibrate_on(source, model, progress)
-        calibrate(model, tokens, observers, kept, lambda *done: progress("calibrating", *done), mark=mark_of(source))
+        calibrate(
+            model,
+            tokens,
+            observers,
+            kept,
+            partial(progress, "calibrating"),
+            lambda: fingerprint(stock, hashed.entries, hashed.digests),
+        )
     return Calibration(kept)
-
-
-def mark_of(source: Source) -> str:
-    """A digest of what calibration observes most closely, the key and value weights."""
-    store = source.store
-    names = sorted(name for name in store.entries if ".k_proj." in name or ".v_proj." in name)
-    return sha256(" ".join(digest_of(store.chunks(name)) for name in names).encode()).hexdigest()

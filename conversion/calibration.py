@@ -24,7 +24,7 @@ from .streamed_model import StreamedModel
 from .virtual_heads import approximate, output_name, shapes_of_solved, solved
 
 WINDOW_LENGTH = 1024
-MARK = "key_value_weights"
+FINGERPRINT = "fingerprint"
 Advance = Callable[[int, int], None]
 """Called with the layers done and the layers there are."""
 
@@ -113,11 +113,14 @@ class Calibration:
                     found.setdefault(kind, {})[part] = file.get_tensor(name)
         return found
 
-    def check(self, observers: Observers, mark: str | None = None) -> None:
-        """`ConversionError` where the file is something else, or was made for something else."""
+    def check(self, observers: Observers, fingerprint: Callable[[], str] | None = None) -> None:
+        """`ConversionError` where the file is something else, or was made for something else.
+
+        `fingerprint` gives the model's, and is called last, because it takes time.
+        """
         try:
             with safe_open(self.path, framework="pt") as file:
-                made_for = (file.metadata() or {}).get(MARK)
+                made_for = (file.metadata() or {}).get(FINGERPRINT)
                 found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ConversionError(f"--calibration {self.path} cannot be read as a calibration: {error}") from None
@@ -128,24 +131,38 @@ class Calibration:
                     f"--calibration {self.path} does not fit ({name} is {found.get(name, 'not there')}, and should be "
                     f"{shape}): it was made for another model or another conversion"
                 )
-        if mark not in (None, made_for):
+        if fingerprint is None:
+            return
+        if not made_for:
             raise ConversionError(
-                f"--calibration {self.path} does not fit (keys and values have other weights): it was made for "
-                "another model of the same shape"
+                f"--calibration {self.path} does not say which weights it was made for, as those of earlier versions "
+                "do not: calibrate again on the text, with --save-calibration"
+            )
+        if made_for != fingerprint():
+            raise ConversionError(
+                f"--calibration {self.path} does not fit (its fingerprint is not that of these weights and this "
+                "config.json): it was made for another model of the same shape"
             )
 
 
 @torch.no_grad()
 def calibrate(
-    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance, mark: str = ""
+    model: StreamedModel,
+    tokens: torch.Tensor,
+    observers: Observers,
+    path: Path,
+    advance: Advance,
+    fingerprint: Callable[[], str],
 ) -> Calibration:
     """Run windows of tokens (B, T) through the source, and keep in a file what was observed.
 
-    `mark` tells the source from other models, for those who use the file later.
+    `fingerprint` is the model's, for those who use the file later; it is called when all layers have been read.
     """
     partial = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
-    write_growing(partial, expected, _observed(model, tokens, observers, advance), {MARK: mark})
+    write_growing(
+        partial, expected, _observed(model, tokens, observers, advance), lambda: {FINGERPRINT: fingerprint()}
+    )
     partial.replace(path)
     return Calibration(path)
 

@@ -144,7 +144,7 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
     options = asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described}
     # Heads in another order add up in another order, and normed keys are divided in another place.
     rounded_to = {"F32"} if wanted or "explicit" in request.mixers else set()
-    if dtype is not None and any(entry.dtype != dtype for entry in origin.store.entries.values()):
+    if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in origin.store.entries.values()):
         rounded_to.add(dtype)
     allowed = tolerance(target, rounded_to) if neutral else None
     sizes = least_size(origin.store, dropped, dtype), 0 if text.is_saved else observers.size

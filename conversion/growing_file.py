@@ -5,7 +5,7 @@ allows.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from .families import Shapes
@@ -20,11 +20,16 @@ BESIDE = 1024
 """Bytes of the header for all else, at most."""
 
 
-def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
-    """Write each group of tensors when it comes. `expected` names all; every tensor takes whole eights of bytes."""
+def write_growing(
+    path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Callable[[], Mapping[str, str]]
+) -> None:
+    """Write each group of tensors when it comes. `expected` names all; every tensor takes whole eights of bytes.
+
+    `metadata` is asked for when all have come.
+    """
     room = sum(len(name) + NUMBERS for name in expected) + BESIDE
     room += -room % LENGTH_BYTES
-    header: dict[str, object] = {METADATA: dict(metadata)}
+    header: dict[str, object] = {}
     end = 0
     with path.open("wb") as file:
         file.seek(LENGTH_BYTES + room)
@@ -38,5 +43,6 @@ def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metad
                 }
                 for chunk in tensor_chunks(tensor):
                     file.write(chunk)
+        header[METADATA] = dict(metadata())
         file.seek(0)
         file.write(room.to_bytes(LENGTH_BYTES, "little") + json.dumps(header).encode().ljust(room))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from .errors import ConversionError
 from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
@@ -26,10 +25,10 @@ from .published_folder import (
     write_json,
 )
 from .safetensors_store import WEIGHTS
-from .shard_writer import Item, tensor_chunks, write_index, write_shard
+from .shard_writer import Item, rounded, tensor_chunks, write_index, write_shard
 from .sources import CONFIG, Source
 from .staging import Staging, check_apart, staging
-from .store import DTYPES, Entry, TensorStore
+from .store import TensorStore
 from .vocabulary import grown
 
 Progress = Callable[[str, int, int], None]
@@ -167,14 +166,6 @@ def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator
         yield from grown(store, entry)
     else:
         yield from tensor_chunks(rounded(store.read(entry.name), entry))
-
-
-def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The tensor in the dtype it is stored in; `ConversionError` where that has no numbers so large."""
-    result = tensor.to(DTYPES[entry.dtype])
-    if tensor.isfinite().all() and not result.isfinite().all():
-        raise ConversionError(f"tensor {entry.name} is too large for {DTYPES[entry.dtype]}: use --dtype bfloat16")
-    return result
 
 
 def record(job: Job, prepared: Prepared, digests: Mapping[str, str]) -> dict[str, Any]:

@@ -25,14 +25,14 @@ from .store import TensorStore
 from .streamed_model import StreamedModel
 from .virtual_heads import PROJECTIONS, approximate
 
-TRIAL_LENGTH, TRIALS = 512, 1
+TRIAL_LENGTH, TRIALS = 256, 8
 STRIDE = 2
 """Every so many positions are judged: neighbours say much the same, and logits are dear."""
 Trial = tuple[int, str, int]
 """Layer, side, component heads."""
 Losses = dict[Trial, float]
-Judge = Callable[[torch.Tensor, torch.Tensor], float]
-"""The loss of a trial, from the source's logits (B, T / STRIDE, vocabulary) and the trial's."""
+Judge = Callable[[int, torch.Tensor, torch.Tensor], float]
+"""The loss of a trial on one window: its index, the source's logits (T / STRIDE, vocabulary), and the trial's."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def counts_to_try(heads: int) -> list[int]:
     return list(range(1, heads)) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
 
 
-def divergence(expected: torch.Tensor, logits: torch.Tensor) -> float:
+def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
     """The KL divergence from the source's predictions."""
     before, found = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
     return float((before.exp() * (before - found)).sum(-1).mean())
@@ -70,19 +70,25 @@ def measure_losses(
     advance: Callable[[int, int], None],
     judge: Judge = divergence,
 ) -> Losses:
-    """The loss of each trial on windows of tokens (B, T)."""
+    """The loss of each trial, the mean over windows of tokens (B, T)."""
     hidden = model.embed(tokens)
     trials: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
-        trials = {trial: model.call(module, state) for trial, state in trials.items()}
+        for states in trials.values():
+            model.step(module, states)
         for side, count, tensors in _substitutes(store, layouts[layer], calibration, method):
+            states = trials[layer, side, count] = hidden.clone()
             with substituted(module.self_attn, tensors):  # type: ignore[arg-type]
-                trials[layer, side, count] = model.call(module, hidden)
-        hidden = model.call(module, hidden)
+                model.step(module, states)
+        model.step(module, hidden)
         advance(layer + 1, len(layouts))
+    losses = dict.fromkeys(trials, 0.0)
     with model.head() as head:
-        expected = head(hidden[:, ::STRIDE])
-        return {trial: judge(expected, head(state[:, ::STRIDE])) for trial, state in trials.items()}
+        for window in range(len(tokens)):  # the logits of all windows at once would be gigabytes
+            expected = head(hidden[window, ::STRIDE])
+            for trial, states in trials.items():
+                losses[trial] += judge(window, expected, head(states[window, ::STRIDE])) / len(tokens)
+    return losses
 
 
 def _substitutes(

@@ -2,6 +2,7 @@
 
 import tempfile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -56,12 +57,12 @@ def probe_layers(
             observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
             kept = Path(scratch, "calibration.safetensors")
             read = observe(origin, stock, Text.of(calibration, origin), observers, kept, progress)
-        source_loss: list[float] = []
+        source_losses: dict[int, float] = {}
 
-        def rise(expected: torch.Tensor, logits: torch.Tensor) -> float:
-            if not source_loss:
-                source_loss.append(_loss(expected, tokens))
-            return _loss(logits, tokens) - source_loss[0]
+        def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
+            if window not in source_losses:
+                source_losses[window] = _loss(expected, tokens[window])
+            return _loss(logits, tokens[window]) - source_losses[window]
 
         model = StreamedModel(origin.store, stock)
         rises = measure_losses(
@@ -72,15 +73,15 @@ def probe_layers(
         "method": method,
         "heads": stock.num_key_value_heads,
         "tokens": tokens.numel(),
-        "loss": source_loss[0],
+        "loss": fmean(source_losses.values()),
         "rises": by_layer(rises),
     }
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Against the tokens (B, T) that follow every position that is judged."""
-    following = tokens[:, 1::STRIDE]
-    return float(functional.cross_entropy(logits[:, : following.shape[1]].flatten(0, 1).float(), following.flatten()))
+    """Against the tokens, of one window (T), that follow every position that is judged."""
+    following = tokens[1::STRIDE]
+    return float(functional.cross_entropy(logits[: len(following)].float(), following))
 
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:

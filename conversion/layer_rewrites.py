@@ -18,7 +18,8 @@ ATTENTION = "self_attn."
 def read_attention(store: TensorStore, layer: int) -> Tensors:
     """The attention tensors of one layer, at least float32, by their names within the layer's attention."""
     prefix = layer_prefix(layer) + ATTENTION
-    stored = {name.removeprefix(prefix): store.read(name) for name in store.entries if name.startswith(prefix)}
+    names = [name for name, entry in store.entries.items() if name.startswith(prefix) and not entry.is_integer]
+    stored = {name.removeprefix(prefix): store.read(name) for name in names}
     for name, tensor in stored.items():
         if not tensor.isfinite().all():
             raise ConversionError(f"tensor {prefix}{name} holds nan or inf: repair the checkpoint or take another")

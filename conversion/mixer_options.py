@@ -10,7 +10,7 @@ from typing import Any
 
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mixer import HeadLayout
-from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, unknown
+from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
 from crosshead.modeling.settings import LAYERS
 
 from .errors import ConversionError
@@ -76,10 +76,14 @@ def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerReq
 
 
 def _share_half(options: dict[str, Any], heads: int) -> None:
-    """The paper's continued training shares half of all heads; with fewer active, half of those."""
-    active = options.get("active_heads")
-    if "shared_heads" not in options and isinstance(active, int) and active > heads // 2:
-        options["shared_heads"] = heads // 2
+    """The paper's continued training shares half of all heads; layers with fewer active heads share half of those."""
+    active, half = options.get("active_heads"), heads // 2
+    counts = active if isinstance(active, list) else [active]
+    if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):
+        return  # the config refuses a wrong count by its own name
+    if max(counts, default=0) > half:
+        shared = [half if count > half else count // 2 for count in counts]
+        options["shared_heads"] = shared if isinstance(active, list) else shared[0]
 
 
 def _choice(name: str, key: str, kind: Choice, value: Any, layers: int) -> str:

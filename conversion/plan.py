@@ -6,7 +6,7 @@ from typing import Any
 
 from .errors import ConversionError
 from .families import FUSED_EXPERTS, Shapes, ignored, layer_prefix
-from .store import Entry, TensorStore
+from .store import DTYPES, Entry, TensorStore
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -35,7 +35,10 @@ class Plan:
 
 
 def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, str]:
-    """That a checkpoint holds what it should, whole; returns the tensors to drop, each with its reason."""
+    """That a checkpoint holds what it should, whole; returns the tensors to drop, each with its reason.
+
+    Integers that are no part of the model, such as a buffer of position ids, are let through.
+    """
     dropped = {name: reason for name in store.entries if name not in shapes and (reason := ignored(name))}
     if tied and HEAD in store.entries:
         if not same_bytes(store, HEAD, EMBEDDING):
@@ -56,8 +59,13 @@ def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, st
             raise ConversionError(
                 f"the tensor {name} has the shape {list(entry.shape)}, but the config asks for {list(shape)}"
             )
-    for name in store.entries:
-        if name not in shapes and name not in dropped:
+        if entry.is_integer:
+            raise ConversionError(
+                f"the tensor {name} is stored as {entry.dtype!r}: weights must be one of {', '.join(DTYPES)}; give "
+                "the unquantised checkpoint"
+            )
+    for name, entry in store.entries.items():
+        if name not in shapes and name not in dropped and not entry.is_integer:
             raise ConversionError(
                 f"the tensor {name} is not part of this kind of model: take it out of the checkpoint, or use a "
                 "checkpoint of the plain causal language model"
@@ -79,7 +87,7 @@ def make_plan(
 ) -> Plan:
     """The target's tensors in the source's shards: `shapes` is the target's, `rewritten` those whose values change.
 
-    What is created goes beside its layer's output projection.
+    What is created goes beside its layer's output projection. Integers that are no part of the model are copied.
     """
     changes = set(rewritten)
     created: dict[str, list[str]] = {}
@@ -89,16 +97,21 @@ def make_plan(
     for file, names in store.shards.items():
         steps = []
         for name in names:
-            if name not in shapes:
+            stored = store.entries[name]
+            if name not in shapes and (name in dropped or not stored.is_integer):
                 continue
-            entry = Entry(name, dtype or store.entries[name].dtype, shapes[name])
-            same = entry == store.entries[name] and name not in changes
+            entry = Entry(name, stored.dtype_in(dtype), shapes.get(name, stored.shape))
+            same = entry == stored and name not in changes
             steps.append(Step(entry, "copied" if same else "rewritten"))
             new = sorted(created.get(name, ()))
             steps += [Step(Entry(created_name, entry.dtype, shapes[created_name]), "created") for created_name in new]
         if steps:
             shards[file] = steps
-    gone = {name: "replaced by what it was combined into" for name in store.entries if name not in shapes}
+    gone = {
+        name: "replaced by what it was combined into"
+        for name, stored in store.entries.items()
+        if name not in shapes and not stored.is_integer
+    }
     return Plan(shards, gone | dict(dropped))
 
 
@@ -106,7 +119,7 @@ def least_size(store: TensorStore, dropped: Iterable[str], dtype: str | None) ->
     """Bytes that a target takes however few of the key and value heads are kept."""
     gone = set(dropped)
     return sum(
-        replace(entry, dtype=dtype or entry.dtype).size
+        replace(entry, dtype=entry.dtype_in(dtype)).size
         for name, entry in store.entries.items()
         if name not in gone and "k_proj" not in name and "v_proj" not in name
     )

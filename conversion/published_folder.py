@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from itertools import chain
 from pathlib import Path
+from platform import python_version
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def _is_tolerance(value: Any) -> bool:
 
 def versions() -> dict[str, str]:
     """What the result depends on besides source and options."""
-    return {"crosshead": version("crosshead"), "torch": torch.__version__, "transformers": transformers.__version__}
+    libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"crosshead": version("crosshead"), "python": python_version(), **libraries}
 
 
 def file_digest(path: Path) -> str:

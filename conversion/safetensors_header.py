@@ -12,7 +12,7 @@ from typing import Any
 
 from .errors import ConversionError
 from .file_bytes import opened, read_at
-from .store import DTYPES, Entry
+from .store import STORED, Entry
 from .strict_json import parse_object, shown
 
 METADATA = "__metadata__"
@@ -82,14 +82,14 @@ def _slot(where: str, name: str, value: Any) -> _Slot:
     dtype: Any = value.get("dtype")
     shape: Any = value.get("shape")
     offsets: Any = value.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ConversionError(f"{where} has dtype={shown(dtype)}: only {', '.join(DTYPES)} can be converted")
+    if not isinstance(dtype, str) or dtype not in STORED:
+        raise ConversionError(f"{where} has dtype={shown(dtype)}: only {', '.join(STORED)} can be converted")
     if not _whole_numbers(shape) or len(shape) > _MOST_DIMENSIONS:
         raise ConversionError(f"{where} has shape={shown(shape)}: it must be a list of sizes")
     if not _whole_numbers(offsets) or len(offsets) != 2:
         raise ConversionError(f"{where} has data_offsets={shown(offsets)}: they must be two positions, begin and end")
     # Beside a size of zero, absurd sizes would give zero bytes, and an overflow in torch.
-    if prod(filter(None, shape)) * DTYPES[dtype].itemsize >= _MOST_BYTES:
+    if prod(filter(None, shape)) * STORED[dtype].itemsize >= _MOST_BYTES:
         raise ConversionError(f"{where} has shape={shown(shape)}: no computer holds that")
     slot = _Slot(Entry(name, dtype, tuple(shape)), offsets[0], offsets[1])
     if slot.end - slot.begin != slot.entry.size:

@@ -10,7 +10,7 @@ import torch
 from .errors import ConversionError
 from .file_bytes import Buffers, chunks_at, fill, opened
 from .safetensors_header import LONGEST_HEADER, Header, read_header
-from .store import DTYPES, Entry
+from .store import STORED, Entry
 from .strict_json import read_object, shown
 
 WEIGHTS = "model.safetensors"
@@ -40,7 +40,7 @@ class SafetensorsStore:
         raw = torch.empty(entry.size, dtype=torch.uint8)
         with opened(path) as (descriptor, _):
             fill(raw.numpy().data, descriptor, path, start)
-        return raw.view(DTYPES[entry.dtype]).view(entry.shape)
+        return raw.view(STORED[entry.dtype]).view(entry.shape)
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The bytes of one tensor in pieces, each good until the next is asked for."""

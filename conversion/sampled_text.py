@@ -36,18 +36,30 @@ class _Reserved(DynamicLayer):
 
 @torch.no_grad()
 def sampled_text(
-    model: StreamedModel, shape: tuple[int, int], known: int, advance: Callable[[int, int], None]
+    model: StreamedModel,
+    shape: tuple[int, int],
+    start: list[int],
+    known: int,
+    advance: Callable[[int, int], None],
+    resident: bool = True,
 ) -> torch.Tensor:
-    """Token ids of sequences (B, T), sampled from the model as it is, each from a random one of `known` tokens on."""
+    """Token ids of sequences (B, T), sampled from the model as it is.
+
+    Each begins with the tokens of `start` and a random one of `known` tokens. Whether the model is `resident` in
+    memory decides on the time alone.
+    """
     count, length = shape
     generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(known, (count, 1), generator=generator)
+    first = torch.randint(known, (count, 1), generator=generator)
+    tokens = torch.cat([torch.tensor(start, dtype=torch.long).expand(count, -1), first], dim=1)
     cache = Cache(layers=[_Reserved(length) for _ in range(model.config.num_hidden_layers)])
-    with model.whole() as whole:
-        for done in range(1, length):
-            logits = whole(tokens[:, -1:], past_key_values=cache, use_cache=True).logits[:, -1, :known]
+    cached = 0
+    with model.whole(resident) as whole:
+        while tokens.shape[1] < length:
+            logits = whole(tokens[:, cached:], past_key_values=cache, use_cache=True).logits[:, -1, :known]
+            cached = tokens.shape[1]
             tokens = torch.cat([tokens, drawn(logits, torch.rand(count, 1, generator=generator))], dim=1)
-            advance(done + 1, length)
+            advance(cached + 1, length)
     return tokens
 
 

@@ -20,7 +20,7 @@ from .errors import ConversionError
 from .file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
 from .safetensors_header import LENGTH_BYTES, METADATA
 from .safetensors_store import INDEX
-from .store import DTYPES, Entry
+from .store import DTYPES, STORED, Entry
 
 Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
 """A tensor and what yields its bytes: pieces of whole elements, each good until the next is asked for."""
@@ -29,7 +29,7 @@ _THREADS = 2
 
 def file_order(entries: Iterable[Entry]) -> list[Entry]:
     """The order in which tensors lie in their file: as given, but wider numbers first."""
-    return sorted(entries, key=lambda entry: -DTYPES[entry.dtype].itemsize)
+    return sorted(entries, key=lambda entry: -STORED[entry.dtype].itemsize)
 
 
 def shard_header(entries: Iterable[Entry]) -> bytes:
@@ -129,6 +129,8 @@ def _run(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]:
 
 
 def _check_finite(entry: Entry, piece: memoryview) -> None:
+    if entry.is_integer:
+        return
     for extreme in torch.aminmax(
         torch.frombuffer(piece, dtype=DTYPES[entry.dtype])
     ):  # both are NaN where any value is
@@ -175,6 +177,14 @@ def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), CHUNK):
         yield raw[start : start + CHUNK]
+
+
+def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
+    """The tensor in the dtype it is stored in; `ConversionError` where that has no numbers so large."""
+    result = tensor.to(DTYPES[entry.dtype])
+    if tensor.isfinite().all() and not result.isfinite().all():
+        raise ConversionError(f"tensor {entry.name} is too large for {DTYPES[entry.dtype]}: use --dtype bfloat16")
+    return result
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:

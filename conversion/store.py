@@ -14,7 +14,20 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""The number formats of the checkpoints that can be converted, by their names in safetensors."""
+"""The number formats that weights can be converted from, by their names in safetensors."""
+INTEGERS: dict[str, torch.dtype] = {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""The formats of buffers such as position ids, which are copied as they are."""
+STORED = DTYPES | INTEGERS
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -24,13 +37,22 @@ class Entry:
 
     name: str
     dtype: str
-    """A key of `DTYPES`."""
+    """A key of `STORED`."""
     shape: tuple[int, ...]
 
     @property
     def size(self) -> int:
         """Bytes."""
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+        return prod(self.shape) * STORED[self.dtype].itemsize
+
+    @property
+    def is_integer(self) -> bool:
+        """It holds integers, so it is no weight."""
+        return self.dtype in INTEGERS
+
+    def dtype_in(self, asked: str | None) -> str:
+        """Its dtype in a checkpoint whose weights are to have the dtype `asked`."""
+        return self.dtype if asked is None or self.is_integer else asked
 
 
 class TensorStore(Protocol):

@@ -99,12 +99,16 @@ class StreamedModel:
             use_cache=False,
         )
 
+    def step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
+        """Put hidden states (B, T, hidden) through one of `layers`, in place and one sequence at a time."""
+        for sequence in hidden.split(1):
+            sequence.copy_(self.call(layer, sequence))
+
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
         """All layers on token ids (B, T), one sequence at a time; `advance` is called after every layer."""
         hidden = self.embed(tokens)
         for _, layer in self.layers():
-            for sequence in hidden.split(1):
-                sequence.copy_(self.call(layer, sequence))
+            self.step(layer, hidden)
             advance()
         return hidden
 
@@ -116,8 +120,12 @@ class StreamedModel:
             yield lambda hidden: head(norm(hidden))
 
     @contextmanager
-    def whole(self) -> Iterator[Any]:
-        """The model with all its weights, for as long as the context; for one that fits in memory."""
+    def whole(self, resident: bool = True) -> Iterator[Any]:
+        """The library's own model, for as long as the context.
+
+        All its weights are in memory; where it is not `resident`, each layer's are read whenever it is called. Both
+        compute the same numbers.
+        """
         model = self._model
         rotary, model.model.rotary_emb = model.model.rotary_emb, self._rotary
         with ExitStack() as loaded:
@@ -125,8 +133,23 @@ class StreamedModel:
             loaded.enter_context(self._weights(model.model.embed_tokens, EMBEDDING.removesuffix("weight")))
             loaded.enter_context(self.head())
             for index, layer in enumerate(model.model.layers):
-                loaded.enter_context(self._weights(layer, layer_prefix(index)))
+                weights = self._weights if resident else self._weights_of_a_call
+                loaded.enter_context(weights(layer, layer_prefix(index)))
             yield model
+
+    @contextmanager
+    def _weights_of_a_call(self, module: nn.Module, prefix: str) -> Iterator[None]:
+        """Let a module have its weights only while it is called."""
+        held = ExitStack()
+        handles = [
+            module.register_forward_pre_hook(lambda *_: held.enter_context(self._weights(module, prefix))),
+            module.register_forward_hook(lambda *_: held.close(), always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def _weights(self, module: nn.Module, prefix: str) -> Iterator[None]:

@@ -1,5 +1,6 @@
 """Sample text for calibrating a conversion and comparing models: where it comes from, and windows of its tokens."""
 
+from itertools import takewhile
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -34,10 +35,18 @@ def read_text(path: Path) -> str:
     return text
 
 
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
+    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
+
+
 def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int) -> torch.Tensor:
     """Token ids (count, length) of windows that do not overlap, spread evenly over the text; fewer where it is short.
 
-    A text too short for one window is one shorter window. `vocabulary` is how many tokens the model knows.
+    Each begins with the tokenizer's start tokens, because the model was trained on sequences that do. A text too short
+    for one window is one shorter window. `vocabulary` is how many tokens the model knows.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
     tokens = torch.tensor(tokenizer(excerpt, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
@@ -45,14 +54,18 @@ def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int)
         raise ConversionError(
             f"the text has {len(tokens)} tokens, too few to run a model on: give at least {SHORTEST_WINDOW}"
         )
-    if int(tokens.max()) >= vocabulary:
+    start = torch.tensor(start_tokens(tokenizer), dtype=torch.long)[: length - 1]
+    largest = int(torch.cat([start, tokens]).max())
+    if largest >= vocabulary:
         raise ConversionError(
-            f"the tokenizer gives the token {int(tokens.max())}, but the model's vocabulary ends at {vocabulary - 1}: "
+            f"the tokenizer gives the token {largest}, but the model's vocabulary ends at {vocabulary - 1}: "
             "they do not belong together"
         )
-    whole = tokens[: max(1, len(tokens) // length) * length].view(-1, min(length, len(tokens)))
+    room = length - len(start)
+    whole = tokens[: max(1, len(tokens) // room) * room].view(-1, min(room, len(tokens)))
     chosen = min(count, len(whole))
-    return whole[torch.arange(chosen) * len(whole) // chosen]
+    picked = whole[torch.arange(chosen) * len(whole) // chosen]
+    return torch.cat([start.expand(chosen, -1), picked], dim=1)
 
 
 def _excerpts(text: str, size: int, count: int) -> str:

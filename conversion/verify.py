@@ -165,7 +165,8 @@ def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     shapes, stored = stock_shapes(config), checkpoint.store.entries.keys()
     shapes = mixed_shapes(config, shapes) if kind == "mixed" else shapes
     redundant = check_source(checkpoint.store, shapes, config.tie_word_embeddings)
-    missing, unexpected = shapes.keys() - stored, stored - shapes.keys() - redundant.keys()
+    buffers = {name for name, entry in checkpoint.store.entries.items() if entry.is_integer}
+    missing, unexpected = shapes.keys() - stored, stored - shapes.keys() - redundant.keys() - buffers
     return config, {"expected": len(shapes), "missing": len(missing), "unexpected": len(unexpected)}
 
 

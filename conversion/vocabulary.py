@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from .errors import ConversionError
-from .shard_writer import tensor_chunks
+from .shard_writer import rounded, tensor_chunks
 from .store import DTYPES, Entry, TensorStore
 
 ROWS = 256
@@ -35,7 +35,7 @@ def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
         if whole:
             rows = torch.frombuffer(bytearray(data[:whole]), dtype=source).reshape(-1, width)
             total += rows.double().sum(0)
-            yield from tensor_chunks(rows.to(target))
+            yield from tensor_chunks(rounded(rows, entry))
     mean = (total / stored.shape[0]).to(target)
     for start in range(stored.shape[0], entry.shape[0], ROWS):
         yield from tensor_chunks(mean.repeat(min(ROWS, entry.shape[0] - start), 1))

@@ -11,6 +11,8 @@ from .eval_items import Items, ratio, ratio_error, t_quantile
 
 Row = Mapping[str, Any]
 Found = Items | None
+LARGEST_LOG = 700.0
+"""The exponential of more would not be a finite number, and JSON has no other."""
 
 
 def compare(rows: Sequence[Row], first: Sequence[Found], second: Sequence[Found]) -> dict[str, list[dict[str, Any]]]:
@@ -29,28 +31,33 @@ def difference(first: Items, second: Items, higher_is_better: bool) -> dict[str,
     """One row: perplexities differ by a part of the first one's, other scores by their difference."""
     changes = [after - before for before, after in zip(first.values, second.values, strict=True)]
     change = ratio(changes, first.weights)
-    low, high = interval(changes, first.weights, first.binary and second.binary)
+    bounds = interval(changes, first.weights, first.binary and second.binary)
     if first.exponential:
-        change, low, high = (math.expm1(bound) for bound in (change, low, high))
+        change = _growth(change)
+        bounds = None if bounds is None else (_growth(bounds[0]), _growth(bounds[1]))
     differ = sum(each != 0 for each in changes)
     return {
         "scale": "part of the first" if first.exponential else "difference",
         "change": change,
-        "interval": [low, high],
-        "verdict": _verdict(low, high, higher_is_better) if differ else "equal",
+        "interval": None if bounds is None else list(bounds),
+        "verdict": _verdict(bounds, higher_is_better) if differ else "equal",
         "items": len(changes),
         "items_that_differ": differ,
     }
 
 
-def _verdict(low: float, high: float, higher_is_better: bool) -> str:
-    if low <= 0 <= high:
+def _growth(logarithm: float) -> float:
+    return math.expm1(min(logarithm, LARGEST_LOG))
+
+
+def _verdict(bounds: tuple[float, float] | None, higher_is_better: bool) -> str:
+    if bounds is None or bounds[0] <= 0 <= bounds[1]:
         return "unclear"
-    return "better" if (low > 0) == higher_is_better else "worse"
+    return "better" if (bounds[0] > 0) == higher_is_better else "worse"
 
 
-def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -> tuple[float, float]:
-    """Where the true change lies, for all items that these are a sample of.
+def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -> tuple[float, float] | None:
+    """Where the true change lies, for all items that these are a sample of; None for one item, which has no spread.
 
     Where each item is right or wrong, two are added (Bonett and Price 2012): one that only the first model gets right,
     and one that only the second does. Else a few items without a difference would seem to prove that there is none.
@@ -58,5 +65,7 @@ def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -
     if binary:
         share = math.fsum(weights) / len(weights)
         changes, weights = [*changes, share, -share], [*weights, share, share]
+    if len(changes) < 2:
+        return None
     middle, reach = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
     return middle - reach, middle + reach

@@ -7,7 +7,7 @@ perplexity the values are negative log likelihoods, the weights words or bytes, 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from functools import cache
 from typing import Any
 
 from .eval_tasks import Loaded
@@ -90,9 +90,9 @@ def ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
     return math.sqrt(squares * count / (count - 1)) / math.fsum(weights)
 
 
+@cache
 def t_quantile(count: int) -> float:
     """How many standard errors, estimated from so many items, the interval reaches to each side."""
-    z, freedom = NormalDist().inv_cdf((1 + CONFIDENCE) / 2), count - 1
-    first, second = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96
-    third = (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
-    return z + first / freedom + second / freedom**2 + third / freedom**3  # Fisher's expansion of Student's t
+    from scipy.stats import t
+
+    return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))

@@ -64,8 +64,8 @@ def _figure(value: float) -> str:
 
 
 def _change(row: Report) -> str:
-    change, low, high = (_step(value, row["scale"]) for value in (row["change"], *row["interval"]))
-    return f"{change}  [{low}, {high}]"
+    change, *bounds = (_step(value, row["scale"]) for value in (row["change"], *(row["interval"] or ())))
+    return f"{change}  [{', '.join(bounds)}]" if bounds else change
 
 
 def _step(value: float, scale: str) -> str:

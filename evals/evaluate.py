@@ -15,6 +15,7 @@ from .eval_quiet import quiet
 from .eval_scores import average, score_rows
 from .eval_suite import Suite, read_suite, suite_of_tasks
 from .eval_tasks import Loaded, load_tasks, task_manager
+from .model_fingerprint import model_fingerprint
 from .open_model import Opened, load_model, open_model
 
 PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
@@ -38,7 +39,7 @@ def evaluate(
     """Score each model on a suite, or on `tasks`; with `compared`, each later model is set against the first.
 
     `limit` is the number of items of each task, from its beginning. The report can be written as JSON; `keep` is given
-    what there is of it after every model, so that a later one that fails costs no scores.
+    what there is of it after every model and every comparison, so that a later failure costs no scores.
     """
     chosen = suite_of_tasks(list(tasks)) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
@@ -60,15 +61,16 @@ def evaluate(
             "compared": [],
         }
         items: list[list[Items | None]] = []
-        for name, each in zip(models, opened, strict=True):
+        for each in opened:
             tell(f"scoring {each.name}")
             scores, found = _score(each, loaded, batch_size, limit)
             report["models"].append(scores)
             items.append(found)
+            keep(report)  # before the comparison, whose failure must not lose the scores
             if compared and len(items) > 1:
                 change = compare(report["models"][0]["scores"], items[0], found)
-                report["compared"].append({"first": models[0], "second": name, **change})
-            keep(report)
+                report["compared"].append({"first": opened[0].name, "second": each.name, **change})
+                keep(report)
     return report
 
 
@@ -97,10 +99,13 @@ def _score(
 ) -> tuple[dict[str, Any], list[Items | None]]:
     """One model's part of the report, and the items behind its rows; the model is gone afterwards."""
     model = load_model(opened)
+    folder = Path(opened.name)
+    fingerprint = model_fingerprint(folder) if folder.is_dir() else None
     outcome = run_harness(model, opened.tokenizer, tasks, batch_size, limit)
     rows = score_rows(tasks, outcome)
     report = {
         "model": opened.name,
+        "fingerprint": fingerprint,
         "model_type": opened.config.model_type,
         "parameters": model.num_parameters(),
         "dtype": str(model.dtype).removeprefix("torch."),

@@ -2,13 +2,13 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
 from .errors import CardError
-from .evaluations import KEPT, scored_here
+from .evaluations import KEPT, check_kept, scored_here
 
 CONFIG, CONVERSION, TRAINING = "config.json", "conversion.json", "training.json"
 RESULT = "model"
@@ -52,17 +52,24 @@ class Facts:
         return bool(self.plan) or "auto_map" in self.config
 
 
-def read_facts(folder: Path, evaluations: Sequence[Path] = ()) -> Facts:
-    """What a folder says of itself, and what evaluations say of it; `CardError` where one is about another model."""
+def read_facts(folder: Path, evaluations: Sequence[Path], fingerprint: Callable[[Path], str]) -> Facts:
+    """What a folder says of itself, and what evaluations say of it; `CardError` where one is about another model.
+
+    `fingerprint` gives the digest of the model in a folder that evaluations name it by.
+    """
     if not (folder / CONFIG).is_file():
         raise CardError(f"{folder} is no folder of a model: it has no {CONFIG}")
     config = read_json(folder / CONFIG)
     place = Path(os.path.abspath(folder))
     beside = place.with_name(f"{place.name}.{CONVERSION}")
     kept = folder / KEPT
-    scores = [scored_here(folder, path, read_json(path)) for path in evaluations]
-    if not evaluations and kept.is_file():
+    scores = []
+    if evaluations:
+        here = fingerprint(folder)
+        scores = [scored_here(folder, path, read_json(path), here) for path in evaluations]
+    elif kept.is_file():
         scores = list(_record(kept, "evaluations", list)["evaluations"])
+        check_kept(folder, kept, scores, fingerprint(folder))
     training = _record(folder / TRAINING, "recipe", dict)
     conversion = _record(folder / CONVERSION, "source", dict) or _record(beside, "source", dict)
     return Facts(

@@ -122,8 +122,8 @@ def _change(row: Json, changes: list[Json]) -> str:
     if found is None:
         return ""
     shown = figure_change if found["scale"] == "difference" else change
-    low, high = found["interval"]
-    return f"{shown(found['change'])} [{shown(low)}, {shown(high)}] {found['verdict']}"
+    bounds = ", ".join(map(shown, found["interval"] or ()))
+    return f"{shown(found['change'])} {f'[{bounds}] ' if bounds else ''}{found['verdict']}"
 
 
 def figure_change(value: float) -> str:

@@ -3,7 +3,8 @@
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +36,37 @@ PATH = re.compile(
 )
 WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
 """A value of JSON that is a path and nothing else."""
-TOKEN = re.compile(
-    r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{4}))(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
-    r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})|AKIA[0-9A-Z]{16}\b)|"
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
 SECRETS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)$")
 """How the names of variables end that hold what nobody else may know."""
 SHORTEST_SECRET = 12
 
 
-def check_folder(folder: Path) -> dict[str, int]:
-    """The files to publish and their sizes; `FolderError` where something is missing or should not go out."""
+@dataclass(frozen=True)
+class Private:
+    """What no file may repeat."""
+
+    token: re.Pattern[str]
+    """How access tokens look."""
+    secrets: Sequence[str]
+    """Those of this machine's user."""
+    places: Sequence[str]
+    """Paths of this machine."""
+
+
+def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
+    """The files to publish and their sizes; `FolderError` where something is missing or should not go out.
+
+    `token` matches access tokens.
+    """
     if not (folder / CONFIG).is_file():
         raise FolderError(f"{folder} is no folder of a model: it has no {CONFIG}")
     files = _files(folder)
     try:
         config = read_json(folder / CONFIG)
         _check_complete(folder, config, files)
-        secrets = _secrets()
+        private = Private(token, _secrets(), _places(folder))
         for name in files:
-            _check_file(folder / name, name, _places(folder), secrets)
+            _check_file(folder / name, name, private)
         check_card((folder / README).read_text(encoding="utf-8"), folder / README)
     except CardError as error:
         raise FolderError(str(error)) from error
@@ -126,12 +137,12 @@ def _tensors(path: Path) -> set[str]:
     return set(tensors)
 
 
-def _check_file(path: Path, name: str, places: list[str], secrets: list[str]) -> None:
+def _check_file(path: Path, name: str, private: Private) -> None:
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
         said = json.dumps(json.loads(header).get("__metadata__", {}), ensure_ascii=False)
-        _check_text(path, said, places, secrets)
+        _check_text(path, said, private)
         _check_paths(path, said, is_json=True)
         return
     raw = path.read_bytes()
@@ -143,16 +154,16 @@ def _check_file(path: Path, name: str, places: list[str], secrets: list[str]) ->
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FolderError(f"{path} is neither text nor safetensors: take it out") from error
-    _check_text(path, text, [] if name in VOCABULARIES else places, secrets)
+    _check_text(path, text, replace(private, places=()) if name in VOCABULARIES else private)
     if name not in VOCABULARIES:
         _check_paths(path, text, is_json=path.suffix == ".json")
 
 
-def _check_text(path: Path, text: str, places: list[str], secrets: list[str]) -> None:
+def _check_text(path: Path, text: str, private: Private) -> None:
     """No secret is repeated in what is said of it."""
-    if TOKEN.search(text) or any(secret in text for secret in secrets):
+    if private.token.search(text) or any(secret in text for secret in private.secrets):
         raise FolderError(f"{path} holds an access token: take it out, and have it replaced where it was issued")
-    place = next((place for place in places if place in text), None)
+    place = next((place for place in private.places if place in text), None)
     if place is not None:
         raise FolderError(f"{path} names a place on this machine, {place!r}: take it out")
 

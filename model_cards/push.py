@@ -5,8 +5,10 @@ skips what the Hub has, and, called again after a failure, goes on where it stop
 sent by its hash. `upload_large_folder`, which also existed, is deprecated for it and gone from the client's version 2.
 """
 
+import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
 from typing import TypeVar
@@ -22,8 +24,18 @@ from huggingface_hub.errors import (
 from .card import README
 
 MESSAGE = "Upload the model with crosshead"
-WEIGHTS = "model*.safetensors*"
-"""Names in the repository's root that belong to a model's weights, and their index."""
+MODEL_FILES = re.compile(
+    r"""
+    (model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors | model\.safetensors\.index\.json
+    | adapter_config\.json | adapter_model\.bin
+    | (tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|generation_config)\.json
+    | tokenizer\.model | vocab\.txt | merges\.txt | chat_template\.jinja | additional_chat_templates/[^/]+\.jinja
+    | (conversion|training|evaluation)\.json
+    | (configuration|modeling)_crosshead\.py
+    """,
+    re.VERBOSE,
+)
+"""Files that loaders or `crosshead card` take for a part of the model, by their name in the repository."""
 WAITS = (2.0, 10.0)
 """Seconds before another try, where the Hub or the connection failed."""
 _EXPLANATIONS: dict[type[Exception], str] = {
@@ -39,34 +51,43 @@ class PushError(ValueError):
     """A model could not be pushed: the message says why; the folder is as it was."""
 
 
-def push(folder: Path, repository: str, private: bool = True) -> RepoUrl:
-    """Upload all that the folder holds; returns the address, which knows the repository's full name.
+@dataclass(frozen=True)
+class Pushed:
+    """A model on the Hub."""
+
+    address: RepoUrl
+    """It knows the repository's full name."""
+    commit: str
+    """The one that has all of the folder."""
+
+
+def push(folder: Path, repository: str, private: bool = True) -> Pushed:
+    """Upload all that the folder holds.
 
     The repository is made where it is missing. Who asks for a private one does not get an old one that all can read.
-    Weights of an earlier model that the folder does not have are removed, as they would be loaded in place of these.
-    The token is the one that the Hub's own client finds.
+    Files of an earlier model that the folder does not have, such as weights, a chat template or an adapter's
+    configuration, are removed, as they would be loaded with these; other files stay. The token is the one that the
+    Hub's own client finds.
     """
     api = HfApi()
     try:
         _check_on_the_hub(folder / README)
         made = _again(lambda: api.create_repo(repository, private=private, exist_ok=True))
-        public = private and not _again(lambda: api.model_info(made.repo_id)).private
-        if not public:
-            _again(lambda: _upload(api, folder, made.repo_id))
+        if private and not _again(lambda: api.model_info(made.repo_id)).private:
+            raise PushError(
+                f"{repository} is there already and public: choose another name, or say that it may be public"
+            )
+        return Pushed(made, _again(lambda: _upload(api, folder, made.repo_id)))
     except PushError:
         raise
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client
         raise PushError(f"{repository} {_explained(error)}") from error
-    if public:
-        raise PushError(f"{repository} is there already and public: choose another name, or say that it may be public")
-    return made
 
 
-def tag(repository: str, name: str) -> str | None:
-    """Name what was pushed last; where another commit has the name, that one, and nothing is changed."""
-    api = HfApi()
+def tag(pushed: Pushed, name: str) -> str | None:
+    """Name the commit that was pushed; where another one has the name, that one, and nothing is changed."""
+    api, repository, commit = HfApi(), pushed.address.repo_id, pushed.commit
     try:
-        commit = _again(lambda: api.model_info(repository)).sha
         refs = _again(lambda: api.list_repo_refs(repository))
         taken = {ref.name: ref.target_commit for ref in refs.tags}.get(name)
         if taken is None:
@@ -88,11 +109,13 @@ def _check_on_the_hub(path: Path) -> None:
         raise PushError(f"the Hub does not take the head of {path}: {' '.join(str(error).split())[:300]}") from error
 
 
-def _upload(api: HfApi, folder: Path, repository: str) -> None:
-    here = {path.name for path in folder.iterdir()}
-    there = [name for name in api.list_repo_files(repository) if "/" not in name and Path(name).match(WEIGHTS)]
+def _upload(api: HfApi, folder: Path, repository: str) -> str:
+    """The folder's files, without those of an earlier model beside them; returns the commit."""
+    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    there = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]
     old = [escape(name) for name in there if name not in here]
-    api.upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE, delete_patterns=old)
+    done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE, delete_patterns=old)
+    return done.oid
 
 
 def _again(ask: Callable[[], Answer]) -> Answer:

@@ -6,10 +6,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+FORMS = (
+    r"hf_[A-Za-z0-9]{16,}",  # Hugging Face, of users and of organisations
+    r"api_org_[A-Za-z0-9]{16,}",
+    r"gh[pousr]_[A-Za-z0-9]{20,}",  # GitHub
+    r"github_pat_\w{20,}",
+    r"glpat-[A-Za-z0-9_-]{20,}",  # GitLab
+    r"xox[baprs]-(?=[A-Za-z-]*\d)[A-Za-z0-9-]{10,}",  # Slack
+    r"AIza[A-Za-z0-9_-]{35}(?![A-Za-z0-9_-])",  # Google, API keys and OAuth
+    r"ya29\.[A-Za-z0-9_-]{20,}",
+    r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})",  # OpenAI, Anthropic and others
+    r"AKIA[0-9A-Z]{16}\b",  # Amazon
+    r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",  # JSON web tokens
+)
 TOKEN = re.compile(
-    r"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{4}))(?:hf_[A-Za-z0-9]{16,}|api_org_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|"
-    r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})|AKIA[0-9A-Z]{16}\b)|"
-    r"-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    rf"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{{4}}))(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 """How tokens look that the usual places issue, in plain text or behind what JSON writes for a line break."""
 

@@ -98,16 +98,17 @@ class Differential(Mixer, MixerLeaf):
 
     def attend(self, states: HeadStates, call: AttentionCall) -> Attended:
         """Attention of first and of second heads, each once per half of the values; then their difference."""
-        halves, outputs, seen = pairs_of(states.value), [], []
-        for query, key in zip(pairs_of(states.query), pairs_of(states.key), strict=True):
-            if call.eager:
-                seen.append(attention_weights(query, key, call.mask, call.scaling))
-                outputs.append([weigh_values(seen[-1], value) for value in halves])
-            else:
-                outputs.append([call.run(query, key, value)[0] for value in halves])
+        pairs, halves = zip(pairs_of(states.query), pairs_of(states.key), strict=True), pairs_of(states.value)
+        weights = None
+        if call.eager:
+            seen = [attention_weights(query, key, call.mask, call.scaling) for query, key in pairs]
+            weights = torch.stack(seen, dim=2).flatten(1, 2)  # the output is made from it, so it has a gradient
+            outputs = [[weigh_values(part, value) for value in halves] for part in pairs_of(weights)]
+        else:
+            outputs = [[call.run(query, key, value)[0] for value in halves] for query, key in pairs]
         scale = self().to(states.query.dtype)
         output = torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1)
-        return output, torch.stack(seen, dim=2).flatten(1, 2) if seen else None
+        return output, weights
 
     def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
         """Norm each pair's output."""

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import maybe_install_capturing_hooks
@@ -49,9 +50,12 @@ class MixedPreTrained(ModelBase):
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
         # An error where a mechanism needs the attention weights and the backend has masks of its own. The library's
-        # own flags are per class and come after its search for downloadable kernels.
+        # own flags are per class and come after its search for downloadable kernels. A name that is neither a backend
+        # nor a kernel on the Hub is left to the library, which lists the backends there are.
         needing = [name for name in self.config.mixers if MECHANISMS[name].needs_weights]
-        if needing and attn_implementation not in (None, *MASKED_HERE):
+        name = attn_implementation or "sdpa"
+        exists = name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name
+        if needing and exists and name not in MASKED_HERE:
             raise ValueError(
                 f"attn_implementation={attn_implementation!r} cannot run {', '.join(map(repr, needing))}, which needs "
                 "the attention weights: use 'sdpa' or 'eager', or leave it out"

@@ -22,6 +22,7 @@ from .objective import Objective, evaluated
 from .routing import HeadRouting, extremes
 from .schedule import rate
 from .schema import Recipe
+from .trainable import separate_mechanisms
 from .watching import LossWatch, MetricsFile, check_finite
 
 
@@ -79,6 +80,14 @@ class RunTrainer(CheckpointTrainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return Remaining(self.first_step * self.recipe.batch_size, len(self.train_dataset))
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """The library's, with the parameters of mechanisms in a group of their own."""
+        created = self.optimizer is None
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if created:
+            separate_mechanisms(optimizer, self.model, self.recipe.train)
+        return optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The recipe's learning rate."""

@@ -48,6 +48,16 @@ class LoraOptions:
 
 
 @dataclass(frozen=True)
+class MechanismOptions:
+    """How the parameters of the mechanisms are optimised; the others follow `train`."""
+
+    learning_rate: Positive | None = None
+    """The highest; `train.learning_rate` if not given. The schedule is the same."""
+    weight_decay: NotNegative = 0.0
+    """Decay would pull maps that start at the identity, and the lambdas of `differential`, towards zero."""
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """What moves, how far and how long."""
 
@@ -71,6 +81,8 @@ class TrainOptions:
     warmup_from: NotNegative = 0.0
     """The learning rate before the first step."""
     weight_decay: NotNegative = 0.1
+    """Of matrices that belong to no mechanism."""
+    mechanisms: MechanismOptions = field(default_factory=MechanismOptions)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Positive = 1e-8
     gradient_clipping: NotNegative = 1.0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from crosshead.evals.bench_machine import machine
 from crosshead.model_cards.published import check_folder
+from crosshead.modeling.access_tokens import TOKEN
 
 
 def check_made(folder, table, models):
@@ -15,7 +16,7 @@ def check_made(folder, table, models):
     for name in models:
         assert {"config.json", "conversion.json", "model.safetensors", "README.md"} <= set(os.listdir(folder / name))
         assert json.loads((folder / name / "conversion.json").read_text())["verification"]["reload"]
-        assert "README.md" in check_folder(folder / name)
+        assert "README.md" in check_folder(folder / name, TOKEN)
     assert table.splitlines()[-1] == f"crosshead push {Path(folder.name, models[-1])} YOU/MODEL --dry-run"
     assert record["machine"] == machine() | {"threads": record["machine"]["threads"]}
     assert [row["model"] for row in rows.values()] == [each["model"] for each in scores["models"]]

@@ -28,7 +28,7 @@ ARROWS: dict[str, set[str]] = {
 """Which of our folders a folder may import, itself apart."""
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
-OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft"}
+OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft", "scipy"}
 KERNELS = "_triton"
 """How the names of files end that need Triton: they import it in a `try`, and only functions import them."""
 FILE_LINES = 300

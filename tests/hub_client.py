@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
 
 from crosshead.model_cards import push as pushing
-from hub_server import serving
+from hub_server import Repository, serving
 
 
 @contextmanager
@@ -21,4 +22,18 @@ def own_hub(monkeypatch: pytest.MonkeyPatch, token: str) -> Iterator[Any]:
         monkeypatch.setenv("HF_TOKEN", token)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         monkeypatch.setattr(pushing, "WAITS", (0.0, 0.0))
+        yield running
+
+
+@contextmanager
+def hub_with(monkeypatch: pytest.MonkeyPatch, repositories: dict[str, Repository], cache: Path) -> Iterator[Any]:
+    """With these repositories to download from, into a cache of their own."""
+    with serving(repositories) as running:
+        monkeypatch.setattr(constants, "ENDPOINT", running.address)
+        template = running.address + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield running

@@ -5,10 +5,12 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 import crosshead
 import crosshead_command.main
 from broken import run
+from crosshead_command.main import app
 from crosshead_command.screen import progress, verification_lines
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import write_stock
@@ -83,6 +85,7 @@ def test_what_needs_no_model_imports_no_libraries(arguments):
         assert all(f"\n  {command}  " in out for command in ("convert", "fold", "verify"))
 
 
+@pytest.mark.slow
 def test_as_a_module():
     status, out, err = process("-m", "crosshead", "--help")
     assert (status, err) == (0, "")
@@ -117,25 +120,36 @@ def test_wrong_usage(line, command, words):
     assert "Traceback" not in err
 
 
-@pytest.mark.slow
-def test_there_and_back(place, line):
-    """Two of the three in a process of their own, so that no library says anything unasked."""
-    status, out, err = process("-m", "crosshead", "convert", "source", "made", "--mixer", "knocking:form=linear")
-    assert (status, err) == (0, "")
-    assert out.startswith("21 tensors copied, 2 tensors created\n")
-    assert "\ntensors:\n  expected: 23\n  missing: 0\n  unexpected: 0\n" in out
-    assert "\ngreatest logit difference: 0\n" in out
-    assert out.endswith("wrote made\n")
-    status, out, err = line("fold made back --no-verify --json")
-    assert (status, err) == (0, "")
-    assert json.loads(out)["command"] == "fold"
-    assert (place / "back" / "model.safetensors").read_bytes() == (place / "source" / "model.safetensors").read_bytes()
-    status, out, err = process("-m", "crosshead", "verify", "source", "made", "--json")
-    assert (status, err) == (0, "")
-    assert (
-        json.loads(out)["verification"] == json.loads((place / "made" / "conversion.json").read_text())["verification"]
-    )
-    assert sorted(path.name for path in place.iterdir()) == ["back", "back.conversion.json", "made", "source"]
+def leaves(command):
+    """The commands below a group, or the command itself."""
+    below = getattr(command, "commands", None)
+    return [command] if below is None else [leaf for each in below.values() for leaf in leaves(each)]
+
+
+@pytest.mark.parametrize("command", leaves(typer.main.get_command(app)), ids=lambda command: command.name)
+def test_an_option_is_not_the_value_of_another(command):
+    arguments = ["x/y" for parameter in command.params if parameter.param_type_name == "argument"]
+    valued = [each for each in command.params if each.param_type_name == "option" and not each.is_flag]
+    for option in valued:
+        others = [word for each in valued if each.required and each is not option for word in (each.opts[0], "x")]
+        flag = max(option.opts, key=len)
+        with pytest.raises(typer.BadParameter) as caught:
+            command.make_context(command.name, [*arguments, *others, flag, "--json"])
+        assert caught.value.exit_code == 2
+        assert flag in caught.value.format_message()
+
+
+def test_an_output_folder_is_not_named_like_an_option(place, line):
+    before = sorted(place.iterdir())
+    status, out, err = line("train small/smollm2_knocking --toy --dry-run")
+    assert (status, out) == (2, "") and "--toy" in err and "--dry-run" in err
+    assert sorted(place.iterdir()) == before
+
+
+def test_numbers_may_be_negative():
+    convert = typer.main.get_command(app).commands["convert"]
+    context = convert.make_context("convert", ["source", "out", "--mixer", "knocking", "--seed", "-1"])
+    assert context.params["seed"] == -1
 
 
 def test_report_as_json(place, line):
@@ -202,6 +216,7 @@ def test_overwrite(place, line):
     assert list(json.loads((place / "made" / "config.json").read_text())["mixers"]) == ["talking"]
 
 
+@pytest.mark.slow
 def test_models_on_the_hub(place, monkeypatch):
     crosshead.convert("source", "uploaded", {"knocking": {}}, verify=False)
     stock, ours = (

@@ -78,6 +78,15 @@ def test_commands_work(name, place, capfd, monkeypatch):
         assert status == 0, f"{command}\n{err}"
 
 
+@pytest.mark.parametrize("name", with_commands())
+def test_commands_are_understood(name):
+    """Their options and values, without doing the work."""
+    for words in filter(None, map(shown.ours, COMMANDS[name])):
+        command, rest = resolved(shown.at_toy_size(words))
+        assert not hasattr(command, "commands"), f"{words}: which command of {command.name}?"
+        command.make_context(command.name, list(rest))
+
+
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_commands_within_sentences_exist(name):
     for command in shown.mentioned(DOCUMENTS[name]):

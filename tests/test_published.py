@@ -42,5 +42,7 @@ def test_published_models_load_without_crosshead(tier: str, bare: Path, tmp_path
 
 
 def test_the_bare_environment_has_no_more(bare: Path, tmp_path: Path) -> None:
-    code = "import importlib.util as i; print([n for n in ('crosshead', 'peft', 'pytest', 'lm_eval') if i.find_spec(n)])"
+    code = (
+        "import importlib.util as i; print([n for n in ('crosshead', 'peft', 'pytest', 'lm_eval') if i.find_spec(n)])"
+    )
     assert run(bare, "-c", code, home=tmp_path / "home").split() == ["[]"]

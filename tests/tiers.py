@@ -39,6 +39,12 @@ def covering(*axes: Iterable[Any], strength: int = 2) -> list[tuple[Any, ...]]:
     return [combination for place, combination in enumerate(product(*values)) if place in kept]
 
 
+def oldest(cases: Sequence[Any]) -> list[Any]:
+    """The parameters of a grid; one for each value of the first argument also runs with the oldest transformers."""
+    chosen = {case.values[0]: case for case in reversed(cases) if not case.marks}.values()
+    return [pytest.param(*case.values, marks=pytest.mark.oldest) if case in chosen else case for case in cases]
+
+
 def _covering(sizes: Sequence[int], strength: int) -> set[int]:
     """Which of all combinations hold each choice of places on `strength` axes: few, and the same ones in every run."""
     everything = list(enumerate(product(*map(range, sizes))))

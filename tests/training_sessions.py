@@ -29,8 +29,7 @@ class Run:
     def __init__(self, recipe: Recipe, folder: Path, name: str) -> None:
         self.output, self._records, self._log = folder / name, folder / f"{name}-records", folder / f"{name}.log"
         self._recipe = folder / f"{name}.yaml"
-        content = json.loads(json.dumps(asdict(recipe) | {"output": str(self.output)}))
-        self._recipe.write_text(yaml.safe_dump(without_nothing(content)))
+        write_recipe(recipe, self._recipe, self.output)
         self._records.mkdir()
 
     def start(self, processes: int = 1, *changes: str) -> list[subprocess.Popen[bytes]]:
@@ -39,11 +38,10 @@ class Run:
         command += [part for change in changes for part in ("--set", change)]
         shared = {"PYTHONPATH": str(WORKER.parent), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         if processes > 1:
-            shared |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(_free_port())}
-            shared |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes)}
+            shared |= group_variables(processes)
         started = []
         for rank in range(processes):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)} if processes > 1 else {}
+            own = rank_variables(rank) if processes > 1 else {}
             with self._log.open("ab") as log:
                 started.append(subprocess.Popen(command, env=os.environ | shared | own, stdout=log, stderr=log))
         return started
@@ -133,6 +131,12 @@ def kill_at_random(run: Run, kills: int, steps: int, processes: int, seed: int) 
     return {"kills": killed, "steps_with_several_losses": sum(len(found) > 1 for found in seen.values())}
 
 
+def write_recipe(recipe: Recipe, path: Path, output: Path) -> None:
+    """A recipe's file, with another output."""
+    content = json.loads(json.dumps(asdict(recipe) | {"output": str(output)}))
+    path.write_text(yaml.safe_dump(without_nothing(content)))
+
+
 def without_nothing(content: Any) -> Any:
     """A recipe's content as its file may have it."""
     if isinstance(content, dict):
@@ -144,7 +148,15 @@ def _statuses(started: list[subprocess.Popen[bytes]]) -> list[int]:
     return [process.wait(timeout=LONGEST) for process in started]
 
 
-def _free_port() -> int:
+def group_variables(processes: int) -> dict[str, str]:
+    """The environment variables by which so many processes on this machine find each other."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        return int(free.getsockname()[1])
+        port = free.getsockname()[1]
+    count = str(processes)
+    return {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+
+
+def rank_variables(rank: int) -> dict[str, str]:
+    """The environment variables of one of them."""
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -8,6 +8,7 @@ import typer
 
 from crosshead_command.bench_report import check, measure, print_lines, tell, write
 from crosshead_command.screen import progress
+from crosshead_command.strict import StrictCommand
 
 if TYPE_CHECKING:
     from crosshead.conversion.bench_convert import Synthetic
@@ -32,7 +33,7 @@ def options() -> None:
     """What holds for every measurement."""
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
     """Attention of each mechanism, and models with it: time, and peak memory.
 
@@ -74,7 +75,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
     measure("attention", ATTENTION, cases, device, rounds, out)
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
     """Decoding one token with `explicit`, or with `mixture`; beside stock attention on all heads.
 
@@ -119,7 +120,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
     measure("decode", DECODE, cases, device, rounds, out)
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
     """Training steps of models with each mechanism, compiled in one graph; beside the stock model, compiled as well.
 
@@ -140,7 +141,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     measure("compiled", COMPILED, cases, device, rounds, out)
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def convert(
     cases: Names = None,
     gigabytes: Annotated[
@@ -199,7 +200,7 @@ def _conversions(checkpoint: "Synthetic") -> list["Case"]:
     return [case(name) for name in MIXERS]
 
 
-@app.command()
+@app.command(cls=StrictCommand)
 def train(
     cases: Annotated[
         list[str] | None,

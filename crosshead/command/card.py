@@ -45,12 +45,13 @@ def write_card(
     """
     from dataclasses import replace
 
+    from crosshead.evals.model_fingerprint import model_fingerprint
     from crosshead.evals.whole_files import write_whole
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
 
-    facts = read_facts(folder, evaluations)
+    facts = read_facts(folder, evaluations, model_fingerprint)
     facts = replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source))
     contents = card_files(folder, facts, overwrite)
     write_whole(contents)

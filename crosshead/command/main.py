@@ -25,6 +25,7 @@ from crosshead_command import (
     zoo,
 )
 from crosshead_command.screen import InterruptedByUserError
+from crosshead_command.strict import StrictCommand
 
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
@@ -42,7 +43,7 @@ DEBUG = "--debug"
 INTERRUPTED = 130
 RESUMABLE = {"convert", "demo", "fold", "push"}
 """Commands that keep what they have done; train and sweep end by themselves, and say so."""
-EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train"}
+EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train", "scipy": "eval"}
 """Packages that a command may need -> the extra that brings them."""
 
 app = typer.Typer(
@@ -54,9 +55,9 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 for _name, _function in COMMANDS.items():
-    app.command(_name, no_args_is_help=True)(_function)
-app.command("demo")(demo.demo)  # also without a word behind it
-app.command("zoo")(zoo.zoo)
+    app.command(_name, no_args_is_help=True, cls=StrictCommand)(_function)
+app.command("demo", cls=StrictCommand)(demo.demo)  # also without a word behind it
+app.command("zoo", cls=StrictCommand)(zoo.zoo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(probe.app, name="probe")
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from crosshead_command.screen import progress
+from crosshead_command.strict import StrictCommand
 
 app = typer.Typer(
     help="Measure what heads and layers are worth: figures that take many runs, as JSON and as a plot.",
@@ -26,7 +27,7 @@ def options() -> None:
     """What holds for every measurement."""
 
 
-@app.command(no_args_is_help=True)
+@app.command(no_args_is_help=True, cls=StrictCommand)
 def heads(
     models: Annotated[list[str], typer.Argument(help="Folders or Hub ids, stock or crosshead.")],
     text: TextFile = None,
@@ -56,7 +57,7 @@ def heads(
     _write(out, report, lines(reports), ("masked heads of each layer", "loss"))
 
 
-@app.command(no_args_is_help=True)
+@app.command(no_args_is_help=True, cls=StrictCommand)
 def layers(
     source: Annotated[str, typer.Argument(help="A stock model: a folder, a Hub id or a GGUF file.")],
     text: TextFile = None,

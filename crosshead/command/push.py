@@ -47,9 +47,9 @@ def publish(model: Path, repository: str, private: bool) -> None:
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
-    address = upload(model, repository, private)
-    typer.echo(f"pushed to {address}")
-    taken = tag(address.repo_id, release())
+    pushed = upload(model, repository, private)
+    typer.echo(f"pushed to {pushed.address}")
+    taken = tag(pushed, release())
     told = f"tagged {release()}" if taken is None else f"{release()} is the name of {taken[:12]} already: left there"
     typer.echo(told)
 
@@ -62,8 +62,9 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     from crosshead.conversion.reload import reload_check
     from crosshead.model_cards.facts import CONFIG, read_json
     from crosshead.model_cards.published import check_folder
+    from crosshead.modeling.access_tokens import TOKEN
 
-    files = check_folder(folder)
+    files = check_folder(folder, TOKEN)
     code = foreign_code(folder)
     if code is not None and not trust_remote_code:
         raise ValueError(

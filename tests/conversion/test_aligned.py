@@ -6,6 +6,7 @@ from crosshead.conversion.aligned_frame import Errors
 from crosshead.conversion.aligned_keys import aligned_keys, mixed_keys, pair_maps
 from crosshead.conversion.aligned_values import aligned_values, grouped, one_fewer
 from crosshead.conversion.head_groups import cheapest_groups
+from tiers import grid
 
 D = 6
 
@@ -70,9 +71,10 @@ def test_keys_reach_the_best_of_complex_mixing(heads, components):
     assert best * (1 - 1e-6) <= lost < best * 1.02
 
 
-@pytest.mark.parametrize("solve", [aligned_keys, aligned_values, mixed_keys])
-@pytest.mark.parametrize("components", [1, 2, 3])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(
+    ("solve", "components", "bias"),
+    grid([aligned_keys, aligned_values, mixed_keys], [1, 2, 3], [False, True], strength=1),
+)
 def test_maps_are_well_conditioned_and_errors_fall_with_components(solve, components, bias):
     errors = Errors.of(*sums(4, parts=2, bias=bias))
     frame = solve(errors, components)
@@ -85,8 +87,7 @@ def test_maps_are_well_conditioned_and_errors_fall_with_components(solve, compon
         assert float(errors.of_heads(frame.heads())) < float(errors.of_heads(fewer.heads()))
 
 
-@pytest.mark.parametrize("solve", [aligned_keys, aligned_values])
-@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize(("solve", "components"), grid([aligned_keys, aligned_values], [1, 2], strength=1))
 def test_what_heads_are_called_does_not_matter(solve, components):
     """Maps that a source could have folded away change nothing but the coordinates."""
     metric, gram, weight = sums(3, parts=2 if solve is aligned_keys else 1)
@@ -101,8 +102,7 @@ def test_what_heads_are_called_does_not_matter(solve, components):
     assert float(plain.of_heads(back)) == pytest.approx(float(plain.of_heads(heads)), rel=2e-2)
 
 
-@pytest.mark.parametrize("solve", [aligned_keys, aligned_values, mixed_keys])
-@pytest.mark.parametrize("components", [1, 2])
+@pytest.mark.parametrize(("solve", "components"), grid([aligned_keys, aligned_values, mixed_keys], [1, 2], strength=1))
 def test_poor_statistics_give_finite_heads(solve, components):
     one = torch.ones(3, 1).double()
     poor = [

@@ -1,4 +1,7 @@
-"""Conversions of a checkpoint that is made to be converted, beside a copy of it."""
+"""Conversions of a checkpoint that is made to be converted, beside a copy of it.
+
+In the slow tier, as tests of measuring tools are, but for one quick run of the command and what takes no time.
+"""
 
 import json
 import subprocess
@@ -13,9 +16,8 @@ from crosshead.conversion import bench_convert
 from crosshead.conversion.bench_convert import MIXERS, Synthetic
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.safetensors_store import SafetensorsStore
+from tiers import first
 from toy_checkpoints import character_tokenizer
-
-pytestmark = pytest.mark.newest
 
 
 @pytest.fixture
@@ -68,6 +70,7 @@ def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
     assert checkpoint.copy() > 0 and {path.name for path in checkpoint.folder.iterdir()} == left
 
 
+@pytest.mark.slow
 def test_a_copy_is_whole(checkpoint, monkeypatch):
     copied = []
     run_process = bench_convert._run
@@ -85,11 +88,12 @@ def test_a_copy_is_whole(checkpoint, monkeypatch):
 
 def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(bench_convert.shutil, "disk_usage", lambda place: SimpleNamespace(free=2.5e9))
-    with pytest.raises(ConversionError, match=r"^2\.98 GB are needed in .*, where 2\.5 GB are free: .*TMPDIR"):
+    with pytest.raises(ConversionError, match=r"2\.98 GB.*2\.5 GB.*TMPDIR"):
         Synthetic(tmp_path, 1).write(lambda folder: None)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_conversion_leaves_no_process(checkpoint, monkeypatch):
     started = []
 
@@ -104,15 +108,25 @@ def test_an_interrupted_conversion_leaves_no_process(checkpoint, monkeypatch):
     assert started[0].returncode == -9
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_a_process_that_fails_is_one_clear_line(checkpoint):
     (checkpoint.source / "config.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"^python.* ended with status 1: .*ConversionError: .*config\.json"):
+    with pytest.raises(ConversionError, match=r"ConversionError: .*config\.json"):
         checkpoint.convert("neutral")
 
 
-@pytest.mark.slow
-def test_the_command(checkpoint, tmp_path, monkeypatch, capfd):
+def run_here(command):
+    """In place of a process for each conversion."""
+    if command[0] == "cp":
+        return subprocess.run(command, check=True, capture_output=True).stdout
+    return json.dumps(bench_convert.main(json.loads(command[-1]))).encode()
+
+
+@pytest.mark.parametrize("process", first(["this one", "one for each conversion"]))
+def test_the_command(process, checkpoint, tmp_path, monkeypatch, capfd):
+    if process == "this one":
+        monkeypatch.setattr(bench_convert, "_run", run_here)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
@@ -126,6 +140,6 @@ def test_the_command(checkpoint, tmp_path, monkeypatch, capfd):
     found = report["cases"]["neutral"]
     assert found["shape"]["bytes"] == pytest.approx(1e7, rel=0.1) and found["dtype"] == "bfloat16"
     assert found["bytes_per_second"][1] == found["shape"]["bytes"] / found["median_rival"]
-    assert (found["beside"], found["target"]) == ("cp -r of the same folder", 1.5)
+    assert found["target"] == 1.5
     assert out.splitlines()[1].startswith("neutral ") and list(scratch.iterdir()) == []
     assert list(MIXERS) == ["neutral", "calibration", "virtual-heads"]

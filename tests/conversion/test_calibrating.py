@@ -2,20 +2,24 @@
 
 import pytest
 import torch
+from tokenizers import processors
 
 from crosshead.conversion import calibrating
 from crosshead.conversion.calibrating import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
 from crosshead.conversion.families import read_config
 from crosshead.conversion.fast_arithmetic import fast_dtype
+from crosshead.conversion.layer_choice import TRIAL_LENGTH, TRIALS
+from crosshead.conversion.sample import read_sample
 from crosshead.conversion.sampled_text import SEED, sampled_text
 from crosshead.conversion.sources import open_source
 from crosshead.conversion.streamed_model import StreamedModel
-from toy_checkpoints import write_stock
+from tiers import first
+from toy_checkpoints import character_tokenizer, write_stock
 
 KNOWN = 50
 
 
-@pytest.fixture(scope="module", params=["Llama", "Qwen3Moe"])
+@pytest.fixture(scope="module", params=first(["Qwen3Moe", "Llama"]))
 def opened(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("opened")
     source = open_source(write_stock(folder / "source", request.param), scratch=folder)
@@ -30,10 +34,10 @@ def silent(*_):
 def test_a_model_writes_what_it_predicts(opened):
     _, model = opened
     steps = []
-    found = sampled_text(model, (3, 9), KNOWN, lambda *done: steps.append(done))
+    found = sampled_text(model, (3, 9), [5, 7], KNOWN, lambda *done: steps.append(done))
     generator = torch.Generator().manual_seed(SEED)
-    wanted = torch.randint(KNOWN, (3, 1), generator=generator)
-    for _ in range(8):  # without a cache
+    wanted = torch.cat([torch.tensor([[5, 7]] * 3), torch.randint(KNOWN, (3, 1), generator=generator)], dim=1)
+    for _ in range(6):  # without a cache
         with model.head() as head:
             chances = head(model.run(wanted))[:, -1, :KNOWN].softmax(-1)
         luck = torch.rand(3, 1, generator=generator)
@@ -52,14 +56,26 @@ def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     prose = text.windows(source, 1024, PROSE, model.config.vocab_size)
     assert (found[:-2] == prose).float().mean() == pytest.approx(1 - REPLACED, abs=0.05)
     writer = StreamedModel(source.store, model.config, fast_dtype())
-    written = sampled_text(writer, (64, 32), len(load_tokenizer(source)), silent)
+    written = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
 
 
-def test_a_model_too_large_for_the_memory_writes_nothing(opened, monkeypatch):
+def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
     source, model = opened
-    monkeypatch.setattr(calibrating, "fits_in_memory", lambda size: False)
+    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    found = []
+    for fits in (True, False):
+        monkeypatch.setattr(calibrating, "fits_in_memory", lambda size, fits=fits: fits)
+        text = Text.of(None, source)
+        found.append((text.described(), text.to_calibrate_on(source, model, silent)))
+    assert found[0][0] == found[1][0]
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_a_large_model_writes_nothing(opened, monkeypatch):
+    source, model = opened
+    monkeypatch.setattr(calibrating, "LARGEST_WRITER", 1000)
     text = Text.of(None, source)
     assert text.described()["text"].endswith("Python's own help texts, with random tokens in it")
     assert text.to_calibrate_on(source, model, silent).shape == (PROSE, 1024)
@@ -72,3 +88,28 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     text = Text.of(path, source)
     found = text.to_calibrate_on(source, model, silent)
     assert torch.equal(found, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
+
+
+def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
+    """Calibration, the choice of layers and verification."""
+    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    tokenizer = character_tokenizer()
+    first = tokenizer.convert_tokens_to_ids("z")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="z $A", special_tokens=[("z", first)]
+    )
+    folder = write_stock(tmp_path / "source")
+    tokenizer.save_pretrained(folder)
+    source = open_source(folder, scratch=tmp_path)
+    model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
+    path = tmp_path / "own.txt"
+    path.write_text("the quick brown fox " * 999)
+    texts = [
+        *(Text.of(given, source).to_calibrate_on(source, model, silent) for given in (None, path)),
+        Text.of(path, source).windows(source, TRIAL_LENGTH, TRIALS, 61),
+        read_sample(source, None).tokens,
+    ]
+    for tokens in texts:
+        assert len(tokens) > 1
+        assert (tokens[:, 0] == first).all()
+        assert not (tokens[:, 1] == first).all()

@@ -31,7 +31,7 @@ def logits(folder):
     return AutoModelForCausalLM.from_pretrained(folder, **options)(toys.tokens()).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.oldest), torch.bfloat16])
 def test_zeros_are_dropped(dtype, tmp_path):
     model = written(tmp_path / "model", dtype=dtype)
     report = crosshead.fold(model, tmp_path / "back")
@@ -47,7 +47,7 @@ def test_zeros_are_dropped(dtype, tmp_path):
 
 def test_others_are_refused_before_anything_is_written(tmp_path):
     model = written(tmp_path / "model", 1e-3)
-    with pytest.raises(ConversionError, match=f"{BIAS} is not zero"):
+    with pytest.raises(ConversionError, match=BIAS):
         crosshead.fold(model, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
@@ -81,7 +81,7 @@ def test_stock_checkpoints_with_biases_are_refused(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe")
     path = source / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"expert_bias": True}))
-    with pytest.raises(ConversionError, match="has expert_bias=True, and a stock router"):
+    with pytest.raises(ConversionError, match="expert_bias=True"):
         crosshead.convert(source, tmp_path / "made", MIXERS)
 
 
@@ -90,5 +90,5 @@ def test_a_checkpoint_without_its_biases_is_not_whole(tmp_path):
     config = json.loads((model / "config.json").read_text())
     written_without = write_model(toys.mixed_model("Qwen3Moe", MIXERS), tmp_path / "without")
     (written_without / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConversionError, match="e_score_correction_bias is missing"):
+    with pytest.raises(ConversionError, match="e_score_correction_bias"):
         crosshead.fold(written_without, tmp_path / "back")

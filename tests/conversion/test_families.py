@@ -9,8 +9,10 @@ from crosshead.conversion.created import created_shapes, mixed_shapes, starting_
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.exactness import cache_bytes, starts_neutral
 from crosshead.conversion.families import FAMILIES, read_config, stock_shapes
+from tiers import grid
 
-VARIANTS = [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
+PLAIN = pytest.param({}, marks=pytest.mark.oldest)
+VARIANTS = [PLAIN, {"tie_word_embeddings": True}, {"attention_bias": True}, {"mlp_bias": True}]
 DRAWS = 20
 """The smallest tensors have eight numbers, too few to compare one draw with another."""
 
@@ -32,8 +34,7 @@ def test_dense_layers_of_a_mixture_of_experts(tmp_path):
     assert stock_shapes(model.config) == saved_shapes(model, tmp_path)
 
 
-@pytest.mark.parametrize("case", toys.CASES)
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, toys.CASES, strength=1))
 def test_mixed_table_is_what_is_saved(backbone, case, tmp_path):
     model = toys.mixed_model(backbone, toys.CASES[case])
     assert mixed_shapes(model.config, stock_shapes(model.config)) == saved_shapes(model, tmp_path)
@@ -90,8 +91,7 @@ def test_what_would_forget_is_refused(mixers):
     assert starts_neutral(config, allow_inexact=True) is False
 
 
-@pytest.mark.parametrize("case", toys.CASES)
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(("backbone", "case"), grid(["Llama", "Qwen3"], toys.CASES, strength=1))
 def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
     model = toys.mixed_model(backbone, toys.CASES[case])
     cache = model(toys.tokens(batch=1, length=5)).past_key_values

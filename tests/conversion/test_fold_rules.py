@@ -27,8 +27,8 @@ STUCK = [
     ({"explicit": {"norm": True}}, "norm=true"),
     ({"mixture": {"active_heads": 3, "gate": "binary"}}, "active_heads=3 of 4"),
     ({"mixture": {"active_heads": 4}}, "gate='weighted'"),
-    ({"talking": {}}, "no map across heads"),
-    ({"differential": {}}, "softmax"),
+    ({"talking": {}}, "'talking'"),
+    ({"differential": {}}, "'differential'"),
     ({"knocking": {"form": "linear", "layers": [0]}, "talking": {"layers": [1]}}, "'talking' in layer 1"),
 ]
 

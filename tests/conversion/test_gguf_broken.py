@@ -30,47 +30,47 @@ def text(value: str) -> bytes:
 
 Q_SHAPE = text("blk.0.attn_q.weight") + struct.pack("<I2Q", 2, 64, 64)
 NORM_SHAPE = text("output_norm.weight") + struct.pack("<IQ", 1, 64)
-CANNOT_UNPACK = "which the gguf package cannot unpack"
+
 DAMAGES = {
-    "empty": (lambda raw: b"", "is cut off: 0 bytes"),
-    "wrong magic": (lambda raw: b"GGML" + raw[4:], "does not begin with GGUF"),
-    "version 1": (lambda raw: raw[:4] + struct.pack("<I", 1) + raw[8:], "GGUF of version 1"),
-    "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "GGUF of version 50331648"),
-    "cut in the header": (lambda raw: raw[:500], "is cut off: 500 bytes end within its header"),
-    "cut in the data": (lambda raw: raw[:-100], "is cut off: tensor '.*' ends at byte"),
+    "empty": (lambda raw: b"", "0 bytes"),
+    "wrong magic": (lambda raw: b"GGML" + raw[4:], "GGUF"),
+    "version 1": (lambda raw: raw[:4] + struct.pack("<I", 1) + raw[8:], "version 1"),
+    "big-endian": (lambda raw: raw[:4] + struct.pack(">I", 3) + raw[8:], "50331648"),
+    "cut in the header": (lambda raw: raw[:500], "500 bytes"),
+    "cut in the data": (lambda raw: raw[:-100], "tensor '.*' .*byte"),
     "many tensors": (lambda raw: raw[:8] + struct.pack("<Q", 2**60) + raw[16:], "."),
     "much metadata": (lambda raw: raw[:16] + struct.pack("<Q", 2**60) + raw[24:], "."),
     "long string": (replaced(text("tokenizer.ggml.pre")[:8], struct.pack("<Q", 2**62)), "."),
-    "not UTF-8": (replaced(b"tokenizer.ggml.pre", b"tokenizer.ggml.pr\xff"), "not UTF-8"),
+    "not UTF-8": (replaced(b"tokenizer.ggml.pre", b"tokenizer.ggml.pr\xff"), "UTF-8"),
     "unknown kind": (replaced(text("tokenizer.ggml.pre") + b"\x08", text("tokenizer.ggml.pre") + b"\x0d"), "type 13"),
     "list of lists": (
         replaced(
             text("tokenizer.ggml.tokens") + struct.pack("<II", 9, 8),
             text("tokenizer.ggml.tokens") + struct.pack("<II", 9, 9),
         ),
-        "a list of type 9",
+        "type 9",
     ),
     "long list": (
         replaced(
             text("tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, 61),
             text("tokenizer.ggml.token_type") + struct.pack("<IIQ", 9, 5, 2**61),
         ),
-        "is cut off",
+        r"toy\.gguf",
     ),
-    "unknown tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_s.weight"), "'blk.0.attn_s.weight', which the"),
-    "two of a name": (replaced(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"), "two tensors of the same name"),
-    "unknown format": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\xc8"), "in ggml's format 200"),
+    "unknown tensor": (replaced(b"blk.0.attn_q.weight", b"blk.0.attn_s.weight"), "'blk.0.attn_s.weight'"),
+    "two of a name": (replaced(b"blk.0.attn_k.weight", b"blk.0.attn_q.weight"), r"toy\.gguf"),
+    "unknown format": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\xc8"), "200"),
     "integers": (
         replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\x1a"),
-        f"stored as I32, {CANNOT_UNPACK}",
+        "I32",
     ),
-    "Q8_1": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\x09"), f"stored as Q8_1, {CANNOT_UNPACK}"),
-    "quantised vector": (replaced(NORM_SHAPE + b"\x00", NORM_SHAPE + b"\x08"), f"of 1 .* as Q8_0, {CANNOT_UNPACK}"),
-    "part of a block": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\x0e"), r"has shape=\[64, 64\] in Q6_K"),
-    "no dimensions": (replaced(Q_SHAPE, Q_SHAPE.replace(b"\x02\0\0\0", b"\0\0\0\0")), "has 0 dimensions"),
-    "size of zero": (replaced(Q_SHAPE, Q_SHAPE[:-8] + bytes(8)), r"has shape=\[0, 64\]"),
-    "absurd size": (replaced(Q_SHAPE, Q_SHAPE[:-8] + struct.pack("<Q", 2**60)), "which cannot be"),
-    "no embedding": (replaced(b"token_embd.weight", b"token_embE.weight"), "no tensor 'token_embd.weight'"),
+    "Q8_1": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\x09"), "Q8_1"),
+    "quantised vector": (replaced(NORM_SHAPE + b"\x00", NORM_SHAPE + b"\x08"), "Q8_0"),
+    "part of a block": (replaced(Q_SHAPE + b"\x00", Q_SHAPE + b"\x0e"), r"\[64, 64\].*Q6_K"),
+    "no dimensions": (replaced(Q_SHAPE, Q_SHAPE.replace(b"\x02\0\0\0", b"\0\0\0\0")), "0 dimensions"),
+    "size of zero": (replaced(Q_SHAPE, Q_SHAPE[:-8] + bytes(8)), r"\[0, 64\]"),
+    "absurd size": (replaced(Q_SHAPE, Q_SHAPE[:-8] + struct.pack("<Q", 2**60)), str(2**60)),
+    "no embedding": (replaced(b"token_embd.weight", b"token_embE.weight"), "'token_embd.weight'"),
 }
 
 
@@ -85,7 +85,7 @@ def test_one_line_on_what_is_wrong(tmp_path, whole, damage, message):
 
 def test_a_vocabulary_alone(tmp_path):
     path = gguf_toys.write(tmp_path / "toy.gguf", {}, gguf_toys.TOKENIZER, "llama")
-    with pytest.raises(ConversionError, match="holds a vocabulary and no tensors"):
+    with pytest.raises(ConversionError, match="vocabulary"):
         GgufStore(path)
 
 
@@ -93,7 +93,7 @@ def test_a_vocabulary_alone(tmp_path):
 def test_experts_that_do_not_fit(tmp_path, count):
     model = gguf_toys.model("Qwen3Moe")
     path = gguf_toys.write_model(tmp_path / "toy.gguf", model, "Qwen3Moe", **{"qwen3moe.expert_count": count})
-    with pytest.raises(ConversionError, match=rf"has shape=\[4, 64, 64\], which does not fit {count} experts"):
+    with pytest.raises(ConversionError, match=rf"\[4, 64, 64\].*{count}"):
         GgufStore(path)
 
 
@@ -107,7 +107,7 @@ def test_without_the_package(tmp_path, whole, monkeypatch):
 def test_random_damage_is_one_line_or_harmless(tmp_path, whole):
     generator = random.Random(0)
     header = whole.index(b"blk.0.ffn_norm.weight") + 60
-    path = tmp_path / "toy.gguf"
+    path, refused = tmp_path / "toy.gguf", 0
     for _ in range(400):
         raw = bytearray(whole)
         for _ in range(generator.randint(1, 4)):
@@ -118,4 +118,6 @@ def test_random_damage_is_one_line_or_harmless(tmp_path, whole):
             for name in store.entries:
                 store.read(name)
         except ConversionError as error:
+            refused += 1
             assert "\n" not in str(error)
+    assert 100 < refused < 400

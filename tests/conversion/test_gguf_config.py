@@ -93,13 +93,13 @@ def test_factors_of_one_are_no_stretching(tmp_path):
 
 @pytest.mark.parametrize("changes", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}])
 def test_other_stretching_is_refused(tmp_path, changes):
-    with pytest.raises(ConversionError, match="stretches RoPE by factors that are not Llama 3's"):
+    with pytest.raises(ConversionError, match="RoPE"):
         GgufStore(write_with_factors(tmp_path / "toy.gguf", llama3_model(**changes)))
 
 
 def test_two_kinds_of_stretching_are_refused(tmp_path):
     facts = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    with pytest.raises(ConversionError, match="stretches RoPE"):
+    with pytest.raises(ConversionError, match="RoPE"):
         GgufStore(write_with_factors(tmp_path / "toy.gguf", llama3_model(), **facts))
 
 
@@ -127,21 +127,21 @@ def test_stretching_that_the_metadata_tells(tmp_path, facts, expected):
     [
         (
             {"general.architecture": "gemma3"},
-            "general.architecture='gemma3', which cannot be converted: use",
+            "general.architecture='gemma3'",
         ),
         (
             {"llama.attention.sliding_window": 4},
-            "llama.attention.sliding_window=4, which the stock model does",
+            "llama.attention.sliding_window=4",
         ),
-        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope', which cannot be converted"),
-        ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor=None, where a positive number"),
-        ({"llama.attention.head_count": [2, 4]}, "llama.attention.head_count='a list of 2', where a positive number"),
-        ({"llama.attention.head_count": 0}, "llama.attention.head_count=0, where a positive number"),
-        ({"llama.block_count": 2.0}, "llama.block_count=2.0, where a whole number"),
-        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon=nan, where a positive number"),
-        ({"llama.attention.value_length": 8}, "llama.attention.value_length=8, where heads have 16 features"),
-        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count=8, where heads have 16 features"),
-        ({"llama.attention.head_count_kv": 4}, "'blk.0.attn_k.weight' has shape=.* does not fit 4 heads of 16"),
+        ({"llama.rope.scaling.type": "longrope"}, "llama.rope.scaling.type='longrope'"),
+        ({"llama.rope.scaling.type": "linear"}, "llama.rope.scaling.factor=None"),
+        ({"llama.attention.head_count": [2, 4]}, "llama.attention.head_count="),
+        ({"llama.attention.head_count": 0}, "llama.attention.head_count=0"),
+        ({"llama.block_count": 2.0}, r"llama.block_count=2\.0"),
+        ({"llama.attention.layer_norm_rms_epsilon": float("nan")}, "epsilon=nan"),
+        ({"llama.attention.value_length": 8}, "llama.attention.value_length=8"),
+        ({"llama.rope.dimension_count": 8}, "llama.rope.dimension_count=8"),
+        ({"llama.attention.head_count_kv": 4}, "'blk.0.attn_k.weight'.* 4 heads of 16"),
         ({"general.alignment": 0}, "general.alignment=0"),
     ],
 )
@@ -161,5 +161,5 @@ def test_a_size_that_is_missing(tmp_path):
     del said["qwen3moe.expert_feed_forward_length"]
     tensors = gguf_toys.gguf_tensors(model, "qwen3moe")
     path = gguf_toys.write(tmp_path / "toy.gguf", tensors, said, "qwen3moe")
-    with pytest.raises(ConversionError, match="expert_feed_forward_length=None, where a positive number belongs"):
+    with pytest.raises(ConversionError, match="expert_feed_forward_length=None"):
         GgufStore(path)

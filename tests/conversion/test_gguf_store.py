@@ -9,6 +9,7 @@ import toys
 from crosshead.conversion import gguf_store
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.store import DTYPES, TensorStore
+from tiers import grid, oldest
 
 gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
 GgufStore = gguf_store.GgufStore
@@ -46,10 +47,9 @@ def test_what_was_written_is_read(tmp_path, backbone, tied):
     assert store.config["tie_word_embeddings"] is tied
 
 
-@pytest.mark.parametrize("formats", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_numbers_are_those_that_transformers_unpacks(tmp_path, backbone, formats):
-    _, store = stored(tmp_path, backbone, formats)
+@pytest.mark.parametrize(("backbone", "form"), oldest(grid(toys.BACKBONES, FORMATS, strength=1)))
+def test_numbers_are_those_that_transformers_unpacks(tmp_path, backbone, form):
+    _, store = stored(tmp_path, backbone, FORMATS[form])
     config = AutoConfig.for_model(**store.config)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="toy.gguf", config=config, dtype=torch.float32)
     expected = gguf_toys.stock_tensors(model)
@@ -111,10 +111,10 @@ def test_a_file_in_parts(tmp_path):
         for name, tensor in gguf_toys.stock_tensors(model).items():
             assert torch.equal(store.read(name), tensor)
     path.unlink()
-    with pytest.raises(ConversionError, match=r"toy-00002-of-00002\.gguf cannot be read"):
+    with pytest.raises(ConversionError, match=r"toy-00002-of-00002\.gguf"):
         GgufStore(tmp_path / "toy-00001-of-00002.gguf")
     (tmp_path / "toy-00001-of-00002.gguf").rename(tmp_path / "alone.gguf")
-    with pytest.raises(ConversionError, match=r"alone\.gguf is one of 2 parts"):
+    with pytest.raises(ConversionError, match=r"alone\.gguf.* 2 parts"):
         GgufStore(tmp_path / "alone.gguf")
 
 

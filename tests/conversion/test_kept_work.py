@@ -12,7 +12,6 @@ from crosshead.conversion import calibrating, convert, job, reload, verify
 from crosshead.conversion.errors import ConversionError
 from toy_checkpoints import MANY_SHARDS, write_stock
 
-pytestmark = pytest.mark.newest
 CONVERT = "convert source out --mixer knocking:form=linear"
 WORK = ".out.crosshead-partial"
 

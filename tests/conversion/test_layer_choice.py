@@ -13,6 +13,7 @@ from crosshead.conversion.layer_choice import choose, counts_to_try, measure_los
 from crosshead.conversion.sources import open_source
 from crosshead.conversion.streamed_model import StreamedModel
 from crosshead.modeling.mixer import HeadLayout
+from tiers import first
 from toy_checkpoints import write_stock
 
 
@@ -61,7 +62,7 @@ def test_the_best_choice(budget, heads, eps):
         losses = random_losses(heads, 3, seed)
         expected = by_trial(losses, heads, 3, 8, eps, budget)
         if expected is None:
-            with pytest.raises(ConversionError, match="too small"):
+            with pytest.raises(ConversionError, match="budget"):
                 choose(losses, layouts(heads, 3, eps=eps), budget)
             continue
         choice = choose(losses, layouts(heads, 3, eps=eps), budget)
@@ -84,7 +85,7 @@ def test_many_heads_are_tried_in_quarters():
     assert counts_to_try(32) == [8, 16, 24]
 
 
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+@pytest.mark.parametrize("backbone", first(["Qwen3", "Qwen2", "Llama"]))
 def test_a_trials_loss_is_that_of_the_compressed_model(backbone, tmp_path):
     folder = write_stock(tmp_path / "source", backbone, num_key_value_heads=4)
     source = open_source(folder, scratch=tmp_path)

@@ -6,8 +6,6 @@ import pytest
 
 from measuring import measured
 
-pytestmark = pytest.mark.newest
-
 
 @pytest.mark.slow
 def test_a_small_model_is_trained_and_its_heads_are_measured(tmp_path):

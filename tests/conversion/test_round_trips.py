@@ -1,6 +1,7 @@
 """Stock -> crosshead -> stock: every family, mechanism, head tie, sharding and dtype."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 import crosshead
 import toys
 from crosshead.conversion.errors import ConversionError
+from tiers import first, grid, oldest
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -45,28 +47,39 @@ def logits(folder):
     return AutoModelForCausalLM.from_pretrained(folder, **options)(toys.tokens()).logits
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shards", ["one file", "many files"])
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_neutral_there_and_back(backbone, tied, shards, dtype, tmp_path):
-    size = MANY_SHARDS if shards == "many files" else None
-    source = write_stock(tmp_path / "source", backbone, size, DTYPES[dtype], tie_word_embeddings=tied)
-    before, expected = tensors(source), logits(source)
-    for name, mixers in NEUTRAL.items():
-        out, back = tmp_path / name, tmp_path / f"{name}-back"
-        report = crosshead.convert(source, out, mixers, verify=False)
-        assert report["counts"]["rewritten"] == 0
-        assert report["tolerance"]["divergence"] == 1e-5
-        made = tensors(out)
-        assert same_bits(before, {key: made[key] for key in before})
-        difference = (logits(out) - expected).abs().max()
-        divides = backbone.startswith("Qwen3") and "explicit" in mixers
-        assert difference <= (1e-5 * expected.abs().max() if divides else 0)
-        crosshead.fold(out, back, verify=False)
-        assert same_bits(before, tensors(back))
-        assert torch.equal(logits(back), expected)
-        assert len(list(back.glob("*.safetensors"))) == len(list(source.glob("*.safetensors")))
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    """A stock checkpoint by its backbone, tie, size of files and dtype, with its tensors and logits; made once."""
+
+    @cache
+    def made(backbone, tied, shards, dtype):
+        size = MANY_SHARDS if shards == "many files" else None
+        folder = tmp_path_factory.mktemp("stock")
+        write_stock(folder, backbone, size, DTYPES[dtype], tie_word_embeddings=tied == "tied")
+        return folder, tensors(folder), logits(folder)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("backbone", "tied", "shards", "dtype", "name"),
+    oldest(grid(toys.BACKBONES, ("tied", "untied"), ("one file", "many files"), DTYPES, NEUTRAL)),
+)
+def test_neutral_there_and_back(backbone, tied, shards, dtype, name, stock, tmp_path):
+    source, before, expected = stock(backbone, tied, shards, dtype)
+    out, back = tmp_path / "out", tmp_path / "back"
+    report = crosshead.convert(source, out, NEUTRAL[name], verify=False)
+    assert report["counts"]["rewritten"] == 0
+    assert report["tolerance"]["divergence"] == 1e-5
+    made = tensors(out)
+    assert same_bits(before, {key: made[key] for key in before})
+    difference = (logits(out) - expected).abs().max()
+    divides = backbone.startswith("Qwen3") and "explicit" in NEUTRAL[name]
+    assert difference <= (1e-5 * expected.abs().max() if divides else 0)
+    crosshead.fold(out, back, verify=False)
+    assert same_bits(before, tensors(back))
+    assert torch.equal(logits(back), expected)
+    assert len(list(back.glob("*.safetensors"))) == len(list(source.glob("*.safetensors")))
     assert same_bits(before, tensors(source))
 
 
@@ -74,9 +87,7 @@ LAID_OUT = {"fp32": (False, MANY_SHARDS), "fp16": (True, MANY_SHARDS), "bf16": (
 """Tied or not, and in how large files: all of them in turn."""
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FOLDABLE)
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize(("backbone", "name", "dtype"), oldest(grid(toys.BACKBONES, FOLDABLE, DTYPES)))
 def test_trained_there_and_back(backbone, name, dtype, tmp_path):
     tied, size = LAID_OUT[dtype]
     source = write_stock(tmp_path / "source", backbone, size, tie_word_embeddings=tied)
@@ -101,7 +112,7 @@ def test_trained_there_and_back(backbone, name, dtype, tmp_path):
     assert record["command"] == "fold" and record["tensors"].keys() == tensors(tmp_path / "back").keys()
 
 
-@pytest.mark.parametrize("router", ["query_norm", "two_stage"])
+@pytest.mark.parametrize("router", first(["two_stage", "query_norm"]))
 def test_a_mixture_with_heads_off(router, tmp_path):
     """Not neutral: it needs training, and cannot go back."""
     source = write_stock(tmp_path / "source")
@@ -115,7 +126,7 @@ def test_a_mixture_with_heads_off(router, tmp_path):
         crosshead.fold(tmp_path / "made", tmp_path / "back")
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", first(["float16", "bfloat16"]))
 def test_another_dtype(dtype, tmp_path):
     source = write_stock(tmp_path / "source", shard_size=MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, dtype=dtype, verify=False)
@@ -128,16 +139,15 @@ def test_another_dtype(dtype, tmp_path):
 
 
 STRETCHED = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-STRETCHED |= {"rope_type": "llama3"}
+SCALINGS = {"plain": None, "stretched": STRETCHED | {"rope_type": "llama3"}}
 
 
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-@pytest.mark.parametrize("scaling", [None, STRETCHED], ids=["plain", "stretched"])
+@pytest.mark.parametrize(("backbone", "scaling"), grid(toys.BACKBONES, SCALINGS, strength=1))
 def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scaling, tmp_path):
     """Which else takes defaults, and the model speaks nonsense: 4.57 was tried on folders such as these."""
     source = write_stock(tmp_path / "source", backbone)
     content = json.loads((source / "config.json").read_text())
-    older = {"rope_theta": 500000.0} | ({} if scaling is None else {"rope_scaling": scaling})
+    older = {"rope_theta": 500000.0} | ({"rope_scaling": SCALINGS[scaling]} if SCALINGS[scaling] else {})
     if "num_local_experts" in content:
         older["num_experts"] = content.pop("num_local_experts")
     del content["rope_parameters"]
@@ -152,7 +162,7 @@ def test_a_folded_config_says_it_as_the_one_from_transformers_4(backbone, scalin
         assert torch.equal(logits(folder), logits(source))
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("tied", first([True, False]))
 def test_larger_vocabulary(tied, tmp_path):
     source = write_stock(tmp_path / "source", tie_word_embeddings=tied)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}}, vocab_size=80)

@@ -124,51 +124,51 @@ def test_file_that_shrinks_while_it_is_read(tmp_path):
     save_file({"a": A}, tmp_path / WEIGHTS)
     store = SafetensorsStore(tmp_path)
     os.truncate(tmp_path / WEIGHTS, 100)
-    with pytest.raises(ConversionError, match="ended at byte 100"):
+    with pytest.raises(ConversionError, match="byte 100"):
         store.read("a")
-    with pytest.raises(ConversionError, match="ended at byte 100"):
+    with pytest.raises(ConversionError, match="byte 100"):
         list(store.chunks("a"))
 
 
 OTHER = info(offsets=(8, 16))
 BROKEN_FILES = {
-    "empty file": (b"", None, "has 0 bytes, too few"),
-    "absurd header": ((10**17).to_bytes(8, "little"), None, "claims a header of 100000000000000000 bytes"),
-    "header cut off": ((500).to_bytes(8, "little") + b"{", None, "cut off: 9 bytes, its header alone needs 508"),
-    "not JSON": (b"{]", 0, "not usable JSON"),
-    "not UTF-8": (b'{"\xff": 1}', 0, "not usable JSON"),
-    "not an object": ([1], 0, r"holds \[1\]"),
-    "key twice": (b'{"a": 1, "a": 2}', 0, "'a' stands there twice"),
-    "inner key twice": (b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0, "'dtype' stands there twice"),
-    "deep nesting": (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 0, "nested too deeply|not usable JSON"),
-    "thousands of digits": (b'{"a": ' + b"9" * 10_000 + b"}", 0, "not usable JSON"),
-    "NaN": (b'{"a": NaN}', 0, "NaN is not a JSON number"),
-    "Infinity": (b'{"a": -Infinity}', 0, "-Infinity is not a JSON number"),
-    "no tensors": ({"__metadata__": {}}, 0, "holds no tensors"),
+    "empty file": (b"", None, "0 bytes"),
+    "absurd header": ((10**17).to_bytes(8, "little"), None, "100000000000000000 bytes"),
+    "header cut off": ((500).to_bytes(8, "little") + b"{", None, "9 bytes.*508"),
+    "not JSON": (b"{]", 0, "JSON"),
+    "not UTF-8": (b'{"\xff": 1}', 0, "JSON"),
+    "not an object": ([1], 0, r"\[1\]"),
+    "key twice": (b'{"a": 1, "a": 2}', 0, "'a'"),
+    "inner key twice": (b'{"a": {"dtype": "F32", "dtype": "F16"}}', 0, "'dtype'"),
+    "deep nesting": (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", 0, "nested|JSON"),
+    "thousands of digits": (b'{"a": ' + b"9" * 10_000 + b"}", 0, "JSON"),
+    "NaN": (b'{"a": NaN}', 0, "NaN"),
+    "Infinity": (b'{"a": -Infinity}', 0, "-Infinity"),
+    "no tensors": ({"__metadata__": {}}, 0, "no tensors"),
     "bad metadata": ({"__metadata__": {"a": 1}, "a": info()}, 8, "__metadata__="),
-    "bad name": ({"a\nb": info()}, 8, r"'a\\nb' has a name"),
-    "lone surrogate": (b'{"\\ud800": {}}', 8, "has a name"),
-    "no description": ({"a": 3}, 0, "'a' is described by 3"),
-    "fp8": ({"a": info("F8_E4M3")}, 8, "'a' has dtype='F8_E4M3': only F64, F32, F16, BF16"),
-    "integers": ({"a": info("I8")}, 8, "'a' has dtype='I8'"),
-    "dtype list": ({"a": info([])}, 8, r"'a' has dtype=\[\]"),
+    "bad name": ({"a\nb": info()}, 8, r"'a\\nb'"),
+    "lone surrogate": (b'{"\\ud800": {}}', 8, "name"),
+    "no description": ({"a": 3}, 0, "'a'.*3"),
+    "fp8": ({"a": info("F8_E4M3")}, 8, "'a'.*dtype='F8_E4M3'"),
+    "sub-byte integers": ({"a": info("I4")}, 8, "'a'.*dtype='I4'"),
+    "dtype list": ({"a": info([])}, 8, r"'a'.*dtype=\[\]"),
     "negative shape": ({"a": info(shape=(-2,))}, 8, r"shape=\[-2\]"),
     "boolean shape": ({"a": info(shape=(2, True))}, 8, r"shape=\[2, True\]"),
     "float shape": ({"a": info(shape=(2.0,))}, 8, r"shape=\[2.0\]"),
     "endless shape": ({"a": info(shape=(10**400,))}, 8, "shape="),
-    "giant shape": ({"a": info(shape=(10**10, 10**10))}, 8, "no computer"),
-    "giant empty shape": ({"a": info(shape=(0, 2**62), offsets=(0, 0))}, 0, "no computer"),
-    "many dimensions": ({"a": info(shape=[1] * 65 + [2])}, 8, "must be a list of sizes"),
-    "18 zeros": ({"a": info(shape=(10**18,), offsets=(0, 4 * 10**18))}, 8, "cut off: .* bytes of 4000000000000000"),
-    "one offset": ({"a": info(offsets=(0,))}, 8, "must be two positions"),
-    "negative offset": ({"a": info(offsets=(-8, 0))}, 8, "must be two positions"),
-    "backwards": ({"a": info(offsets=(8, 0))}, 8, r"data_offsets=\[8, 0\], but 8 bytes by"),
-    "wrong size": ({"a": info(offsets=(0, 12))}, 12, r"but 8 bytes by shape=\[2\], F32"),
-    "hole": ({"a": info(), "b": info(offsets=(16, 24))}, 24, "'b' begins at 16 where 8 is next: it leaves a hole"),
-    "late start": ({"b": OTHER}, 16, "'b' begins at 8 where 0 is next"),
-    "overlap": ({"a": info(), "b": info(offsets=(4, 12))}, 12, "'b' begins at 4 where 8 is next: it overlaps"),
-    "cut off": ({"a": info(), "b": OTHER}, 10, "cut off: 141 bytes of 147"),
-    "too long": ({"a": info(), "b": OTHER}, 20, "has 151 bytes, its tensors end at 147"),
+    "giant shape": ({"a": info(shape=(10**10, 10**10))}, 8, "10000000000, 10000000000"),
+    "giant empty shape": ({"a": info(shape=(0, 2**62), offsets=(0, 0))}, 0, str(2**62)),
+    "many dimensions": ({"a": info(shape=[1] * 65 + [2])}, 8, "shape="),
+    "18 zeros": ({"a": info(shape=(10**18,), offsets=(0, 4 * 10**18))}, 8, "4000000000000000"),
+    "one offset": ({"a": info(offsets=(0,))}, 8, "data_offsets="),
+    "negative offset": ({"a": info(offsets=(-8, 0))}, 8, "data_offsets="),
+    "backwards": ({"a": info(offsets=(8, 0))}, 8, r"data_offsets=\[8, 0\]"),
+    "wrong size": ({"a": info(offsets=(0, 12))}, 12, r"8 bytes.*shape=\[2\], F32"),
+    "hole": ({"a": info(), "b": info(offsets=(16, 24))}, 24, "'b'.* 16 .* 8 "),
+    "late start": ({"b": OTHER}, 16, "'b'.* 8 .* 0 "),
+    "overlap": ({"a": info(), "b": info(offsets=(4, 12))}, 12, "'b'.* 4 .* 8 "),
+    "cut off": ({"a": info(), "b": OTHER}, 10, "141 bytes.*147"),
+    "too long": ({"a": info(), "b": OTHER}, 20, "151 bytes.*147"),
 }
 
 
@@ -185,22 +185,22 @@ def test_broken_file(tmp_path, header, data, message):
 
 FIRST = "model-00001-of-00002.safetensors"
 BROKEN_INDEXES = {
-    "not JSON": ("{", "not usable JSON"),
-    "a list": ([], r"holds \[\]"),
+    "not JSON": ("{", "JSON"),
+    "a list": ([], r"\[\]"),
     "no map": ({"metadata": {}}, "weight_map=None"),
     "empty map": ({"weight_map": {}}, r"weight_map=\{\}"),
-    "map of numbers": ({"weight_map": {"a": 1}}, "'a' in 1: use the name"),
-    "missing file": ({"weight_map": {"a": "model-3.safetensors"}}, "model-3.safetensors cannot be read: No such file"),
-    "upwards": ({"weight_map": {"a": f"../{FIRST}"}}, "use the name of a safetensors file"),
-    "absolute": ({"weight_map": {"a": f"/{FIRST}"}}, "use the name"),
-    "subfolder": ({"weight_map": {"a": f"sub/{FIRST}"}}, "use the name"),
-    "dots": ({"weight_map": {"a": ".."}}, "use the name"),
-    "zero byte": ({"weight_map": {"a": "a\0.safetensors"}}, "use the name"),
-    "endless name": ({"weight_map": {"a": "x" * 5000 + ".safetensors"}}, "use the name"),
-    "pickle": ({"weight_map": {"a": "pytorch_model.bin"}}, "use the name"),
-    "lacks one": ({"weight_map": {"a": FIRST, "b": FIRST, "z": FIRST}}, "'z' in 'model-00001.*does not hold it"),
-    "unlisted": ({"weight_map": {"a": FIRST}}, "holds tensor 'b', but .* does not list it"),
-    "elsewhere": ({"weight_map": {"a": FIRST, "b": FIRST, "c": FIRST}}, "'c' in .* does not hold it"),
+    "map of numbers": ({"weight_map": {"a": 1}}, "'a' in 1"),
+    "missing file": ({"weight_map": {"a": "model-3.safetensors"}}, "model-3.safetensors"),
+    "upwards": ({"weight_map": {"a": f"../{FIRST}"}}, f"'../{FIRST}'"),
+    "absolute": ({"weight_map": {"a": f"/{FIRST}"}}, f"'/{FIRST}'"),
+    "subfolder": ({"weight_map": {"a": f"sub/{FIRST}"}}, f"'sub/{FIRST}'"),
+    "dots": ({"weight_map": {"a": ".."}}, r"'a' in '\.\.'"),
+    "zero byte": ({"weight_map": {"a": "a\0.safetensors"}}, r"a\\x00\.safetensors"),
+    "endless name": ({"weight_map": {"a": "x" * 5000 + ".safetensors"}}, "'a' in 'xxx"),
+    "pickle": ({"weight_map": {"a": "pytorch_model.bin"}}, r"'pytorch_model\.bin'"),
+    "lacks one": ({"weight_map": {"a": FIRST, "b": FIRST, "z": FIRST}}, "'z' in 'model-00001"),
+    "unlisted": ({"weight_map": {"a": FIRST}}, "'b'"),
+    "elsewhere": ({"weight_map": {"a": FIRST, "b": FIRST, "c": FIRST}}, "'c' in "),
 }
 
 
@@ -215,23 +215,23 @@ def test_broken_index(tmp_path, content, message):
 def test_tensor_in_two_shards(tmp_path):
     write_sharded(tmp_path)
     save_file({"a": A, "c": C}, tmp_path / "model-00002-of-00002.safetensors")
-    assert "holds tensor 'a', but model.safetensors.index.json puts it in 'model-00001" in refusal(tmp_path)
+    assert re.search("'a'.*'model-00001", refusal(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])
 def test_pickles_are_not_read(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
-    assert re.search(f"pickle \\('{name}'\\).*can run code.*save_pretrained", refusal(tmp_path))
+    assert re.search(f"pickle.*'{name}'", refusal(tmp_path))
 
 
 def test_not_a_file(tmp_path):
-    assert "holds neither" in refusal(tmp_path)
+    assert WEIGHTS in refusal(tmp_path)
     assert "No such file or directory" in refusal(tmp_path / "absent")
     (tmp_path / WEIGHTS).mkdir()
-    assert "it is not a file" in refusal(tmp_path)
+    assert "not a file" in refusal(tmp_path)
     (tmp_path / WEIGHTS).rmdir()
     os.mkfifo(tmp_path / WEIGHTS)
-    assert "it is not a file" in refusal(tmp_path)
+    assert "not a file" in refusal(tmp_path)
     assert "Not a directory" in refusal(tmp_path / WEIGHTS)
     (tmp_path / WEIGHTS).unlink()
     (tmp_path / WEIGHTS).symlink_to("gone")

@@ -20,6 +20,7 @@ from crosshead.conversion.shard_writer import (
     write_shard,
 )
 from crosshead.conversion.store import DTYPE_NAMES, Entry
+from tiers import grid
 
 TENSORS = {
     "norm": torch.randn(3).bfloat16(),
@@ -63,6 +64,7 @@ def test_copy_of_the_librarys_file_is_the_same(tmp_path):
     assert digests == {name: digest_of(store.chunks(name)) for name in store.entries}
 
 
+@pytest.mark.oldest
 def test_transformers_loads_shards(tmp_path):
     model = toys.stock_model("Qwen3")
     model.save_pretrained(tmp_path / "source")
@@ -83,6 +85,7 @@ def test_transformers_loads_shards(tmp_path):
     assert set(SafetensorsStore(tmp_path).entries) == set(names)
 
 
+@pytest.mark.oldest
 def test_index_as_the_library_writes_it(tmp_path):
     model = toys.stock_model("Llama")
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -92,20 +95,21 @@ def test_index_as_the_library_writes_it(tmp_path):
     assert (tmp_path / INDEX).read_text() == theirs
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("dtype", DTYPE_NAMES)
-@pytest.mark.parametrize("place", [0, CHUNK, -1])
+@pytest.mark.parametrize(
+    ("value", "dtype", "place"),
+    grid([float("nan"), float("inf"), float("-inf")], DTYPE_NAMES, [0, CHUNK, -1], strength=1),
+)
 def test_a_broken_value_is_found(tmp_path, value, dtype, place):
     tensor = torch.zeros(2 * CHUNK + 1, dtype=dtype)
     tensor[place] = value
-    with pytest.raises(ConversionError, match=f"tensor 'a.weight' holds {value}: repair"):
+    with pytest.raises(ConversionError, match=rf"'a\.weight'.*{value}"):
         write_shard(tmp_path / WEIGHTS, items({"a.weight": tensor}))
 
 
-@pytest.mark.parametrize(("count", "message"), [(0, "0 bytes instead of 8"), (1, "4 bytes"), (3, "more than its 8")])
+@pytest.mark.parametrize(("count", "message"), [(0, "0 bytes.*8"), (1, "4 bytes.*8"), (3, "8")])
 def test_wrong_amount_of_bytes(tmp_path, count, message):
     broken = (Entry("a", "F32", (2,)), partial(tensor_chunks, torch.ones(count)))
-    with pytest.raises(ConversionError, match=f"'a' came out as {message}"):
+    with pytest.raises(ConversionError, match=f"'a'.*{message}"):
         write_shard(tmp_path / WEIGHTS, [broken, *items(TENSORS)])
 
 

@@ -9,6 +9,7 @@ from transformers import AutoTokenizer
 import crosshead
 import toys
 from crosshead.conversion import gguf_tokenizer
+from crosshead.conversion.calibrating import Text
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources import open_source
 from toy_tokenizer import toy_tokenizer
@@ -82,7 +83,7 @@ def test_chat_templates_come_along(folder, tmp_path):
     (templates / "tools.jinja").write_text("{{ messages }}")
     assert templates in open_source(folder, scratch=tmp_path).files
     (templates / "tools.py").write_text("")
-    with pytest.raises(ConversionError, match=r"tools.py is no chat template"):
+    with pytest.raises(ConversionError, match=r"tools\.py"):
         open_source(folder, scratch=tmp_path)
 
 
@@ -90,27 +91,27 @@ def test_chat_templates_come_along(folder, tmp_path):
 def test_any_tokenizer_will_do(folder, tmp_path, files):
     (folder / "tokenizer.json").unlink()
     for name in files:
-        with pytest.raises(ConversionError, match=r"has no tokenizer .*: copy the tokenizer's files into it"):
+        with pytest.raises(ConversionError, match="tokenizer"):
             open_source(folder, scratch=tmp_path)
         (folder / name).write_text("{}")
     assert set(files) <= {file.name for file in open_source(folder, scratch=tmp_path).files}
 
 
 CONFIGS = {
-    "empty": (b"", "is not usable JSON"),
-    "not JSON": (b"{'model_type': 1}", "is not usable JSON"),
-    "a list": (b"[1]", r"holds \[1\] where a JSON object belongs"),
-    "not UTF-8": (b'{"a": "\xff"}', "is not usable JSON"),
-    "deeply nested": (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "is nested too deeply"),
-    "a number of many digits": (b'{"a": ' + b"1" * 10_000 + b"}", "is not usable JSON"),
-    "huge": (b" " * 10_000_001, "has 10000001 bytes, too many"),
+    "empty": (b"", "JSON"),
+    "not JSON": (b"{'model_type': 1}", "JSON"),
+    "a list": (b"[1]", r"\[1\]"),
+    "not UTF-8": (b'{"a": "\xff"}', "JSON"),
+    "deeply nested": (b'{"a": ' * 100_000 + b"1" + b"}" * 100_000, "nested"),
+    "a number of many digits": (b'{"a": ' + b"1" * 10_000 + b"}", "JSON"),
+    "huge": (b" " * 10_000_001, "10000001 bytes"),
 }
 
 
 @pytest.mark.parametrize(("content", "message"), CONFIGS.values(), ids=CONFIGS)
 def test_a_config_that_cannot_be_read(folder, tmp_path, content, message):
     (folder / "config.json").write_bytes(content)
-    with pytest.raises(ConversionError, match=rf"config.json {message}") as caught:
+    with pytest.raises(ConversionError, match=rf"config\.json .*{message}") as caught:
         open_source(folder, scratch=tmp_path)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 400
@@ -123,25 +124,25 @@ def test_what_cannot_be_opened(folder, tmp_path):
     pickled = shutil.copytree(folder, tmp_path / "pickled")
     (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
     for source, message in {
-        "": "'' does not exist",
-        "./none": "'./none' does not exist",
-        "~/none/toy": "'~/none/toy' does not exist",
-        "a/b/c": "'a/b/c' does not exist",
-        "a\\b": "does not exist",
-        "org/toy.gguf": "'org/toy.gguf' does not exist",
-        tmp_path / "none": "does not exist",
-        "x" * 5000: "is no model's name on the Hub either",
-        "two words": "'two words', which is no local folder, is no model's name on the Hub either",
-        "org/--toy": "is no model's name on the Hub either",
-        tmp_path / "empty": "empty has no config.json",
-        tmp_path / "piped": "config.json cannot be read: it is not a file",
-        folder / "model.safetensors": "is a single file, and no GGUF one",
-        pickled: "holds its weights as a pickle",
+        "": "''",
+        "./none": "'./none'",
+        "~/none/toy": "'~/none/toy'",
+        "a/b/c": "'a/b/c'",
+        "a\\b": "a.*b",
+        "org/toy.gguf": r"'org/toy\.gguf'",
+        tmp_path / "none": f"{tmp_path}/none",
+        "x" * 5000: "xxx.*Hub",
+        "two words": "'two words'.*Hub",
+        "org/--toy": "'org/--toy'.*Hub",
+        tmp_path / "empty": r"empty.*config\.json",
+        tmp_path / "piped": r"piped.*config\.json.*not a file",
+        folder / "model.safetensors": r"model\.safetensors.*GGUF",
+        pickled: "pickle",
     }.items():
         with pytest.raises(ConversionError, match=message) as caught:
             open_source(source, scratch=tmp_path / "scratch")
         assert "\n" not in str(caught.value)
-    with pytest.raises(ConversionError, match="is local and has no revisions: leave revision='main' out"):
+    with pytest.raises(ConversionError, match="revision='main'"):
         open_source(folder, "main", scratch=tmp_path)
 
 
@@ -174,6 +175,9 @@ def test_a_first_token_that_gguf_asks_for(gguf, tmp_path, facts, first):
     source = open_source(gguf, scratch=tmp_path / "scratch")
     tokenizer = AutoTokenizer.from_pretrained(source.files[0].parent)
     assert tokenizer("ab").input_ids == [0] * first + [5]
+    prose = tmp_path / "prose.txt"
+    prose.write_text("ab" * 99)
+    assert Text(prose).windows(source, 32, 2, 61)[:, :2].tolist() == [[0, 5] if first else [5, 5]] * 2
 
 
 def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
@@ -184,12 +188,12 @@ def test_gguf_files_that_cannot_be_opened(gguf, tmp_path):
     bare = {key: value for key, value in facts.items() if not key.startswith("tokenizer.")}
     tensors = gguf_toys.gguf_tensors(model, "qwen3")
     gguf_toys.write(gguf.parent / "zoo.gguf", tensors, bare, "qwen3")
-    with pytest.raises(ConversionError, match=r"holds several GGUF files: give one of toy\.gguf, zoo\.gguf"):
+    with pytest.raises(ConversionError, match=r"toy\.gguf, zoo\.gguf"):
         open_source(gguf.parent, scratch=tmp_path / "scratch")
-    with pytest.raises(ConversionError, match=r"zoo.gguf has no tokenizer: convert the checkpoint"):
+    with pytest.raises(ConversionError, match=r"zoo\.gguf.*tokenizer"):
         open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
     gguf_toys.write(gguf.parent / "zoo.gguf", tensors, facts | {"tokenizer.ggml.model": "rwkv"}, "qwen3")
-    with pytest.raises(ConversionError, match=r"zoo.gguf has a tokenizer that transformers cannot read: ") as caught:
+    with pytest.raises(ConversionError, match=r"zoo\.gguf.*rwkv") as caught:
         open_source(gguf.parent / "zoo.gguf", scratch=tmp_path / "scratch")
     assert "\n" not in str(caught.value)
 
@@ -198,12 +202,12 @@ def test_a_folder_that_holds_the_gguf_file_is_not_overwritten(gguf):
     for name in ("config.json", "model.safetensors"):
         (gguf.parent / name).write_text("{}")
     before = gguf.read_bytes()
-    with pytest.raises(ConversionError, match="are not apart"):
+    with pytest.raises(ConversionError, match=str(gguf.parent)):
         crosshead.convert(gguf, gguf.parent, {"knocking": {}}, overwrite=True, verify=False)
     assert gguf.read_bytes() == before
 
 
 def test_a_transformers_that_is_too_old_for_gguf(gguf, tmp_path, monkeypatch):
     monkeypatch.setattr(gguf_tokenizer.transformers, "__version__", "5.17.1")
-    with pytest.raises(ConversionError, match=r"transformers 5.17.1 gets the tokenizers of GGUF files wrong"):
+    with pytest.raises(ConversionError, match=r"transformers 5\.17\.1"):
         open_source(gguf, scratch=tmp_path)

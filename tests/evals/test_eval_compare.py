@@ -7,6 +7,7 @@ import torch
 
 from crosshead.evals.eval_compare import difference, interval
 from crosshead.evals.eval_items import Items, ratio, ratio_error, t_quantile
+from tiers import grid
 
 SAMPLES = 2000
 TOLERANCE = 3 * math.sqrt(0.95 * 0.05 / SAMPLES)
@@ -43,10 +44,13 @@ def test_coverage_of_a_change_of_perplexity(count):
     assert coverage(draw, 0.02) == pytest.approx(0.95, abs=TOLERANCE + 0.01)
 
 
-@pytest.mark.parametrize("count", [60, 240, 1000])
-@pytest.mark.parametrize(("lost", "won"), [(0.3, 0.2), (0.1, 0.1), (0.05, 0.01), (0.02, 0.02), (0.003, 0.0)])
-def test_coverage_of_a_change_of_accuracy(count, lost, won):
+@pytest.mark.parametrize(
+    ("count", "rates"),
+    grid([60, 240, 1000], [(0.3, 0.2), (0.1, 0.1), (0.05, 0.01), (0.02, 0.02), (0.003, 0.0)], strength=1),
+)
+def test_coverage_of_a_change_of_accuracy(count, rates):
     """Never clearly below what is promised; above it where hardly an item differs."""
+    lost, won = rates
 
     def draw(generator):
         chance = torch.rand(count, generator=generator)
@@ -107,6 +111,7 @@ def test_perplexities_differ_by_a_part_of_the_first():
     found = difference(first, second, False)
     assert found["change"] == pytest.approx(math.exp(66 / 30) / math.exp(60.5 / 30) - 1)
     assert found["verdict"] == "worse"
+    assert difference(second, first, False)["verdict"] == "better"
     assert found["scale"] == "part of the first"
 
 

@@ -81,8 +81,8 @@ def test_a_task_that_the_harness_dropped_is_noticed(harness):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ({"source": "x", "benchmark": []}, "unknown key 'benchmark'; did you mean 'benchmarks'"),
-        ({"source": "x", "benchmarks": [{"name": "a", "task": "b", "shot": 1}]}, "key 'shot'; did you mean 'shots'"),
+        ({"source": "x", "benchmark": []}, "'benchmark'.*'benchmarks'"),
+        ({"source": "x", "benchmarks": [{"name": "a", "task": "b", "shot": 1}]}, "'shot'.*'shots'"),
     ],
 )
 def test_an_unknown_key_is_an_error(tmp_path, monkeypatch, content, words):

@@ -21,6 +21,7 @@ from crosshead.evals.inspect_matrices import joined, matrix_records
 from crosshead.evals.inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 from crosshead.evals.inspect_watch import watching
 from crosshead.modeling import mixed_attention
+from tiers import grid
 
 LENGTH = 9
 CASES = {"stock": {}, **toys.CASES}
@@ -74,8 +75,7 @@ def see(backbone, mixers):
     return model, tokens, found
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize(("backbone", "case"), grid(toys.BACKBONES, CASES, strength=1))
 def test_what_is_seen_is_what_happened(backbone, case):
     model, tokens, found = see(backbone, CASES[case])
     inputs = []

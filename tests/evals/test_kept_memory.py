@@ -9,6 +9,8 @@ import pytest
 
 from crosshead.evals import kept_memory
 
+pytestmark = pytest.mark.slow  # as tests of measuring tools are
+
 FAULTS = """
 import resource, sys
 from crosshead.evals.kept_memory import keep_memory
@@ -37,8 +39,11 @@ def test_what_is_freed_is_not_taken_from_the_system_again():
 
 
 def test_a_c_library_without_the_setting(monkeypatch):
+    asked = []
     monkeypatch.setattr(kept_memory.ctypes, "CDLL", lambda name: object())
+    monkeypatch.setattr(kept_memory, "_use_large_pages", lambda: asked.append("large pages"))
     kept_memory.keep_memory()
+    assert asked == ["large pages"]
 
 
 LARGE = """

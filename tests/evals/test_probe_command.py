@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import crosshead
 import toys
 from broken import run
+from tiers import first
 from toy_checkpoints import write_stock
 from toy_eval import write_scorable
 
@@ -18,11 +19,21 @@ SVG = "{http://www.w3.org/2000/svg}"
 SMALL = ["--windows", "2", "--length", "32"]
 
 
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_stock(folder / "source", "Qwen3", **HEADS)
+    write_stock(folder / "single", num_key_value_heads=1)
+    write_scorable(toys.stock_model("Llama"), folder / "one")
+    write_scorable(toys.mixed_model("Llama", {"knocking": {}}), folder / "two")
+    write_scorable(GPT2LMHeadModel(GPT2Config(**GPT2)), folder / "gpt2")
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path, monkeypatch):
-    write_stock(tmp_path / "source", "Qwen3", **HEADS)
-    write_scorable(toys.stock_model("Llama"), tmp_path / "one")
-    write_scorable(toys.mixed_model("Llama", {"knocking": {}}), tmp_path / "two")
+def place(models, tmp_path, monkeypatch):
+    for model in models.iterdir():
+        (tmp_path / model.name).symlink_to(model)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -44,12 +55,14 @@ def test_masked_heads_of_two_models(place, line):
     report = json.loads((place / "found.json").read_text())
     assert report["models"].keys() == {"one", "two"}
     assert [row["masked"] for row in report["models"]["one"]] == [0, 1, 2, 3]
-    assert f"one: 0: {report['models']['one'][0]['loss']:.4f}, 1: " in out
-    assert out.endswith("wrote found.json and found.svg\n")
+    for model in ("one", "two"):
+        (told,) = (row for row in out.splitlines() if row.startswith(f"{model}:"))
+        assert all(f"{row['loss']:.4f}" in told for row in report["models"][model])
+    assert "found.json" in out and "found.svg" in out
     assert lines_of(place / "found.svg") == [4, 4]
 
 
-@pytest.mark.parametrize("method", ["svd", "aligned"])
+@pytest.mark.parametrize("method", first(["svd", "aligned"]))
 def test_layers_alone(method, place, line):
     status, _, err = line("layers", "source", "--method", method, *SMALL, "--out", "found.json")
     assert (status, err) == (0, "")
@@ -60,32 +73,26 @@ def test_layers_alone(method, place, line):
 
 
 CASES = {
-    "no such model": (["heads", "nowhere/at/all"], 1, "'nowhere/at/all' is no folder"),
-    "no model": (["heads"], 2, ""),
-    "another ending": (["heads", "one", "--out", "found.txt"], 1, "does not end in .json"),
-    "no folder": (["heads", "one", "--out", "no/found.json"], 1, "in a folder that does not exist"),
-    "already there": (
-        ["heads", "one", "--out", "there.json"],
-        1,
-        "there.json exists: choose another name, or add --overwrite",
-    ),
-    "no text": (["heads", "one", *SMALL, "--text", "none.txt"], 1, "none.txt cannot be read"),
+    "no such model": (["heads", "nowhere/at/all"], 1, "'nowhere/at/all'"),
+    "no model": (["heads"], 2, "probe heads"),
+    "another ending": (["heads", "one", "--out", "found.txt"], 1, ".json"),
+    "no folder": (["heads", "one", "--out", "no/found.json"], 1, "no/found.json"),
+    "already there": (["heads", "one", "--out", "there.json"], 1, "there.json"),
+    "no text": (["heads", "one", *SMALL, "--text", "none.txt"], 1, "none.txt"),
     "no draws": (["heads", "one", "--draws", "0"], 2, "--draws"),
-    "another family": (["heads", "one", "gpt2", *SMALL], 1, "gpt2 has model_type='gpt2', which cannot be looked into"),
-    "another method": (["layers", "source", "--method", "magic"], 1, "method='magic' is not allowed"),
-    "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129 is more than the context of one"),
-    "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129 is more than the context"),
+    "another family": (["heads", "one", "gpt2", *SMALL], 1, "model_type='gpt2'"),
+    "another method": (["layers", "source", "--method", "magic"], 1, "method='magic'"),
+    "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129"),
+    "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129"),
     "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
-    "one head": (["layers", "single", *SMALL], 1, "one KV head"),
-    "an empty text": (["layers", "source", *SMALL, "--text", "empty.txt"], 1, "empty.txt is empty"),
+    "one head": (["layers", "single", *SMALL], 1, "KV head"),
+    "an empty text": (["layers", "source", *SMALL, "--text", "empty.txt"], 1, "empty.txt"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_line_and_nothing_written(case, place, line):
     arguments, expected, words = CASES[case]
-    write_stock(place / "single", num_key_value_heads=1)
-    write_scorable(GPT2LMHeadModel(GPT2Config(**GPT2)), place / "gpt2")
     (place / "empty.txt").write_text("")
     (place / "there.json").write_text("{}")
     before = sorted(path.name for path in place.iterdir())
@@ -112,12 +119,12 @@ def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
         broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
         broken.setattr("crosshead.conversion.layer_probe.measure_losses", stopped)
         status, out, err = line(*command)
-        assert (status, out, err) == (130, "", "crosshead: interrupted\n")
+        assert (status, out, err.count("\n")) == (130, "", 1)
     with monkeypatch.context() as broken:
         broken.setattr("pathlib.Path.replace", full)
         status, out, err = line(*command)
         assert (status, out) == (1, "")
-        assert err == "crosshead: error: found.json cannot be written: No space left on device\n"
+        assert err.startswith("crosshead: error: found.json") and err.count("\n") == 1
     assert sorted(path.name for path in place.iterdir()) == before
 
 

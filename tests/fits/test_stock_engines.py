@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 import crosshead
+from tiers import grid
 from toy_checkpoints import MANY_SHARDS, write_stock
 from toys import BACKBONES, STOCK, tokens
 
@@ -40,17 +41,31 @@ def gguf_names(backbone, names, layers=2):
     return {name: known.get_name(name, try_suffixes=(".weight", ".bias")) for name in stacked}
 
 
-@pytest.fixture(scope="module", params=BACKBONES)
-def backbone(request):
+DIVISIONS = {"one file": None, "many files": MANY_SHARDS}
+FORMS = [
+    pytest.param(each.values, marks=each.marks, id="-".join(each.values))
+    for each in grid(BACKBONES, DIVISIONS, strength=1)
+]
+
+
+@pytest.fixture(scope="module", params=FORMS)
+def form(request):
+    """A backbone, and how its checkpoint is divided."""
     return request.param
 
 
-@pytest.fixture(scope="module", params=[None, MANY_SHARDS], ids=["one file", "many files"])
-def folders(backbone, request, tmp_path_factory):
+@pytest.fixture(scope="module")
+def backbone(form):
+    return form[0]
+
+
+@pytest.fixture(scope="module")
+def folders(form, tmp_path_factory):
     """A stock model with all that may lie beside one, a trained one of ours made from it, and that folded."""
     place = tmp_path_factory.mktemp("models")
     source, trained, folded = (place / name for name in ("source", "trained", "folded"))
-    write_stock(source, backbone, request.param)
+    backbone, division = form
+    write_stock(source, backbone, DIVISIONS[division])
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
     (source / "chat_template.jinja").write_text("{{ messages }}\n")
     (source / "LICENSE").write_text("Do as you like.\n")

@@ -9,6 +9,8 @@ from toys import CASES, mixed_model, tokens
 quantization = pytest.importorskip(
     "torchao.quantization", reason="torchao is not installed: `make test-torchao` runs these tests with it"
 )
+pytestmark = pytest.mark.slow
+
 PROJECTIONS = [f"self_attn.{side}_proj" for side in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 
 

@@ -9,13 +9,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, Trainer
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from case_grids import for_one_case
+from tiers import first
 from toy_checkpoints import character_tokenizer
 from toys import CASES, mixed_model, tokens
 
 trl = pytest.importorskip("trl", reason="TRL is not installed: pip install -c constraints.txt trl")
 datasets = pytest.importorskip("datasets")
 
-for_every_case = pytest.mark.parametrize("case", CASES)
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROWS = 8
 BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: left out, it would show
@@ -75,7 +76,7 @@ def by_hand(model: Any, rows: Any) -> float:
     return total / predicted
 
 
-@for_every_case
+@for_one_case
 def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
     found = {}
     for packing in (False, True):
@@ -88,16 +89,16 @@ def test_packed_or_not_the_conversations_are_learnt(case, tmp_path, capfd):
         found[packing] = losses(trainer)
         for name, parameter in model.named_parameters():
             assert not torch.equal(parameter, before[name]), name
-    for first, second, third in found.values():
-        assert first == pytest.approx(expected, rel=1e-5)
-        assert first > second > third
+    for steps in found.values():
+        assert steps[0] == pytest.approx(expected, rel=1e-5)
+        assert steps[0] > steps[1] > steps[2]
     trainer.save_model(tmp_path / "model")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "model", attn_implementation="eager")
     assert torch.equal(again(tokens()).logits, model.eval()(tokens()).logits)
 
 
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen3Moe"))
-@pytest.mark.parametrize("options", [{}, {"packing": True}, {"per_device_train_batch_size": 2}], ids=str)
+@pytest.mark.parametrize("backbone", first(("Llama", "Qwen3Moe")))
+@pytest.mark.parametrize("options", first([{"per_device_train_batch_size": 2}, {"packing": True}, {}]), ids=str)
 def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, options, tmp_path, capfd):
     options = options | {"gradient_accumulation_steps": ROWS // options.get("per_device_train_batch_size", ROWS)}
     found = {}
@@ -113,7 +114,7 @@ def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, op
     assert 0.5 * BALANCE_WEIGHT - 0.1 < found[BALANCE_WEIGHT, BalancedTrainer] - own < 0.6 * BALANCE_WEIGHT
 
 
-@for_every_case
+@for_one_case
 def test_adapters(case, tmp_path, capfd):
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=list(CASES[case]))
     trainer = trainer_for(mixed_model("Llama", CASES[case]), tmp_path, peft_config=lora)

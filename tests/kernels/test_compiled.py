@@ -13,6 +13,8 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed: `make test-triton` runs these tests with it")
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).parents[1]
 MOST_SHARED = 227 * 1024
 """Bytes of an H100's fast memory that a program may have."""

@@ -20,6 +20,8 @@ from crosshead.modeling.routed_decode_triton import attend_to_chosen
 from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, call_of, logits_in_parts, plain, routes, seen_under
 from toys import mixed_model, tokens
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 KINDS = [kind for kind in MASKS if kind != "all"]
 

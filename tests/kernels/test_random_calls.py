@@ -23,6 +23,8 @@ from crosshead.modeling import (
 )
 from random_calls import MAKERS, TOLERANCES, checks
 
+pytestmark = pytest.mark.slow
+
 KERNELS = (
     (routed_triton, "attend_chosen"),
     (routed_decode_triton, "attend_to_chosen"),

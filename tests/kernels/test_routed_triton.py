@@ -38,6 +38,8 @@ from routed_cases import (
 )
 from toys import mixed_model, tokens
 
+pytestmark = pytest.mark.slow
+
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 TILES = (Tile(16, 16, 1), Tile(4, 16, 1), Tile(16, 4, 1))
 

@@ -20,6 +20,8 @@ from oracle_layers import OPTION_CASES, assert_sdpa_agrees
 from talking_cases import Drawn, Ranges
 from toys import mixed_model, tokens
 
+pytestmark = pytest.mark.slow
+
 RANGES = Ranges(
     batches=(1, 2), shared=(1, 1, 2, 3, 6), features=(2, 5, 20), lengths=(2, 3, 16, 17, 33, *range(4, 41, 3))
 )

@@ -14,16 +14,22 @@ import crosshead
 from broken import run
 from card_toys import converted, report, training, write_report
 from crosshead.model_cards.errors import CardError
+from crosshead.model_cards.tables import NOT_MEASURED
 from crosshead_command.card import write_card
 from gguf_toys import model, write_model
+from hub_client import hub_with
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import write_stock
 
+pytestmark = pytest.mark.xdist_group("card")
+
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, warm_process):
     """A converted model, with what verification measured."""
-    return converted(tmp_path_factory.mktemp("card") / "made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("crosshead.conversion.reload.subprocess", warm_process)
+        return converted(tmp_path_factory.mktemp("card") / "made")
 
 
 @pytest.fixture
@@ -37,30 +43,37 @@ def line(capfd, monkeypatch):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-def section(text, title):
-    """One part of a card, by its heading."""
-    return text.split(f"## {title}\n")[1].split("\n## ")[0]
+def section(text, word):
+    """One part of a card, by a word of its heading."""
+    (found,) = re.findall(rf"^## [^\n]*{word}[^\n]*\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    return found
+
+
+def numbers(text, word):
+    """The numbers of the one line of a table that has this word in its first cell."""
+    (row,) = (line for line in text.splitlines() if re.match(rf"\| [^|]*{word}", line))
+    return re.findall(r"[-+]?[\d,]+(?:\.\d+)?%?", row.split("|", 2)[2])
 
 
 def test_a_card_tells_what_the_records_say(made, line):
     (made / "training.json").write_text(json.dumps(training()))
     write_report(Path("eval.json"), "source", "made", compared=True)
     write_stock(Path("source"))
-    assert line("card made --eval eval.json") == (0, "wrote made/README.md\n", "")
+    status, out, err = line("card made --eval eval.json")
+    assert (status, err) == (0, "") and "made/README.md" in out
     text = (made / "README.md").read_text()
     measured = json.loads((made / "conversion.json").read_text())["verification"]
-    told = section(text, "What was measured")
-    assert "after the conversion and before training" in told
-    assert f"| loss | {measured['loss_before']:.4f} | {measured['loss_after']:.4f} |" in told
-    assert "Training, 1,200 steps" in told and "| loss on held-out text | 2.6250 |" in told
-    assert "| how far `knocking` is from its start | 0.0421 |" in told
-    assert (
-        "| grammar | acc | 0 | 240 | 0.9225 ± 0.0183 | 0.9125 ± 0.0183 | +0.0100 [-0.0200, +0.0400] unclear |" in told
-    )
-    assert "| grammar | acc (strict) |  | 240 | 0.2500 | 0.2500 |  |" in told
-    assert "grammar: 3 of 240 items lost their beginning" in told and "not measured: lost" in told
-    assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text and "with `knocking`" not in text
-    assert re.search(r"\| KV cache, bytes a token \| 256 \| 256 \| 0.00% \|", section(text, "What it costs"))
+    told = section(text, "measured")
+    assert numbers(told, "loss(?= \\|)") == [f"{measured['loss_before']:.4f}", f"{measured['loss_after']:.4f}"]
+    assert "1,200 steps" in told and numbers(told, "loss on held-out") == ["2.6250"]
+    assert numbers(told, "`knocking`") == ["0.0421"]
+    plain, strict = (line.split(" | ") for line in told.splitlines() if line.startswith("| grammar | acc"))
+    assert plain[2:6] == ["0", "240", "0.9225 ± 0.0183", "0.9125 ± 0.0183"] and "strict" in strict[1]
+    assert plain[6].startswith("+0.0100 [-0.0200, +0.0400] unclear")
+    assert strict[3:6] == ["240", "0.2500", "0.2500"]
+    assert "3 of 240 items" in told and f"{NOT_MEASURED}: lost" in told
+    assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text
+    assert numbers(section(text, "cost"), "KV cache") == ["256", "256", "0.00%"]
     assert "@misc{zhou2025knocking" in text
 
 
@@ -100,13 +113,13 @@ def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
 def test_nothing_was_measured(tmp_path):
     folder = converted(tmp_path / "bare", verify=False)
     text = write_card(folder).read_text()
-    told = section(text, "What was measured")
-    assert told.count("not measured") == 3 and not re.search(r"\d", told)
+    told = section(text, "measured")
+    assert told.count(NOT_MEASURED) == 3 and not re.search(r"\d", told)
     assert "model-index" not in metadata_load(folder / "README.md")
     (folder / "conversion.json").unlink()
     text = write_card(folder).read_text()
-    assert "There is no record of it" in section(text, "How it was made")
-    assert section(text, "What was measured").count("not measured") == 2
+    assert "```" not in section(text, "made")
+    assert section(text, "measured").count(NOT_MEASURED) == 2
 
 
 def test_the_example_on_the_card_runs(made, capsys):
@@ -122,7 +135,7 @@ def test_a_folded_model_is_a_stock_one(made, line):
     crosshead.convert(write_stock(Path("source")), "linear", {"knocking": {"form": "linear"}}, verify=False)
     assert line("fold linear stock --no-verify")[0] == 0
     text = write_card(Path("stock")).read_text()
-    assert "crosshead fold linear stock" in text and "without mechanisms" in text
+    assert "crosshead fold linear stock" in text and "@misc" not in text
     assert "trust_remote_code" not in text and "custom_code" not in metadata_load("stock/README.md")["tags"]
 
 
@@ -132,7 +145,7 @@ def test_an_edited_card_is_kept(made, line):
     assert line("card made")[0] == 0 and path.read_text() == before
     path.write_text(edited := before.replace("## Limits", "## Limits\n\nMine."))
     status, out, err = line("card made")
-    assert (status, out) == (1, "") and err.startswith("crosshead: error: made/README.md was written or edited")
+    assert (status, out) == (1, "") and err.startswith("crosshead: error: made/README.md")
     assert err.count("\n") == 1 and path.read_text() == edited
     assert line("card made --overwrite")[0] == 0 and path.read_text() == before
 
@@ -167,16 +180,16 @@ def test_the_result_of_a_run_is_called_as_the_run(made):
 def test_a_file_of_somebody_else(made, line, file):
     (made / file).write_text('{"what": 1}')
     status, out, err = line("card made")
-    assert (status, out, err.count("\n")) == (1, "", 1) and f"made/{file} is no record of ours" in err
+    assert (status, out, err.count("\n")) == (1, "", 1) and f"made/{file}" in err
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (report("other", "source"), "eval.json has scores of other, source, and none of made"),
-        (report("made") | {"models": [{"model": "made"}]}, "eval.json is not what `crosshead eval` writes"),
-        ([], "eval.json holds no JSON object"),
-        (None, "eval.json cannot be read: No such file or directory"),
+        (report("other", "source"), "other, source"),
+        (report("made") | {"models": [{"model": "made"}]}, "eval.json"),
+        ([], "eval.json"),
+        (None, "eval.json"),
     ],
 )
 def test_scores_of_something_else(made, line, content, words):
@@ -190,7 +203,7 @@ def test_scores_of_something_else(made, line, content, words):
 
 def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
     other = Path(shutil.copytree(made, "elsewhere/made"))
-    with pytest.raises(CardError, match=r"has scores of made, and none of elsewhere/made"):
+    with pytest.raises(CardError, match="elsewhere/made"):
         write_card(other, [write_report(Path("eval.json"), "made")])
 
 
@@ -198,10 +211,10 @@ def test_a_folder_of_the_same_name_elsewhere_is_another_model(made):
     ("command", "status", "words"),
     [
         ("card", 2, "Usage"),
-        ("card a b", 2, "unexpected extra argument"),
+        ("card a b", 2, "(b)"),
         ("card made --evil x", 2, "--eval"),
-        ("card nowhere", 1, "nowhere is no folder of a model: it has no config.json"),
-        ("card made --source other", 1, "--source other is not what the model was made from, which is source"),
+        ("card nowhere", 1, "nowhere"),
+        ("card made --source other", 1, "--source other"),
     ],
 )
 def test_wrong_uses(made, line, command, status, words):
@@ -217,7 +230,7 @@ def test_a_card_that_cannot_be_written_leaves_nothing(made, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(ValueError, match=r"README.md cannot be written: No space left"):
+    with pytest.raises(ValueError, match=r"README\.md.*No space left"):
         write_card(made)
     assert sorted(os.listdir(made)) == before
 
@@ -228,7 +241,7 @@ def test_the_licence_of_a_folder(made):
     text = write_card(made, source="source").read_text()
     head = metadata_load(made / "README.md")
     assert (head["license"], head["license_name"], head["license_link"]) == ("other", "own", "LICENSE")
-    assert "[own](LICENSE), as its source." in section(text, "Licence")
+    assert "[own](LICENSE)" in section(text, "Licence")
     assert write_card(made).read_text() == text
 
 
@@ -247,14 +260,7 @@ def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
     source = write_stock(Path("stock"))
     (source / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
     files = {path.name: path.read_bytes() for path in source.iterdir()}
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    with serving({"org/base": Repository(files)}) as hub:
-        monkeypatch.setattr(constants, "ENDPOINT", hub.address)
-        template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    with hub_with(monkeypatch, {"org/base": Repository(files)}, tmp_path / "cache"):
         crosshead.convert("org/base", "made", {"knocking": {}}, verify=False)
         text = write_card(Path("made")).read_text()
     head = metadata_load("made/README.md")

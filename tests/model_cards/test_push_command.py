@@ -79,7 +79,7 @@ def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded
     assert (status, err) == (0, "")
     *files, total = out.splitlines()
     assert {listed.split()[-1] for listed in files} == {path.name for path in made.iterdir()}
-    assert total.endswith(f"to org/model, private, as {release()}")
+    assert all(word in total for word in ("org/model", "private", release()))
     assert hub.requests == [] and snapshot(made) == before
 
 
@@ -87,14 +87,14 @@ def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded
 def test_a_push(made, line, hub):
     hub.failing["commit"] = 1
     status, out, err = line("push made org/model")
-    assert (status, out, err) == (0, f"pushed to {hub.address}/org/model\ntagged {release()}\n", "")
+    assert (status, err) == (0, "") and f"{hub.address}/org/model" in out and release() in out
     there = hub.repositories["org/model"]
     assert there.private and there.files == {path.name: path.read_bytes() for path in made.iterdir()}
     assert there.tags == {release(): there.commit} and hub.tokens == {TOKEN}
     before = there.commit
     (made / "note.md").write_text("more\n")
     status, out, err = line("push made org/model")
-    assert status == 0 and out.endswith(f"{release()} is the name of {before[:12]} already: left there\n")
+    assert status == 0 and release() in out and before[:12] in out
     assert there.files["note.md"] == b"more\n" and "note.md" not in there.at(release())
 
 
@@ -102,13 +102,13 @@ def test_a_push(made, line, hub):
     ("command", "status", "words"),
     [
         ("push", 2, "Usage"),
-        ("push made", 2, "Missing argument"),
-        ("push made a/b/c", 2, "'a/b/c' is no name for the Hub"),
+        ("push made", 2, "REPO_ID"),
+        ("push made a/b/c", 2, "'a/b/c'"),
         ("push made org/model --publik", 2, "--public"),
-        ("push nowhere org/model", 1, "nowhere is no folder of a model: it has no config.json"),
-        ("push foreign org/model", 1, "foreign brings code that is not this crosshead's own (knocking.py)"),
-        ("push broken org/model", 1, "broken does not load in a clean process: "),
-        ("push bare org/model", 1, "bare has no card: write one with `crosshead card bare`"),
+        ("push nowhere org/model", 1, "nowhere"),
+        ("push foreign org/model", 1, "knocking.py"),
+        ("push broken org/model", 1, "form='unheard of'"),
+        ("push bare org/model", 1, "`crosshead card bare`"),
     ],
 )
 def test_wrong_uses(made, line, hub, command, status, words):
@@ -130,7 +130,7 @@ def test_wrong_uses(made, line, hub, command, status, words):
 def test_a_public_repository_that_is_there(made, line, hub, unloaded):
     hub.repositories["org/model"] = Repository({})
     status, out, err = line("push made org/model")
-    assert (status, out) == (1, "") and "org/model is there already and public" in err
+    assert (status, out) == (1, "") and "org/model" in err and "public" in err
     assert hub.repositories["org/model"].files == {}
     assert line("push made org/model --public")[0] == 0
     assert "config.json" in hub.repositories["org/model"].files
@@ -154,8 +154,8 @@ def test_from_the_hub_every_mechanism_gives_the_same_logits(tmp_path, hub, line,
     for name, model in models.items():
         expected[f"org/{name}"] = model(ids).logits.detach()
         write_card(Path(name))
-        pushed = f"pushed to {hub.address}/org/{name}\ntagged {release()}\n"
-        assert line(f"push {name} org/{name}") == (0, pushed, "")
+        status, _, err = line(f"push {name} org/{name}")
+        assert (status, err) == (0, "")
     assert not [name for name in hub.repositories["org/folded"].files if name.endswith(".py")]
     result = tmp_path / "logits.safetensors"
     settings = {"HF_ENDPOINT": hub.address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
@@ -183,7 +183,7 @@ def test_no_command_says_or_writes_a_secret(made, line, hub, unloaded):
     (made / "config.json").write_text(json.dumps(content | {"note": TOKEN}))
     said += [line("push made org/model --debug"), line("push made org/model --dry-run"), line("card made --debug")]
     assert [status for status, *_ in said] == [0, 0, 0, 0, 1, 1, 1, 0]
-    assert "config.json holds an access token" in said[5][2]
+    assert "config.json" in said[5][2] and "token" in said[5][2]
     assert not any(TOKEN in text for _, out, err in said for text in (out, err))
     for path in made.parent.rglob("*"):
         if path.is_file() and path.name != "config.json":

@@ -8,6 +8,7 @@ import torch
 
 from crosshead.modeling import attention_in_parts
 from crosshead.modeling.attention_in_parts import attended_in_parts, takes
+from tiers import first
 
 
 @pytest.fixture(autouse=True)
@@ -33,12 +34,13 @@ def heads_of_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return seen
 
 
+@pytest.mark.parametrize("shapes", first([50, 500]))
 @torch.no_grad()
-def test_random_shapes(monkeypatch: pytest.MonkeyPatch, heads_of_calls: list[tuple[int, int]]) -> None:
+def test_random_shapes(shapes: int, monkeypatch: pytest.MonkeyPatch, heads_of_calls: list[tuple[int, int]]) -> None:
     """Of any number of threads, under masks of both kinds, from keys with gaps between them."""
     draw = random.Random(0)
     torch.manual_seed(0)
-    for _ in range(500):
+    for _ in range(shapes):
         with_threads(monkeypatch, draw.choice((1, 2, 3, 4, 7, 16)))
         batch, rows, length = draw.randint(1, 4), draw.randint(1, 40), draw.randint(1, 60)
         size = draw.choice((1, 8, 65))

@@ -10,6 +10,7 @@ from safetensors import safe_open
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import crosshead
+from tiers import first, grid
 from toys import BACKBONES, CASES, STOCK, lopsided, mixed_model, stock_model, tokens
 
 ROPES: dict[str, dict[str, Any]] = {
@@ -51,8 +52,7 @@ def test_every_rope_type_of_the_library_is_in_the_table() -> None:
     assert set(ROPES) == {"default", *ROPE_INIT_FUNCTIONS}
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize(("rope", "backbone"), grid(ROPES, BACKBONES, strength=1))
 @torch.no_grad()
 def test_every_rope_type(rope: str, backbone: str, tmp_path: Path) -> None:
     stock, ours = both(backbone, tmp_path, KNOCKING, rope_parameters=ROPES[rope])
@@ -71,8 +71,8 @@ def test_sliding_window_layers(backbone: str, tmp_path: Path) -> None:
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("tied", (True, False))
+@pytest.mark.oldest
+@pytest.mark.parametrize(("tied", "backbone"), grid((True, False), BACKBONES, strength=1))
 @torch.no_grad()
 def test_tied_embeddings(tied: bool, backbone: str, tmp_path: Path) -> None:
     stock, ours = both(backbone, tmp_path / "stock", KNOCKING, tie_word_embeddings=tied)
@@ -105,6 +105,7 @@ def tensors(folder: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
 
 
+@pytest.mark.oldest
 @torch.no_grad()
 def test_experts_keep_the_stock_layout(tmp_path: Path) -> None:
     stock, ours = both("Qwen3Moe", tmp_path / "stock", KNOCKING)
@@ -139,7 +140,7 @@ def test_fields_with_two_names_can_be_given_beside_a_folder(written_as: str) -> 
     assert changed.num_experts == changed.to_dict()["num_local_experts"] == 8
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", first(BACKBONES))
 @torch.no_grad()
 def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None:
     stock, ours = both(backbone, tmp_path, KNOCKING)
@@ -151,14 +152,14 @@ def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None
     assert torch.equal(shorter(tokens()).logits, stock(tokens(), use_cache=False).logits)
 
 
-@pytest.mark.parametrize(("other", "backbone"), permutations(BACKBONES, 2))
+@pytest.mark.parametrize(("other", "backbone"), list(permutations(BACKBONES, 2)))
 def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
     """Llama's class would load a Qwen2 folder and drop its biases."""
     stock_model(other).save_pretrained(tmp_path / "stock")
     mixed_model(other, KNOCKING).save_pretrained(tmp_path / "ours")
     model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
     for folder in ("stock", "ours"):
-        with pytest.raises(ValueError, match=f"Crosshead{backbone}Config cannot take a configuration of model_type="):
+        with pytest.raises(ValueError, match=f"Crosshead{backbone}Config .*model_type="):
             model_class.from_pretrained(tmp_path / folder)
 
 

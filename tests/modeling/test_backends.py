@@ -16,7 +16,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import crosshead
-from toys import BACKBONES, CASES, mixed_config, mixed_model, tokens
+from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
+from tiers import first, grid
+from toys import CASES, mixed_config, mixed_model, tokens
 
 NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
 DISPATCHED = [case for case in CASES if "talking" not in case]
@@ -29,8 +31,7 @@ def logits(model: Any) -> torch.Tensor:
     return model(tokens(), attention_mask=PADDED).logits[PADDED.bool()]
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_mechanism_on_each_backbone
 def test_sdpa_agrees_with_eager(case: str, backbone: str) -> None:
     eager, sdpa = (mixed_model(backbone, CASES[case], backend=backend) for backend in ("eager", "sdpa"))
     assert (logits(eager) - logits(sdpa)).abs().max() < 1e-4
@@ -49,10 +50,9 @@ def test_flex_attention_agrees_with_eager(case: str) -> None:
     assert (logits(eager) - logits(flex)).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("backend", ("flash_attention_2", "flex_attention"))
-@pytest.mark.parametrize("case", NEEDS_WEIGHTS)
+@pytest.mark.parametrize(("case", "backend"), grid(NEEDS_WEIGHTS, ("flash_attention_2", "flex_attention"), strength=1))
 def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any) -> None:
-    expected = f"attn_implementation='{backend}' cannot run 'talking'.*use 'sdpa' or 'eager'"
+    expected = f"attn_implementation='{backend}'.*'talking'"
     with pytest.raises(ValueError, match=expected):
         AutoModelForCausalLM.from_config(mixed_config("Llama", CASES[case]), attn_implementation=backend)
     model = mixed_model("Llama", CASES[case])
@@ -65,6 +65,14 @@ def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any)
         model.config._attn_implementation = backend  # past every check
         with pytest.raises(ValueError, match=expected):
             model(tokens())
+
+
+@pytest.mark.parametrize("case", ["knocking", *NEEDS_WEIGHTS])
+def test_an_unknown_backend_gets_the_library_s_error(case: str) -> None:
+    model = mixed_model("Llama", CASES[case])
+    with pytest.raises(ValueError, match='attn_implementation="foo"'):
+        model.set_attn_implementation("foo")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_flash_attention_is_not_refused_by_us() -> None:
@@ -103,8 +111,7 @@ def test_a_users_own_backend_gets_stock_shapes(case: str) -> None:
     assert set(seen) == {((2, 4 // parts, 9, 8), keys, keys, None)}
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_eager_returns_the_weights(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
@@ -117,15 +124,25 @@ def test_eager_returns_the_weights(case: str, backbone: str) -> None:
             assert (layer.sum(-1) - 1).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("case", first(["differential", "talking", "knocking", "explicit", "mixture"], 2))
+def test_the_returned_weights_have_gradients(case: str) -> None:
+    outputs = mixed_model("Llama", CASES[case])(tokens(), output_attentions=True)
+    for weights in outputs.attentions:
+        weights.retain_grad()
+    outputs.logits.square().sum().backward()
+    for weights in outputs.attentions:
+        assert weights.grad is not None and weights.grad.abs().max() > 0
+
+
 @pytest.mark.parametrize("case", [*NEEDS_WEIGHTS, "differential"])
 def test_paged_caches_are_refused_where_attention_is_replaced(case: str) -> None:
     attention = mixed_model("Llama", CASES[case]).model.layers[0].self_attn
     tables = (torch.ones(1, 9, 8), torch.zeros(1, 9, 8))
-    with pytest.raises(ValueError, match="continuous batching cannot run"):
+    with pytest.raises(ValueError, match=r"'(talking|differential)'"):
         attention(torch.zeros(2, 9, 24), position_embeddings=tables, cache=object())
 
 
-@pytest.mark.parametrize("case", [case for case in DISPATCHED if "differential" not in case])
+@pytest.mark.parametrize("case", first(["explicit", "knocking", "mixture", "knocking+mixture"]))
 def test_continuous_batching(case: str) -> None:
     model = mixed_model("Llama", CASES[case], backend="sdpa")
     settings = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=60, pad_token_id=0)

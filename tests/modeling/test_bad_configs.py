@@ -11,26 +11,21 @@ import crosshead
 from crosshead import CrossheadLlamaConfig, CrossheadLlamaModel
 from toys import BACKBONES, SIZES, mixed_config, stock_config
 
-COUNT = ("a whole number from 1 up", "a list of 2", "one per layer")
-ALSO_ZERO = ("a whole number from 0 up", "a list of 2", "one per layer")
-WHOLE = ("a whole number from 1 up",)
-NUMBER = ("a number from 0 up",)
-FLAG = ("true or false",)
-LAYERS = ("a list", "different", "from 0 to 1", "all layers")
-FORMS = ("one of", "'mlp'", "'linear'", "'gate'")
-TARGETS = ("a list", "'query'", "'key'", "'value'")
-SIDES = ("a list", "'key'", "'value'")
-STAGES = ("a list", "'logits'", "'weights'")
-DYNAMIC = ("a list", "'query_logits'", "'key_logits'", "'query_weights'", "'key_weights'")
+COUNT, ALSO_ZERO = ("1", "2"), ("0", "2")  # the least, and how many numbers a list has
+WHOLE, NUMBER, FLAG, LAYERS = ("1",), ("0",), ("true", "false"), ("0", "1")
+FORMS = ("'mlp'", "'linear'", "'gate'")
+TARGETS = ("'query'", "'key'", "'value'")
+SIDES = ("'key'", "'value'")
+STAGES = ("'logits'", "'weights'")
+DYNAMIC = ("'query_logits'", "'key_logits'", "'query_weights'", "'key_weights'")
 NAN, INFINITY = float("nan"), float("inf")
 
 BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("knocking.form", FORMS, ["mpl", "MLP", "", True, 0, ["mlp"], {"mlp": {}}]),
     ("knocking.on", TARGETS, ["value", 1, True, ["value", None], [["value"]], {"value": True}, {"value"}]),
-    ("knocking.on", (*TARGETS, "empty"), [[]]),
-    ("knocking.on", (*TARGETS, "twice"), [["key", "value", "key"]]),
-    ("knocking.on", (*TARGETS, "'values' is unknown"), [["key", "values"]]),
-    ("knocking.init", ("one of", "'identity'", "'random'"), ["zero", 0.02, ["identity"]]),
+    ("knocking.on", TARGETS, [[], ["key", "value", "key"]]),
+    ("knocking.on", (*TARGETS, "'values'", "'values'"), [["key", "values"]]),
+    ("knocking.init", ("'identity'", "'random'"), ["zero", 0.02, ["identity"]]),
     ("knocking.layers", LAYERS, [[], 1, False, "all", [2], range(3)]),
     ("explicit.layers", LAYERS, [[-1], [1.0]]),
     ("mixture.layers", LAYERS, [[0, 0], [0, None]]),
@@ -39,78 +34,79 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("explicit.on", SIDES, [["query"], "key+value", [], ["key", "key"], ["key", 1]]),
     ("explicit.key_heads", COUNT, [0, -1, True, 1.0, "1", {"0": 1, "1": 2}]),
     ("explicit.value_heads", COUNT, ["50%", [], [1], [1, 2, 1], [1, None], [1, 0], [2, True], [[1], [2]]]),
-    ("explicit.key_heads", ("2 key/value heads", "1 to 2"), [3]),
-    ("explicit.value_heads", ("2 key/value heads", "1 to 2"), [8]),
+    ("explicit.key_heads", ("1", "2"), [3]),
+    ("explicit.value_heads", ("1", "2"), [8]),
     ("explicit.norm", FLAG, [1, "false", [True, False]]),
     ("mixture.active_heads", COUNT, [0, -2, True, 0.75, "75%", [3], [3, 3.0], [[3], [3]]]),
-    ("mixture.active_heads", ("4 head outputs", "1 to 4"), [5]),
+    ("mixture.active_heads", ("1", "4"), [5]),
     ("mixture.shared_heads", ALSO_ZERO, [-1, False, "1", [0, 1, 1], [1, -1]]),
-    ("mixture.shared_heads", ("active_heads=3", "0 to 2"), [3, 4]),
-    ("mixture.router", ("one of", "'two_stage'", "'query_norm'"), ["norm", ["two_stage"]]),
-    ("mixture.gate", ("one of", "'weighted'", "'binary'"), ["soft", False]),
-    ("mixture.gate_scale", ("one of", "'unit'", "'paper'"), ["Paper", 1]),
+    ("mixture.shared_heads", ("active_heads=3", "0", "2"), [3, 4]),
+    ("mixture.router", ("'two_stage'", "'query_norm'"), ["norm", ["two_stage"]]),
+    ("mixture.gate", ("'weighted'", "'binary'"), ["soft", False]),
+    ("mixture.gate_scale", ("'unit'", "'paper'"), ["Paper", 1]),
     ("mixture.balance_weight", NUMBER, [-0.01, NAN, INFINITY, True, "0.01", [0.01, 0.01]]),
     ("talking.on", STAGES, [["weight"], [], "logits", ["logits", "logits"]]),
     ("talking.softmax_heads", WHOLE, [0, -4, True, 6.0, "6", [4, 6]]),
     ("talking.dynamic", DYNAMIC, ["query_logits", True, ["logits"], [None], ["key_logits", "key_logits"]]),
     ("differential.norm", FLAG, [0, "True"]),
 ]
-"""The option, what the message says is allowed, the values that are not."""
+"""The option, what the message names as allowed, the values that are not."""
 
 
-MIXERS = ("a mapping of mechanism to options",)
-OPTIONS = ("a mapping of option to value",)
 MECHANISMS = ("'knocking'", "'explicit'", "'mixture'", "'talking'", "'differential'")
-MISSING = ("mixers.mixture.active_heads is missing", *COUNT)
-ONE_ROUTED = ("mixers.mixture.router='query_norm'", "1 of them", "2 or more", "shared_heads")
+MISSING = ("mixers.mixture.active_heads", *COUNT)
+ONE_ROUTED = ("mixers.mixture.router='query_norm'", "1", "2", "shared_heads")
 SINGLE_HEADS = ("mixers.mixture.router='query_norm'", "'differential'", "'two_stage'")
 TWO_NORMS = ("mixers.explicit.norm=True", "'differential'", "mixers.explicit.norm=False")
 GATES_LOST = ("mixers.mixture", "mixers.explicit", "mixers.explicit.norm=False")
-TWO_OWNERS = ("mixers.talking", "mixers.differential", "different layers")
+TWO_OWNERS = ("mixers.talking", "mixers.differential")
 ONE_MAP = ("mixers.talking.softmax_heads=6", "mixers.talking.on=['logits']", "4", "['logits', 'weights']")
 
 BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     # the wrong type
-    (["knocking"], ("mixers=['knocking']", *MIXERS)),
-    ([], ("mixers=[]", *MIXERS)),
-    ([("knocking", {})], ("mixers=[('knocking', {})]", *MIXERS)),
-    ("knocking", ("mixers='knocking'", *MIXERS)),
-    (3, ("mixers=3", *MIXERS)),
-    (False, ("mixers=False", *MIXERS)),
-    ({"knocking": ["value"]}, ("mixers.knocking=['value']", *OPTIONS)),
-    ({"talking": "logits"}, ("mixers.talking='logits'", *OPTIONS)),
-    ({"differential": True}, ("mixers.differential=True", *OPTIONS)),
-    ({"mixture": 3}, ("mixers.mixture=3", *OPTIONS)),
+    (["knocking"], ("mixers=['knocking']",)),
+    ([], ("mixers=[]",)),
+    ([("knocking", {})], ("mixers=[('knocking', {})]",)),
+    ("knocking", ("mixers='knocking'",)),
+    (3, ("mixers=3",)),
+    (False, ("mixers=False",)),
+    ({"knocking": ["value"]}, ("mixers.knocking=['value']",)),
+    ({"talking": "logits"}, ("mixers.talking='logits'",)),
+    ({"differential": True}, ("mixers.differential=True",)),
+    ({"mixture": 3}, ("mixers.mixture=3",)),
     # a name that does not exist; `on` is a bool to YAML 1.1
-    ({"knokking": {}}, ("mixers", "'knokking'", "mean 'knocking'", *MECHANISMS)),
-    ({"Talking": {}}, ("mixers", "'Talking'", "mean 'talking'", *MECHANISMS)),
-    ({"mixture_of_heads": {}}, ("mixers", "'mixture_of_heads'", "mean 'mixture'", *MECHANISMS)),
+    ({"knokking": {}}, ("mixers", "'knokking'", "'knocking'", *MECHANISMS)),
+    ({"Talking": {}}, ("mixers", "'Talking'", "'talking'", *MECHANISMS)),
+    ({"mixture_of_heads": {}}, ("mixers", "'mixture_of_heads'", "'mixture'", *MECHANISMS)),
     ({"rotary": {}}, ("mixers", "'rotary'", *MECHANISMS)),
     ({"knocking": {}, "layers": [1]}, ("mixers", "'layers'", *MECHANISMS)),
-    ({1: {}}, ("mixers", "mechanism 1:", *MECHANISMS)),
-    ({"knocking": {"fom": "mlp"}}, ("mixers.knocking", "'fom'", "mean 'form'", "'layers'")),
-    ({"mixture": {"active_head": 3}}, ("mixers.mixture", "'active_head'", "mean 'active_heads'", "'router'")),
+    ({1: {}}, ("mixers", "1", *MECHANISMS)),
+    ({"knocking": {"fom": "mlp"}}, ("mixers.knocking", "'fom'", "'form'", "'form'", "'layers'")),
+    (
+        {"mixture": {"active_head": 3}},
+        ("mixers.mixture", "'active_head'", "'active_heads'", "'active_heads'", "'router'"),
+    ),
     ({"explicit": {"form": "mlp"}}, ("mixers.explicit", "'form'", "'on'", "'key_heads'", "'value_heads'", "'norm'")),
     ({"differential": {"lambda_init": 0.8}}, ("mixers.differential", "'lambda_init'", "'norm'", "'layers'")),
-    ({"talking": {True: ["logits"]}}, ("mixers.talking", "option True:", "'on'", "'softmax_heads'", "'dynamic'")),
+    ({"talking": {True: ["logits"]}}, ("mixers.talking", "True", "'on'", "'softmax_heads'", "'dynamic'")),
     # what mixture needs, and what it may stand beside
     ({"mixture": {}}, MISSING),
     ({"mixture": None}, MISSING),
     ({"mixture": {"shared_heads": 1}}, MISSING),
     ({"mixture": {"active_heads": None}}, MISSING),
     ({"mixture": {"balance_weight": 10**400, "active_heads": 3}}, ("mixers.mixture.balance_weight=1000", *NUMBER)),
-    ({"mixture": {"active_heads": [3, 5]}}, ("active_heads=5", "4 head outputs", "1 to 4", "layer 1")),
-    ({"mixture": {"active_heads": 3, "shared_heads": [1, 3]}}, ("shared_heads=3", "heads=3", "0 to 2", "layer 1")),
-    ({"mixture": {"active_heads": [3, 2], "shared_heads": 2}}, ("shared_heads=2", "heads=2", "0 to 1", "layer 1")),
+    ({"mixture": {"active_heads": [3, 5]}}, ("active_heads=5", "1", "4", "layer 1")),
+    ({"mixture": {"active_heads": 3, "shared_heads": [1, 3]}}, ("shared_heads=3", "heads=3", "0", "2", "layer 1")),
+    ({"mixture": {"active_heads": [3, 2], "shared_heads": 2}}, ("shared_heads=2", "heads=2", "0", "1", "layer 1")),
     ({"mixture": {"active_heads": 4, "shared_heads": 3, "router": "query_norm"}}, ONE_ROUTED),
     ({"mixture": {"active_heads": 4, "shared_heads": [1, 3], "router": "query_norm"}}, (*ONE_ROUTED, "layer 1")),
-    ({"mixture": {"active_heads": 3}, "differential": {}}, ("active_heads=3", "2 head outputs", "1 to 2")),
+    ({"mixture": {"active_heads": 3}, "differential": {}}, ("active_heads=3", "1", "2")),
     ({"mixture": {"active_heads": 1, "router": "query_norm"}, "differential": {}}, SINGLE_HEADS),
     ({"mixture": {"active_heads": 2, "router": "query_norm"}, "differential": {}}, SINGLE_HEADS),
     ({"mixture": {"active_heads": 3}, "explicit": {}}, GATES_LOST),
     ({"mixture": {"active_heads": 3, "layers": [1]}, "explicit": {}}, (*GATES_LOST, "layer 1")),
     # explicit
-    ({"explicit": {"key_heads": [1, 3]}}, ("explicit.key_heads=3", "2 key/value heads", "1 to 2", "layer 1")),
+    ({"explicit": {"key_heads": [1, 3]}}, ("explicit.key_heads=3", "1", "2", "layer 1")),
     ({"explicit": {"on": ["value"], "key_heads": 1}}, ("explicit.key_heads=1", "'key'", "explicit.on=['value']")),
     ({"explicit": {"on": ["key"], "value_heads": [2, 1]}}, ("value_heads=2", "'value'", "explicit.on=['key']")),
     ({"explicit": {}, "differential": {}}, TWO_NORMS),
@@ -123,13 +119,13 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"differential": {}, "talking": {"layers": [1]}}, (*TWO_OWNERS, "layer 1")),
 ]
 BAD_MODELS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
-    ({"explicit": {"key_heads": 3}}, {"num_key_value_heads": 1}, ("explicit.key_heads=3", "1 key/value", "1 to 1")),
-    ({"explicit": {"key_heads": 5}}, {"num_key_value_heads": 4}, ("explicit.key_heads=5", "4 key/value", "1 to 4")),
-    ({"differential": {}}, {"num_attention_heads": 3, "num_key_value_heads": 3}, ("num_attention_heads=3", "even")),
-    ({"differential": {}}, {"num_attention_heads": 6, "num_key_value_heads": 3}, ("num_key_value_heads=3", "even")),
+    ({"explicit": {"key_heads": 3}}, {"num_key_value_heads": 1}, ("explicit.key_heads=3", "1")),
+    ({"explicit": {"key_heads": 5}}, {"num_key_value_heads": 4}, ("explicit.key_heads=5", "1", "4")),
+    ({"differential": {}}, {"num_attention_heads": 3, "num_key_value_heads": 3}, ("num_attention_heads=3",)),
+    ({"differential": {}}, {"num_attention_heads": 6, "num_key_value_heads": 3}, ("num_key_value_heads=3",)),
     ({"differential": {"layers": [1]}}, {"attention_dropout": 0.1}, ("differential", "attention_dropout=0.1", "0.0")),
-    ({"talking": {"layers": [1]}}, {"num_hidden_layers": 1}, ("talking.layers=[1]", "from 0 to 0")),
-    ({"explicit": {"key_heads": [1, 2]}}, {"num_hidden_layers": 3}, ("key_heads=[1, 2]", "2 numbers", "a list of 3")),
+    ({"talking": {"layers": [1]}}, {"num_hidden_layers": 1}, ("talking.layers=[1]", "0")),
+    ({"explicit": {"key_heads": [1, 2]}}, {"num_hidden_layers": 3}, ("key_heads=[1, 2]", "3")),
 ]
 
 
@@ -154,13 +150,13 @@ def test_bad_config_is_refused(mixers: Any, changes: dict[str, Any], pieces: tup
     with pytest.raises(ValueError) as caught:
         mixed_config("Llama", mixers, **changes)
     message = str(caught.value)
-    assert [piece for piece in pieces if piece not in message] == [], message
+    assert [piece for piece in pieces if message.count(piece) < pieces.count(piece)] == [], message
     assert "\n" not in message
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_every_backbone_refuses(backbone: str) -> None:
-    with pytest.raises(ValueError, match=r"mixers\.explicit\.value_heads=3 .* 1 to 2"):
+    with pytest.raises(ValueError, match=r"mixers\.explicit\.value_heads=3"):
         mixed_config(backbone, {"explicit": {"value_heads": 3}})
 
 
@@ -214,12 +210,12 @@ def test_mixers_assigned_later_are_checked_when_a_model_is_built(model: type[Any
         model(config)
 
 
-# A change of the model, the mixers that no longer fit, what the message says.
+# A change of the model, the mixers that no longer fit, what the message names.
 OUTGROWN: list[tuple[str, Any, dict[str, Any], str]] = [
-    ("num_key_value_heads", 1, {"explicit": {"key_heads": 2}}, "key_heads=2 .* 1 to 1"),
-    ("num_hidden_layers", 1, {"explicit": {"key_heads": [1, 2]}}, "a list of 1"),
-    ("num_hidden_layers", 1, {"knocking": {"layers": [1]}}, r"layers=\[1\] .* 0 to 0"),
-    ("num_attention_heads", 2, {"mixture": {"active_heads": 3}}, "active_heads=3 .* 1 to 2"),
+    ("num_key_value_heads", 1, {"explicit": {"key_heads": 2}}, "key_heads=2"),
+    ("num_hidden_layers", 1, {"explicit": {"key_heads": [1, 2]}}, r"key_heads=\[1, 2\]"),
+    ("num_hidden_layers", 1, {"knocking": {"layers": [1]}}, r"layers=\[1\]"),
+    ("num_attention_heads", 2, {"mixture": {"active_heads": 3}}, "active_heads=3"),
     ("attention_dropout", 0.1, {"differential": {}}, "attention_dropout=0.1"),
 ]
 OUTGROWN_IDS = [f"{field}={value} with {mixers}" for field, value, mixers, _ in OUTGROWN]

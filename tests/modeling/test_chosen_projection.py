@@ -13,6 +13,7 @@ from crosshead.modeling import chosen_projection, mixture, quick_products
 from crosshead.modeling.chosen_projection import ChosenTokens, pays_to_choose
 from crosshead.modeling.mixer import HeadStates
 from routed_cases import INPUTS, SKIPPING, call_of, logits_and_gradients, routes
+from tiers import first, grid
 from toys import BACKBONES, mixed_model, tokens
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-4}
@@ -38,11 +39,12 @@ def agree(found: torch.Tensor, expected: torch.Tensor, inputs: list[torch.Tensor
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("bias", (False, True))
-def test_random_shapes(bias: bool, dtype: torch.dtype) -> None:
-    """130 shapes each: heads that got nothing or everything, one token, one head, with shared heads and without."""
+@pytest.mark.parametrize("shapes", first([10, 130]))
+def test_random_shapes(shapes: int, bias: bool, dtype: torch.dtype) -> None:
+    """Heads that got nothing or everything, one token, one head, with shared heads and without."""
     torch.manual_seed(0)
     random.seed(f"{bias}{dtype}")
-    for _ in range(130):
+    for _ in range(shapes):
         heads, size, features = random.randint(1, 6), random.randint(1, 5), random.randint(1, 9)
         sizes, shared = (
             (random.randint(1, 3), random.choice((1, 2, random.randint(3, 20))), 0),
@@ -103,10 +105,9 @@ ROUTERS = {
 }
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("gate", ("weighted", "binary"))
-@pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize(
+    ("backbone", "router", "gate", "kind"), grid(BACKBONES, ROUTERS, ("weighted", "binary"), INPUTS, strength=1)
+)
 def test_models(
     backbone: str, router: str, gate: str, kind: str, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

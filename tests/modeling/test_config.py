@@ -11,6 +11,7 @@ import pytest
 from transformers import AutoConfig
 
 import crosshead
+from case_grids import for_each_case_and_backbone
 from crosshead import CrossheadLlamaForCausalLM
 from toys import BACKBONES, CASES, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
@@ -160,8 +161,7 @@ def test_order_survives(order: list[str], way: str, tmp_path: Path) -> None:
     assert again.model_type == "crosshead_qwen3"
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_case_and_backbone
 def test_saved_config_is_complete(backbone: str, case: str, tmp_path: Path) -> None:
     config = mixed_config(backbone, CASES[case])
     config.save_pretrained(tmp_path)

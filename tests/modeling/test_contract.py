@@ -1,5 +1,7 @@
 """What every mechanism must keep true on every backbone."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,22 @@ from accelerate import cpu_offload
 from safetensors.torch import load_file, save_file
 
 import crosshead
+from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
 from crosshead.modeling import mixed_attention
+from tiers import grid
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
 
+REMOTE_CODE_WORKER = Path(__file__).with_name("remote_code_worker.py")
 BACKENDS = ("eager", "sdpa")
 """Those that every case runs on without an accelerator or a compiler."""
-NEUTRAL_CASES = [(name, index) for name, cases in NEUTRAL.items() for index in range(len(cases))]
+NEUTRAL_STARTS = [
+    pytest.param(name, index, backbone, marks=[] if index == place % len(cases) else [pytest.mark.slow])
+    for name, cases in NEUTRAL.items()
+    for index in range(len(cases))
+    for place, backbone in enumerate(BACKBONES)
+]
+"""In the default tier each mechanism on each backbone, and each configuration."""
 on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
-for_every_case = pytest.mark.parametrize("case", CASES)
 
 
 def ours_from_stock(backbone: str, folder: Path, mixers: dict[str, Any], backend: str = "eager") -> Any:
@@ -25,8 +35,8 @@ def ours_from_stock(backbone: str, folder: Path, mixers: dict[str, Any], backend
     return model_class.from_pretrained(folder, mixers=mixers, attn_implementation=backend).eval()
 
 
-@on_every_backbone
-@pytest.mark.parametrize(("mechanism", "index"), NEUTRAL_CASES)
+@pytest.mark.oldest
+@pytest.mark.parametrize(("mechanism", "index", "backbone"), NEUTRAL_STARTS)
 @torch.no_grad()
 def test_neutral_start_is_the_stock_model(mechanism: str, index: int, backbone: str, tmp_path: Path) -> None:
     stock = stock_model(backbone)
@@ -49,8 +59,7 @@ def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> 
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
     model = mixed_model(backbone, CASES[case])
@@ -63,8 +72,20 @@ def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_pat
         assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
 
 
-@on_every_backbone
-@for_every_case
+@pytest.mark.oldest
+@for_each_mechanism_on_each_backbone
+@torch.no_grad()
+def test_remote_code_gives_the_same_logits(case: str, backbone: str, warm_process: Any, tmp_path: Path) -> None:
+    model, environment = mixed_model(backbone, CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
+    model.save_pretrained(tmp_path / "model")
+    save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-P", str(REMOTE_CODE_WORKER), str(tmp_path)]
+    done = warm_process.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).logits)
+
+
+@for_each_case_and_backbone
 def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
     keeps_shapes = {
         name: {option: value for option, value in options.items() if not option.endswith(("key_heads", "value_heads"))}
@@ -103,8 +124,7 @@ def test_a_half_loaded_mechanism_keeps_what_was_loaded(tmp_path: Path) -> None:
             assert torch.equal(parameter, weights[name]), name
 
 
-@on_every_backbone
-@for_every_case
+@for_each_mechanism_on_each_backbone
 def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
     trained = mixed_model(backbone, CASES[case])
     fresh = type(trained)(mixed_config(backbone, CASES[case]))
@@ -118,8 +138,7 @@ def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
                 assert parameter.grad.abs().max() > 0, name
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
     for backend in BACKENDS:
@@ -131,8 +150,7 @@ def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
         assert difference[5:].min() > 1e-3
 
 
-@on_every_backbone
-@for_every_case
+@for_each_mechanism_on_each_backbone
 @torch.no_grad()
 def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
     for backend in BACKENDS:
@@ -157,8 +175,7 @@ def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone
         assert (decoded[1:, 3:] - model(short).logits).abs().max() < 1e-4
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
     first, second = tokens(1, 5), tokens(1, 7, seed=4)
@@ -170,9 +187,9 @@ def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
         assert (packed - separate).abs().max() < 1e-4
 
 
-@on_every_backbone
-@for_every_case
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(
+    ("case", "backbone", "dtype"), grid(CASES, BACKBONES, (torch.bfloat16, torch.float16), strength=1)
+)
 def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
     model = mixed_model(backbone, CASES[case])
     expected = model(tokens()).logits
@@ -185,8 +202,7 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_offloaded_weights(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate fetches a module's weights when the module is called: no parameter may be read around that."""
@@ -199,8 +215,7 @@ def test_offloaded_weights(case: str, backbone: str, monkeypatch: pytest.MonkeyP
     assert torch.equal(model(tokens()).logits, expected)
 
 
-@for_every_case
-@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
+@pytest.mark.parametrize(("case", "dtype"), grid(CASES, (torch.float32, torch.bfloat16, torch.float16), strength=1))
 def test_fully_padded_rows_stay_finite(case: str, dtype: torch.dtype) -> None:
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1] = 0
@@ -213,8 +228,7 @@ def test_fully_padded_rows_stay_finite(case: str, dtype: torch.dtype) -> None:
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_sequence_classification(case: str, backbone: str, tmp_path: Path) -> None:
     from transformers import AutoModel, AutoModelForSequenceClassification

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tiers import grid
 from toys import CASES, mixed_model, tokens
 
 WEIGHT = 8.0  # as large as the cross-entropy: counted per call, it would show
@@ -36,8 +37,7 @@ def losses(model: Any, count: int) -> list[tuple[float, float, float]]:
     return found
 
 
-@pytest.mark.parametrize("case", ["knocking", "mixture"])
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize(("case", "count"), grid(["knocking", "mixture"], [1, 2, 4], strength=1))
 @torch.no_grad()
 def test_each_call_counts_by_its_share(case: str, count: int) -> None:
     model, without = (

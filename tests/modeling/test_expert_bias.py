@@ -101,6 +101,7 @@ def test_layers_without_experts_have_none() -> None:
     assert {name for name in model.state_dict() if BIAS in name} == {f"model.layers.1.mlp.gate.{BIAS}"}
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
 @torch.no_grad()
 def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
@@ -158,7 +159,7 @@ def test_offloaded(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", ("yes", 1, None))
 def test_what_is_no_switch_is_refused(wrong: Any) -> None:
-    with pytest.raises(ValueError, match=f"expert_bias={wrong!r} is not allowed: use true or false"):
+    with pytest.raises(ValueError, match=f"expert_bias={wrong!r}"):
         mixed_config("Qwen3Moe", {}, expert_bias=wrong)
 
 

@@ -12,10 +12,13 @@ from crosshead.modeling import attention_in_parts, explicit, explicit_decode, fe
 from crosshead.modeling.explicit_decode import Components, attend_to_components
 from explicit_cases import Case, make
 from oracle_layers import Layer, assert_layer_agrees
+from tiers import first, grid
 from toys import CASES, mixed_model, tokens
 
+WAYS = ("at once", "one by one", "by the kernel")
 
-@pytest.fixture(autouse=True, params=("at once", "one by one", "by the kernel"))
+
+@pytest.fixture(autouse=True, params=WAYS)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whatever the lengths; the kernel where it can."""
     kernel, one_by_one = request.param == "by the kernel", request.param == "one by one"
@@ -43,33 +46,35 @@ def assert_agrees(case: Case) -> None:
         assert torch.allclose(mine, theirs, rtol=1e-8, atol=1e-9)
 
 
-@pytest.mark.parametrize("first", (0, pytest.param(50, marks=(pytest.mark.slow, pytest.mark.newest))))
-def test_random_shapes(first: int) -> None:
-    for seed in range(first, 50 if first == 0 else 600):
+@pytest.mark.parametrize("seeds", first([range(10), range(10, 600)]))
+def test_random_shapes(seeds: range) -> None:
+    for seed in seeds:
         assert_agrees(make(seed))
 
 
+@pytest.mark.parametrize("cases", first([60, 600]))
 @torch.no_grad()
-def test_single_precision_without_gradients(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_single_precision_without_gradients(cases: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in decoding, where other products may be made; each shape for itself."""
     by_kernel: list[torch.Size] = []
     kernel = explicit_decode.attended_in_parts
     monkeypatch.setattr(
         explicit_decode, "attended_in_parts", lambda x, *rest: by_kernel.append(x.shape) or kernel(x, *rest)
     )
-    for seed in range(600):
+    for seed in range(cases):
         case = make(seed)
         seen, found, exact = case.allowed.any(-1), case.ours(torch.float32), case.plain(torch.float64)
         assert found.isfinite().all()
         torch.testing.assert_close(found[seen].double(), exact[seen], rtol=1e-4, atol=1e-4)
-    assert len(by_kernel) > 60 if way == "by the kernel" else not by_kernel
+    assert len(by_kernel) > cases / 10 if way == "by the kernel" else not by_kernel
 
 
+@pytest.mark.parametrize("cases", first([100, 500]))
 @torch.no_grad()
-def test_half_precision_is_as_close_as_eager_attention() -> None:
+def test_half_precision_is_as_close_as_eager_attention(cases: int) -> None:
     """Over many shapes, for outputs alone can be lucky."""
     ours, eager = [], []
-    for seed in range(500):
+    for seed in range(cases):
         case = make(seed)
         seen, exact = case.allowed.any(-1), case.plain(torch.float64)
         for found, output in ((ours, case.ours(torch.bfloat16)), (eager, case.plain(torch.bfloat16))):
@@ -153,8 +158,11 @@ def test_many_products_are_made_by_the_kernel(monkeypatch: pytest.MonkeyPatch) -
     assert not attend(1, 8, scaled=True) and not attend(1, 8, quicker=True)
 
 
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
-@pytest.mark.parametrize("on", (["key", "value"], ["key"], ["value"]))
+@pytest.mark.parametrize(
+    ("way", "on", "backbone"),
+    grid(WAYS, (["key", "value"], ["key"], ["value"]), ("Llama", "Qwen3"), strength=1),
+    indirect=["way"],
+)
 def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str) -> None:
     counts = {f"{side}_heads": 1 for side in on}
     layer = Layer(backbone, {"explicit": {"on": on, **counts}})
@@ -177,7 +185,7 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
+@pytest.mark.parametrize(("way", "backbone"), grid(WAYS, ("Llama", "Qwen3"), strength=1), indirect=["way"])
 @torch.no_grad()
 def test_decoding_does_without_combining(backbone: str, folded: list[int]) -> None:
     """One token, or few; a prompt, and the backends that return weights or have masks of their own, combine."""
@@ -196,6 +204,7 @@ def test_decoding_does_without_combining(backbone: str, folded: list[int]) -> No
 
 
 @pytest.mark.compile
+@pytest.mark.parametrize("way", first(WAYS), indirect=True)
 @torch.no_grad()
 def test_decoding_is_one_graph(folded: list[int]) -> None:
     model = mixed_model("Llama", CASES["explicit"], backend="sdpa")

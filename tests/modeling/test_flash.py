@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as library
 
+from tiers import first, grid
 from toys import CASES, mixed_model, tokens
 
 DISPATCHED = [case for case in CASES if "talking" not in case]
@@ -86,8 +87,8 @@ def flash_model(backbone: str, case: str, **changes: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen2", "Qwen3", "Qwen3Moe"))
-@pytest.mark.parametrize("case", DISPATCHED)
+@pytest.mark.oldest
+@pytest.mark.parametrize(("case", "backbone"), grid(DISPATCHED, ("Llama", "Qwen2", "Qwen3", "Qwen3Moe"), strength=1))
 @torch.no_grad()
 def test_flash_attention_agrees_with_eager(case: str, backbone: str) -> None:
     window = {} if backbone == "Llama" else {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
@@ -104,7 +105,7 @@ def test_flash_attention_agrees_with_eager(case: str, backbone: str) -> None:
     assert (flash(ids[:1], **packed).logits - eager(ids[:1], **packed).logits).abs().max() < 1e-4
 
 
-@pytest.mark.parametrize("case", DISPATCHED)
+@pytest.mark.parametrize("case", first(["explicit", *(case for case in DISPATCHED if case != "explicit")]))
 def test_flash_attention_decodes_and_trains(case: str) -> None:
     flash, eager = flash_model("Qwen3", case), mixed_model("Qwen3", CASES[case])
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}

@@ -12,11 +12,15 @@ from torch import nn
 import toys
 from crosshead.modeling import folded_projection, mixed_attention
 from folding import LINEAR, TOKENS, folded, holds, plainly, unfolded
+from tiers import grid
 
 
-@pytest.mark.parametrize("backend", ("eager", "sdpa"))
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-@pytest.mark.parametrize("case", ("linear", "knocking+mixture", "with components", "one layer"))
+@pytest.mark.parametrize(
+    ("case", "backbone", "backend"),
+    grid(
+        ("linear", "knocking+mixture", "with components", "one layer"), toys.BACKBONES, ("eager", "sdpa"), strength=1
+    ),
+)
 def test_equals_unfolded(backbone: str, case: str, backend: str) -> None:
     more = {"with components": {"explicit": {"key_heads": 1, "value_heads": 1}}}.get(case, {})
     layers = {"layers": [1]} if case == "one layer" else {}
@@ -74,8 +78,10 @@ def gradients(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: weight.grad.clone() for name, weight in model.named_parameters() if weight.grad is not None}
 
 
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-@pytest.mark.parametrize("components", ({}, {"explicit": {"key_heads": 1, "value_heads": 1}}))
+@pytest.mark.parametrize(
+    ("backbone", "components"),
+    grid(toys.BACKBONES, ({}, {"explicit": {"key_heads": 1, "value_heads": 1}}), strength=1),
+)
 def test_gradients_equal_unfolded(
     backbone: str, components: dict[str, Any], products: list[torch.Size], monkeypatch: pytest.MonkeyPatch
 ) -> None:

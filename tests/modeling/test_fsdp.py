@@ -13,7 +13,7 @@ from toys import CASES
 
 WORKER = Path(__file__).with_name("fsdp_worker.py")
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed]
+pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.xdist_group("fsdp")]  # both start once
 
 
 @pytest.fixture(scope="module")

@@ -8,10 +8,10 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
+from case_grids import for_compositions, for_each_case_and_backbone, for_each_mechanism_on_each_backbone
+from tiers import first, grid
 from toys import BACKBONES, CASES, mixed_model, tokens
 
-on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
-for_every_case = pytest.mark.parametrize("case", CASES)
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 NEW = 6
 
@@ -30,8 +30,8 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
     return model.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0, **options)
 
 
-@on_every_backbone
-@for_every_case
+@pytest.mark.oldest
+@for_each_mechanism_on_each_backbone
 def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     ids = tokens()
@@ -44,8 +44,9 @@ def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> No
         assert torch.equal(generate(model, ids, prefill_chunk_size=4, **options), expected)
 
 
-@on_every_backbone
-@for_every_case
+@pytest.mark.oldest
+@pytest.mark.parametrize("backbone", first(["Qwen3", "Llama", "Qwen2", "Qwen3Moe"]))
+@for_compositions
 def test_beams_and_assistants(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     ids = tokens()
@@ -61,8 +62,9 @@ def test_beams_and_assistants(case: str, backbone: str) -> None:
     assert torch.equal(generate(model, one, prompt_lookup_num_tokens=2), expected)
 
 
-@pytest.mark.parametrize("backbone", ("Qwen2", "Qwen3", "Qwen3Moe"))
-@for_every_case
+@pytest.mark.oldest
+@pytest.mark.parametrize("backbone", first(["Qwen3", "Qwen2", "Qwen3Moe"]))
+@for_compositions
 def test_sliding_windows(case: str, backbone: str) -> None:
     """Windows shorter than the text: cached decoding still equals the full forward, and the window matters."""
     model = mixed_model(backbone, CASES[case], **WINDOW)
@@ -94,8 +96,7 @@ def filled_cache(backbone: str, mixers: dict[str, Any], cache: Any = None) -> An
     return out.past_key_values
 
 
-@on_every_backbone
-@pytest.mark.parametrize("norm", (False, True))
+@pytest.mark.parametrize(("backbone", "norm"), grid(BACKBONES, (False, True), strength=1))
 def test_half_the_components_take_half_the_cache(backbone: str, norm: bool) -> None:
     full = filled_cache(backbone, {})
     half = filled_cache(backbone, {"explicit": {"key_heads": 2, "value_heads": 2, "norm": norm}})
@@ -152,7 +153,7 @@ def test_other_mechanisms_leave_the_cache_as_it_is() -> None:
         assert cache_bytes(filled_cache("Qwen3", mixers)) == full
 
 
-@for_every_case
+@pytest.mark.parametrize("case", CASES)
 @torch.no_grad()
 def test_cropped_and_reordered_caches(case: str) -> None:
     model = mixed_model("Qwen3", CASES[case])
@@ -165,8 +166,7 @@ def test_cropped_and_reordered_caches(case: str) -> None:
     assert (continued - model(ids.flip(0)).logits[:, 6:]).abs().max() < 1e-4
 
 
-@on_every_backbone
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_the_keys_of_the_past_make_room_for_values(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody holds what the cache has just replaced: the values that follow can lie in its place."""

@@ -10,6 +10,7 @@ import oracles
 from crosshead.modeling import knocking_fused
 from crosshead.modeling.knocking import MlpKnock
 from crosshead.modeling.numerics import widened
+from tiers import first
 
 
 @pytest.fixture(autouse=True)
@@ -46,8 +47,9 @@ def truth(knock: MlpKnock, x: torch.Tensor) -> torch.Tensor:
     return torch.stack(vectors).reshape(x.shape)
 
 
-def test_random_shapes() -> None:
-    for seed in range(500):
+@pytest.mark.parametrize("seeds", first([range(50), range(50, 500)]))
+def test_random_shapes(seeds: range) -> None:
+    for seed in seeds:
         knock, x = make(seed)
         ours, expected = knock(x), truth(knock, x)
         assert torch.allclose(ours, expected, rtol=1e-11, atol=1e-11)
@@ -57,10 +59,13 @@ def test_random_shapes() -> None:
             assert torch.allclose(knock(x), expected, rtol=1e-11, atol=1e-11)  # the plain form
 
 
+@pytest.mark.parametrize("cases", first([20, 200]))
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
-def test_half_precision_is_as_close_as_the_plain_form(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_is_as_close_as_the_plain_form(
+    dtype: torch.dtype, cases: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     errors: dict[str, list[Any]] = {"fused": [], "plain": []}
-    for seed in range(200):
+    for seed in range(cases):
         knock, x = make(seed, dtype)
         exact_knock, exact_x = make(seed)
         with torch.no_grad():

@@ -35,6 +35,7 @@ from routed_cases import (
     routes,
     seen_under,
 )
+from tiers import first, grid
 from toys import mixed_model, tokens
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5}
@@ -61,10 +62,8 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
 WAYS = ("quick products", "a block at once", "many heads at once")
 
 
-@pytest.fixture(params=[(rows, way) for rows in (1, 4, 5, 128) for way in WAYS], ids=lambda param: f"{param}")
-def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes of blocks, and the ways to attend to one, whichever is this processor's."""
-    rows, way = request.param
+def set_blocks(rows: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The size of blocks, and the way to attend to one, whichever is this processor's."""
     if way == "quick products" and not MULTIPLIES:
         pytest.skip("oneDNN does not multiply here")
     monkeypatch.setattr(quick_products, "_is_quicker", lambda: way == "quick products")
@@ -76,14 +75,16 @@ def _rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(visible_keys, "STRIPE", 1 + rows % 7)
 
 
-@pytest.mark.usefixtures("_rows")
-@pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize("kind", MASKS)
-def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """20 shapes for each of 7 masks, 2 formats, 4 sizes of blocks and 3 ways: 3,360."""
+@pytest.mark.parametrize(("kind", "dtype", "rows", "way"), grid(MASKS, TOLERANCES, (1, 4, 5, 128), WAYS, strength=1))
+@pytest.mark.parametrize("shapes", first([5, 20]))
+def test_random_shapes(
+    shapes: int, kind: str, dtype: torch.dtype, rows: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 shapes for each of 7 masks, 2 formats, 4 sizes of blocks and 3 ways: 3,360 in the slow tier."""
+    set_blocks(rows, way, monkeypatch)
     torch.manual_seed(0)
-    random.seed(f"{kind}{dtype}{routed_attention.ROWS}")
-    for _ in range(20):
+    random.seed(f"{kind}{dtype}{rows}")
+    for _ in range(shapes):
         check_a_random_shape(kind, dtype)
 
 
@@ -115,9 +116,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield seen
 
 
-@pytest.mark.parametrize("padding", ((0, 0), (0, 2), None))
-@pytest.mark.parametrize("heads", ((4, 2), (4, 1), (4, 4)))
-@pytest.mark.parametrize("case", MIXTURES)
+@pytest.mark.parametrize(
+    ("case", "heads", "padding"), grid(MIXTURES, ((4, 2), (4, 1), (4, 4)), ((0, 0), (0, 2), None), strength=1)
+)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[int]) -> None:
     """Against the oracle, with a mask and without."""
     if "differential" in case and heads[1] == 1:
@@ -126,8 +127,7 @@ def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | Non
     assert asked == ([] if "differential" in case else [7])
 
 
-@pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
-@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize(("kind", "changes"), grid(INPUTS, ({}, WINDOW), strength=1))
 def test_model(kind: str, changes: dict[str, Any], asked: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """A whole model, as the library makes its masks."""
     model = mixed_model("Qwen3", SKIPPING, "sdpa", **changes).double()
@@ -139,8 +139,7 @@ def test_model(kind: str, changes: dict[str, Any], asked: list[int], monkeypatch
     assert asked == [12, 12]
 
 
-@pytest.mark.parametrize("kind", INPUTS)
-@pytest.mark.parametrize("head", range(3))
+@pytest.mark.parametrize(("head", "kind"), grid(range(3), INPUTS, strength=1))
 def test_a_router_that_chooses_one_head_for_all(
     head: int, kind: str, asked: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +224,7 @@ def test_a_long_prompt(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.compile
 @pytest.mark.usefixtures("asked")
 def test_a_compiled_step_keeps_one_graph(asked: list[int]) -> None:

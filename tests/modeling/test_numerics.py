@@ -11,9 +11,9 @@ from transformers.masking_utils import eager_mask
 
 import crosshead
 from crosshead.modeling.balance import share_of_batch
+from tiers import grid
 from toys import CASES, mixed_config, mixed_model, tokens
 
-for_every_case = pytest.mark.parametrize("case", CASES)
 CAN_DROP = [case for case in CASES if "differential" not in case]
 
 
@@ -68,8 +68,7 @@ def test_eager_attention_drops_weights(case: str, monkeypatch: pytest.MonkeyPatc
     assert {training for _, _, training in dropped[2:]} == {False}
 
 
-@for_every_case
-@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float64))
+@pytest.mark.parametrize(("case", "dtype"), grid(CASES, (torch.bfloat16, torch.float16, torch.float64), strength=1))
 def test_softmax_is_wide(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     wide = torch.promote_types(dtype, torch.float32)
     seen: list[torch.dtype] = []
@@ -100,8 +99,7 @@ def test_head_maps_stay_wide_under_autocast(case: str) -> None:
     assert seen == [torch.float32] * 4
 
 
-@for_every_case
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen3", "Qwen3Moe"))
+@pytest.mark.parametrize(("case", "backbone"), grid(CASES, ("Llama", "Qwen3", "Qwen3Moe"), strength=1))
 def test_autocast_trains_and_decodes(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case])
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import oracles
+from case_grids import for_each_case_and_backbone
 from crosshead.modeling.balance import balance_loss
 from oracle_layers import GRADIENT_TOLERANCE, OPTION_CASES, OUTPUT_TOLERANCE, Layer, oracle_view
-from toys import BACKBONES, CASES, mixed_model, tokens
+from tiers import first
+from toys import CASES, mixed_model, tokens
 
 
-@pytest.mark.parametrize("case", [name for name, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers])
+@pytest.mark.parametrize("case", first((n for n, mixers in (CASES | OPTION_CASES).items() if "mixture" in mixers), 8))
 def test_balance_loss(case: str) -> None:
     """The value, and the gradients of what makes the probabilities, without the padding."""
     layers = [Layer(backbone, (CASES | OPTION_CASES)[case]) for backbone in ("Llama", "Qwen3")]
@@ -56,8 +58,7 @@ class OracleAttention(torch.nn.Module):
         return output, None
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_case_and_backbone
 def test_whole_model(case: str, backbone: str) -> None:
     model = mixed_model(backbone, CASES[case]).double()
     model.set_experts_implementation("eager")  # the default one knows no float64

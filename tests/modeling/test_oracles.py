@@ -1,6 +1,6 @@
 """Every mechanism, with every option, against the slow loops written from the papers: outputs and gradients."""
 
-from itertools import permutations
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -8,23 +8,23 @@ import torch
 from transformers import DynamicCache
 
 import oracles
+from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
 from crosshead import MECHANISMS
 from oracle_layers import OPTION_CASES, OUTPUT_TOLERANCE, Layer, additive, assert_layer_agrees
-from toys import BACKBONES, CASES, MECHANISM_CASES
+from tiers import first, grid
+from toys import CASES, MECHANISM_CASES
 
 
 def test_every_mechanism_has_an_oracle() -> None:
     assert set(oracles.ORACLES) == set(MECHANISMS)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_mechanism_on_each_backbone
 def test_layer(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, CASES[case]))
 
 
-@pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
-@pytest.mark.parametrize("case", OPTION_CASES)
+@pytest.mark.parametrize(("case", "backbone"), grid(OPTION_CASES, ("Llama", "Qwen3"), strength=1))
 def test_layer_options(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, OPTION_CASES[case]))
 
@@ -48,10 +48,15 @@ REFUSED = {
     ("mixture", "explicit"),
     ("mixture by query norm", "explicit"),
 }
-PAIRS = [pair for pair in permutations(PAIRABLE, 2) if pair[0].split()[0] != pair[1].split()[0]]
+PAIRS = [
+    pair
+    for pair in (*combinations(PAIRABLE, 2), *combinations(reversed(PAIRABLE), 2))
+    if pair[0].split()[0] != pair[1].split()[0]
+]
+"""Each two in one order, then in the other."""
 
 
-@pytest.mark.parametrize("pair", PAIRS)
+@pytest.mark.parametrize("pair", first(PAIRS, len(PAIRS) // 2), ids="-".join)
 def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
     """Two mechanisms in either order follow the oracle, or are refused with a reason when the config is made."""
     mixers = {name.split()[0]: PAIRABLE[name] for name in pair}
@@ -62,8 +67,7 @@ def test_any_two_mechanisms(pair: tuple[str, str]) -> None:
         assert_layer_agrees(Layer("Qwen3", mixers))
 
 
-@pytest.mark.parametrize("heads", ((4, 4), (4, 1), (6, 2), (8, 4)))
-@pytest.mark.parametrize("mechanism", MECHANISM_CASES)
+@pytest.mark.parametrize(("mechanism", "heads"), grid(MECHANISM_CASES, ((4, 4), (4, 1), (6, 2), (8, 4)), strength=1))
 def test_layer_head_counts(mechanism: str, heads: tuple[int, int]) -> None:
     mixers = {"explicit": {"explicit": {}}}.get(mechanism, MECHANISM_CASES[mechanism])
     if mechanism == "differential" and heads[1] == 1:
@@ -71,8 +75,7 @@ def test_layer_head_counts(mechanism: str, heads: tuple[int, int]) -> None:
     assert_layer_agrees(Layer("Llama", mixers, num_attention_heads=heads[0], num_key_value_heads=heads[1]))
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@for_each_case_and_backbone
 def test_layer_with_a_cache(case: str, backbone: str) -> None:
     layer = Layer(backbone, CASES[case])
     cache = DynamicCache()

@@ -9,13 +9,12 @@ import torch
 from transformers import LlamaConfig, Trainer, TrainingArguments
 
 import crosshead
+from case_grids import for_each_case_and_backbone
+from tiers import grid
 from toys import BACKBONES, CASES, mixed_model, stock_model, tokens
 
-for_every_case = pytest.mark.parametrize("case", CASES)
 
-
-@pytest.mark.parametrize("backbone", BACKBONES)
-@for_every_case
+@for_each_case_and_backbone
 @torch.no_grad()
 def test_fields_and_tuples(case: str, backbone: str) -> None:
     model, stock = mixed_model(backbone, CASES[case]), stock_model(backbone)
@@ -55,14 +54,11 @@ def test_the_balance_loss_knows_which_tokens_are_padding() -> None:
     rest = model(ids[:, 4:], attention_mask=mask, past_key_values=past, labels=ids[:, 4:])
     assert rest.balance_loss != whole.balance_loss and rest.balance_loss.isfinite()
     longer = torch.cat([mask, torch.zeros(2, 11, dtype=torch.long)], dim=1)
-    with pytest.raises(
-        ValueError, match=r"attention_mask of shape \(2, 20\) does not say which of the \(2, 9\) tokens"
-    ):
+    with pytest.raises(ValueError, match=r"attention_mask .*\(2, 20\).*\(2, 9\)"):
         model(ids, attention_mask=longer, labels=ids)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", ("knocking", "mixture"))
+@pytest.mark.parametrize(("case", "backbone"), grid(("knocking", "mixture"), BACKBONES, strength=1))
 def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path) -> None:
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
     seen: list[Any] = []
@@ -76,24 +72,27 @@ def test_trainer_evaluates_and_predicts(case: str, backbone: str, tmp_path: Path
     model = mixed_model(backbone, CASES[case])
     trainer = Trainer(model=model, args=arguments, eval_dataset=rows, compute_metrics=accuracy)
     metrics = trainer.evaluate()
-    assert 0 <= metrics["eval_accuracy"] <= 1
+    with torch.no_grad():
+        logits = model(tokens(4)).logits
+    assert metrics["eval_accuracy"] == pytest.approx(
+        (logits[:, :-1].argmax(-1) == tokens(4)[:, 1:]).float().mean().item()
+    )
     predictions = trainer.predict(rows).predictions
-    assert isinstance(predictions, numpy.ndarray) and predictions.shape == (4, 9, 61)
+    assert isinstance(predictions, numpy.ndarray)
+    numpy.testing.assert_allclose(predictions, logits.numpy(), rtol=1e-4, atol=1e-5)
     assert seen[0].shape == (4, 9, 61)
 
 
 def test_a_stock_configuration_is_refused_by_name() -> None:
     for model_class in crosshead.FAMILIES[crosshead.CrossheadLlamaConfig]:
-        with pytest.raises(
-            TypeError, match=f"{model_class.__name__} needs a crosshead configuration, not a LlamaConfig"
-        ):
+        with pytest.raises(TypeError, match=f"{model_class.__name__}.*LlamaConfig"):
             model_class(LlamaConfig())
 
 
 @pytest.mark.parametrize("case", ("explicit", "talking"))
 def test_a_past_of_another_form_is_refused(case: str) -> None:
     past = stock_model("Llama")(tokens()).past_key_values
-    with pytest.raises(ValueError, match=r"the cache of layer 0 holds 2 heads of 8 numbers, the layer stores 1 of"):
+    with pytest.raises(ValueError, match=r"layer 0 .*2 heads of 8.* 1 of"):
         mixed_model("Llama", CASES[case])(tokens(), past_key_values=past)
 
 
@@ -120,6 +119,6 @@ def test_a_configuration_that_no_longer_fits_prints_but_does_not_save(tmp_path: 
     config = crosshead.CrossheadLlamaConfig(mixers={"knocking": {}})
     config.mixers = {"knoking": {}}
     assert "knoking" in repr(config)
-    with pytest.raises(ValueError, match="mixers has no mechanism 'knoking': did you mean 'knocking'"):
+    with pytest.raises(ValueError, match=r"'knoking'.*'knocking'"):
         config.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()

@@ -7,6 +7,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
+from tiers import grid
 from toys import CASES, mixed_model, tokens
 
 for_every_case = pytest.mark.parametrize("case", CASES)
@@ -68,8 +69,7 @@ def test_a_fresh_adapter_changes_no_loss_and_no_gradient(case: str) -> None:
         torch.testing.assert_close(parameter.grad, mixers[original_name(name)].grad, rtol=0, atol=1e-12)
 
 
-@for_every_case
-@pytest.mark.parametrize("everywhere", (False, True))
+@pytest.mark.parametrize(("case", "everywhere"), grid(CASES, (False, True), strength=1))
 def test_a_trained_adapter_survives_save_load_and_merge(case: str, everywhere: bool, tmp_path: Path) -> None:
     model = trained(case, everywhere)
     expected = model(tokens()).logits.detach()

@@ -10,6 +10,7 @@ from torch.nn import functional
 from crosshead.modeling import explicit_decode, quick_products
 from crosshead.modeling.explicit_decode import Components, attend_to_components
 from crosshead.modeling.quick_products import MULTIPLIES, is_quicker, product, round_part, round_whole
+from tiers import first
 
 
 @pytest.fixture
@@ -44,11 +45,12 @@ def made(draw: random.Random, rows: int, columns: int, dtype: torch.dtype) -> to
 
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float64, torch.bfloat16))
+@pytest.mark.parametrize("shapes", first([50, 300]))
 @torch.no_grad()
-def test_random_shapes(dtype: torch.dtype) -> None:
+def test_random_shapes(dtype: torch.dtype, shapes: int) -> None:
     draw = random.Random(0)
     torch.manual_seed(0)
-    for _ in range(300):
+    for _ in range(shapes):
         many, few, shared = (draw.choice((1, 2, 7, draw.randint(1, most))) for most in (300, 40, 130))
         x, weight = made(draw, many, shared, dtype), made(draw, few, shared, dtype)
         found, exact = product(x, weight), x.double() @ weight.double().t()

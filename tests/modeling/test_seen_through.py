@@ -8,12 +8,12 @@ from torch.func import functional_call, grad, vmap
 
 import toys
 from folding import LINEAR, TOKENS, folded, holds, unfolded
+from tiers import grid
 
 CASES = toys.CASES | {"linear": LINEAR}
 
 
-@pytest.mark.parametrize("backend", ("eager", "sdpa"))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "backend"), grid(CASES, ("eager", "sdpa"), strength=1))
 def test_transformed_gradients(case: str, backend: str) -> None:
     model = toys.mixed_model("Llama", CASES[case], backend).double()
     some = {name: weight.detach() for name, weight in model.named_parameters() if "mlp" in name}

@@ -9,10 +9,12 @@ from transformers import DynamicCache
 
 from crosshead.modeling import query_blocks
 from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
+from tiers import first, grid
 from toys import BACKBONES, CASES, mixed_model, tokens
 
 TALKING = {name: mixers for name, mixers in (CASES | OPTION_CASES).items() if "talking" in mixers}
 for_every_case = pytest.mark.parametrize("case", TALKING)
+for_first_case = pytest.mark.parametrize("case", first(TALKING))
 
 
 @pytest.fixture(autouse=True)
@@ -21,14 +23,12 @@ def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@for_every_case
+@pytest.mark.parametrize(("case", "backbone"), grid(TALKING, BACKBONES, strength=1))
 def test_layer(case: str, backbone: str) -> None:
     assert_layer_agrees(Layer(backbone, TALKING[case], backend="sdpa"))
 
 
-@pytest.mark.parametrize("heads", ((4, 4), (4, 1), (6, 2), (1, 1)))
-@for_every_case
+@pytest.mark.parametrize(("case", "heads"), grid(TALKING, ((4, 4), (4, 1), (6, 2), (1, 1)), strength=1))
 def test_layer_head_counts(case: str, heads: tuple[int, int]) -> None:
     if heads[0] == 1 and case != "talking":
         pytest.skip("the other cases count on more heads")
@@ -52,7 +52,7 @@ def sides(case: str, dtype: torch.dtype = torch.float32, **changes: Any) -> tupl
     return eager.to(dtype), blocks.to(dtype)
 
 
-@for_every_case
+@for_first_case
 @torch.no_grad()
 def test_masks_of_models(case: str) -> None:
     """No padding, padding on either side, packed documents, and a window."""
@@ -74,7 +74,7 @@ def test_masks_of_models(case: str) -> None:
         assert (eager - blocks)[real].abs().max() < 1e-4, (changes, given)
 
 
-@for_every_case
+@for_first_case
 @pytest.mark.parametrize("cache", ("dynamic", "static"))
 def test_generation(case: str, cache: str) -> None:
     mask = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
@@ -85,7 +85,8 @@ def test_generation(case: str, cache: str) -> None:
     assert torch.equal(eager, blocks)
 
 
-@pytest.mark.parametrize("case", [case for case in TALKING if "mixture" not in case])  # rounding sends to other heads
+# With mixture, rounding sends tokens to other heads.
+@pytest.mark.parametrize("case", first(case for case in TALKING if "mixture" not in case))
 def test_training_under_autocast_in_bf16_and_with_checkpoints(case: str) -> None:
     for dtype, autocast, checkpointing in (
         (torch.float32, False, True),

@@ -10,9 +10,10 @@ from accelerate.state import AcceleratorState
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-from toys import BACKBONES, CASES, lopsided, mixed_model
+from case_grids import for_compositions, for_each_case_and_backbone
+from tiers import first, grid
+from toys import CASES, lopsided, mixed_model
 
-for_every_case = pytest.mark.parametrize("case", CASES)
 ROUTED: dict[str, dict[str, Any]] = {
     "two_stage": CASES["mixture"],
     "query_norm": CASES["knocking+mixture"],
@@ -140,8 +141,7 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-6)
 
 
-@for_every_case
-@pytest.mark.parametrize("backbone", BACKBONES)
+@for_each_case_and_backbone
 def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> None:
     losses, found = [], []
     for checkpointing in (False, True):
@@ -154,7 +154,7 @@ def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> N
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-7)
 
 
-@for_every_case
+@for_compositions
 def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Path) -> None:
     mixers = weighing(CASES[case], 0.0)
     plain = model_of(mixers)
@@ -166,9 +166,10 @@ def test_accumulated_micro_batches_equal_the_large_batch(case: str, tmp_path: Pa
         assert_same(found, gradients(plain))
 
 
-@for_every_router
-@pytest.mark.parametrize("accumulation", (1, 2, 4))
-@pytest.mark.parametrize("checkpointing", (False, True))
+@pytest.mark.oldest
+@pytest.mark.parametrize(
+    ("router", "accumulation", "checkpointing"), grid(ROUTED, (1, 2, 4), (False, True), strength=1)
+)
 def test_trainer_counts_the_balance_loss_once(
     router: str, accumulation: int, checkpointing: bool, tmp_path: Path
 ) -> None:
@@ -180,7 +181,7 @@ def test_trainer_counts_the_balance_loss_once(
     assert_same(found, gradients(plain))
 
 
-@for_every_router
+@pytest.mark.parametrize("router", first(ROUTED, 2))
 def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: str) -> None:
     mixers = weighing(ROUTED[router], BALANCE_WEIGHT)
     plain, pieces = model_of(mixers), parts(batch(), 4)
@@ -198,8 +199,7 @@ def test_a_loop_that_divides_by_its_steps_counts_the_balance_loss_once(router: s
     assert_same(gradients(model), gradients(plain))
 
 
-@for_every_router
-@pytest.mark.parametrize("side", ("left", "right"))
+@pytest.mark.parametrize(("router", "side"), grid(ROUTED, ("left", "right"), strength=1))
 @torch.no_grad()
 def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
     model = model_of(ROUTED[router])
@@ -217,7 +217,8 @@ def test_padding_is_no_part_of_the_balance_loss(router: str, side: str) -> None:
     assert (unmasked - expected).abs() > 1e-3  # or the mask would make no difference here
 
 
-@for_every_case
+@pytest.mark.oldest
+@for_compositions
 def test_resumed_and_reloaded_training_is_the_same(case: str, tmp_path: Path) -> None:
     options = {"per_device_train_batch_size": 2, "max_steps": 4, "save_steps": 2, "logging_steps": 1}
     first = trainer_for(model_of(CASES[case]), tmp_path, **options)
@@ -233,7 +234,7 @@ def test_resumed_and_reloaded_training_is_the_same(case: str, tmp_path: Path) ->
         assert loaded.eval()(**batch()).loss == first.model.eval()(**batch()).loss
 
 
-@for_every_case
+@for_compositions
 def test_training_in_bfloat16(case: str, tmp_path: Path) -> None:
     model = model_of(CASES[case])
     with torch.no_grad():

@@ -13,6 +13,7 @@ from crosshead.recipes.activations import Arithmetic, activations
 from crosshead.recipes.data_options import DataOptions, DataSource
 from crosshead.recipes.schema import LoraOptions, TrainOptions
 from crosshead.recipes.trainable import set_trainable
+from tiers import grid
 
 LENGTH = 40
 DATA = DataOptions((DataSource("text.txt"),), length=LENGTH)
@@ -65,8 +66,7 @@ def kept(config, train, arithmetic, checkpointed=False, **inputs):
     return sizes[1] - sizes[0]  # copies of weights are as many for twice as many sequences
 
 
-@pytest.mark.parametrize("arithmetic", ["float32", "autocast"])
-@pytest.mark.parametrize("name", toys.CASES)
+@pytest.mark.parametrize(("name", "arithmetic"), grid(toys.CASES, ["float32", "autocast"], strength=1))
 def test_every_mechanism(name, arithmetic):
     config = config_of("Llama", toys.CASES[name])
     found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
@@ -74,8 +74,7 @@ def test_every_mechanism(name, arithmetic):
     assert len(found.layers) == 2
 
 
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
-@pytest.mark.parametrize("backbone", ["Qwen2", "Qwen3", "Qwen3Moe"])
+@pytest.mark.parametrize(("backbone", "arithmetic"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
 def test_every_backbone(backbone, arithmetic):
     config = config_of(backbone, toys.CASES["knocking+mixture"])
     found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
@@ -90,8 +89,7 @@ def test_what_does_not_move_keeps_less(trainable):
     assert found < activations(config, options(), DATA, WIDE).kept(False)
 
 
-@pytest.mark.parametrize("name", ["explicit", "talking"])
-@pytest.mark.parametrize("arithmetic", ARITHMETIC)
+@pytest.mark.parametrize(("name", "arithmetic"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
 def test_layers_that_are_computed_again_keep_their_input(name, arithmetic):
     config = config_of("Llama", toys.CASES[name])
     found = activations(config, options(), DATA, ARITHMETIC[arithmetic])

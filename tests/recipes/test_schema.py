@@ -89,25 +89,25 @@ def test_the_example_loads(tmp_path):
 
 
 BAD_FILES = {
-    "no section": ([DATA, TRAIN], "the recipe lacks the key 'model'"),
-    "no key": ([PATH, DATA, "train: {tokens: 10}"], "train lacks the key 'learning_rate'"),
+    "no section": ([DATA, TRAIN], "'model'"),
+    "no key": ([PATH, DATA, "train: {tokens: 10}"], "'learning_rate'"),
     "a key twice": (
         [PATH, DATA, TRAIN, "output: there"],
-        "is not YAML: 'output' stands twice in \"<unicode string>\", line 5, column 1",
+        "line 5, column 1",
     ),
-    "no YAML": ([PATH, DATA, TRAIN, "watch: {"], "is not YAML: "),
-    "a loop": ([PATH, DATA, TRAIN, "watch: &watch {every: *watch}"], "is not YAML: "),
-    "nothing to train": (["model: {tokenizer: a}", DATA, TRAIN], "model.path is missing"),
-    "nothing to read with": (["model: {config: {model_type: crosshead_llama}}", DATA, TRAIN], "model.tokenizer is"),
-    "an unknown model": ([CONFIG.replace("llama", "lama") % "", DATA, TRAIN], "did you mean 'crosshead_llama'"),
-    "an unknown size": ([CONFIG % "hiden_size: 8", DATA, TRAIN], "model.config has no key 'hiden_size': did you"),
+    "no YAML": ([PATH, DATA, TRAIN, "watch: {"], "YAML"),
+    "a loop": ([PATH, DATA, TRAIN, "watch: &watch {every: *watch}"], "YAML"),
+    "nothing to train": (["model: {tokenizer: a}", DATA, TRAIN], "model.path"),
+    "nothing to read with": (["model: {config: {model_type: crosshead_llama}}", DATA, TRAIN], "model.tokenizer"),
+    "an unknown model": ([CONFIG.replace("llama", "lama") % "", DATA, TRAIN], "'crosshead_llama'"),
+    "an unknown size": ([CONFIG % "hiden_size: 8", DATA, TRAIN], "'hiden_size'"),
     "a wrong size": ([CONFIG % "hidden_size: wide", DATA, TRAIN], "hidden_size"),
-    "no heads": ([CONFIG % "num_attention_heads: 0", DATA, TRAIN], "model.config: "),
+    "no heads": ([CONFIG % "num_attention_heads: 0", DATA, TRAIN], "num_attention_heads=0"),
     "windows beyond its positions": (
         [CONFIG % "max_position_embeddings: 63", DATA, TRAIN],
-        "data.length=64 is more than model.config.max_position_embeddings=63: lower it",
+        "max_position_embeddings=63",
     ),
-    "a wrong mechanism": ([CONFIG % "mixers: {mixture: {active_heads: 99}}", DATA, TRAIN], "active_heads=99 is more"),
+    "a wrong mechanism": ([CONFIG % "mixers: {mixture: {active_heads: 99}}", DATA, TRAIN], "active_heads=99"),
 }
 
 
@@ -126,67 +126,67 @@ def refused(path, changes, message):
 
 
 BAD_VALUES = {
-    "wath.every=1": "the recipe has no key 'wath': did you mean 'watch'?",
-    "train.lerning_rate=1": "train has no key 'lerning_rate': did you mean 'learning_rate'?",
-    "train.label_smoothing=0.1": "train has no key 'label_smoothing'",
-    "data.sources.0.pth=a": "data.sources.0 has no key 'pth': did you mean 'path'?",
-    "data.sources.0.kind=txt": "data.sources.0.kind='txt' is not allowed: use one of 'text', ",
-    "data.sources=[]": "data.sources is empty",
-    "train.learning_rate=fast": "train.learning_rate='fast' is not allowed: use a number",
-    "train.learning_rate=1e999": "train.learning_rate='1e999' is not allowed: use a number",
-    "train.learning_rate=0": "train.learning_rate=0.0 is not allowed: use a number above 0",
-    "train.learning_rate=": "train.learning_rate='' is not allowed: use a number",
-    "train.tokens=0.5": "train.tokens='0.5' is not allowed: use a whole number",
-    "train.final_ratio=2": "train.final_ratio=2.0 is not allowed: use a number from 0 to 1",
-    "train.checkpoint_activations=1": "train.checkpoint_activations='1' is not allowed: use true or false",
-    "train.trainable=mixer": "train.trainable='mixer' is not allowed: use one of 'all', 'mixers', ",
-    "train.betas=[0.9]": "train.betas=['0.9'] is not allowed: use a list of 2",
-    "train=hard": "train='hard' is not allowed: use a mapping",
-    "model.path=[a]": "model.path=['a'] is not allowed: use a word or a text",
-    "model.config=llama": "model.config='llama' is not allowed: use a mapping",
-    "output=": "output='' is not allowed: use a word or a text",
-    "watch.report_to=trackio": "watch.report_to='trackio' is not allowed: use a list",
-    "train.batch_tokens=650": "train.batch_tokens=650 is no multiple of data.length=64: the nearest is 640",
-    "train.batch_tokens=6": "train.batch_tokens=6 is no multiple of data.length=64: the nearest is 64",
-    "train.micro_batch=4": "train.micro_batch=4 does not divide the 10 sequences of a step",
-    "train.warmup=10": "train.warmup=10 leaves nothing after it: train.tokens=6400 are 10 steps",
-    "train.warmup=1.5": "train.warmup=1.5 is no whole number of steps",
-    "train.warmup_from=1": "train.warmup_from=1.0 is above learning_rate=0.0001",
-    "train.trainable=mixers+lora": "train.trainable='mixers+lora' needs `lora`",
-    "train.lora={rank: 4, alpha: 8}": "train.trainable='all' has no use for `lora`",
-    "distillation.weight=0.5": "distillation.teacher=None, logits=None: give one of the two",
-    "distillation={teacher: a, logits: b}": "distillation.teacher=a, logits=b: give one of the two",
-    "watch.evaluate_every=5": "watch.evaluate_every=5 has no text to evaluate on: set data.held_out",
-    "distillation={logits: b, match_steps: 3}": "distillation.match_steps=3 needs `teacher`",
-    "distillation={logits: b, temperature: 2}": "distillation.temperature=2 needs `teacher`: `logits` are stored",
-    "hub.repo=a/b/c": "hub.repo='a/b/c' is no name for the Hub: use one such as organisation/model",
-    "hub.token=hf_secret": "hub has no key 'token'",
+    "wath.every=1": "'wath'",
+    "train.lerning_rate=1": "'lerning_rate'",
+    "train.label_smoothing=0.1": "'label_smoothing'",
+    "data.sources.0.pth=a": "'pth'",
+    "data.sources.0.kind=txt": "data.sources.0.kind='txt'",
+    "data.sources=[]": "data.sources",
+    "train.learning_rate=fast": "train.learning_rate='fast'",
+    "train.learning_rate=1e999": "train.learning_rate='1e999'",
+    "train.learning_rate=0": "train.learning_rate=0.0",
+    "train.learning_rate=": "train.learning_rate=''",
+    "train.tokens=0.5": "train.tokens='0.5'",
+    "train.final_ratio=2": "train.final_ratio=2.0",
+    "train.checkpoint_activations=1": "train.checkpoint_activations='1'",
+    "train.trainable=mixer": "train.trainable='mixer'",
+    "train.betas=[0.9]": "train.betas=['0.9']",
+    "train=hard": "train='hard'",
+    "model.path=[a]": "model.path=['a']",
+    "model.config=llama": "model.config='llama'",
+    "output=": "output=''",
+    "watch.report_to=trackio": "watch.report_to='trackio'",
+    "train.batch_tokens=650": "640",
+    "train.batch_tokens=6": "train.batch_tokens=6",
+    "train.micro_batch=4": "train.micro_batch=4",
+    "train.warmup=10": "train.warmup=10",
+    "train.warmup=1.5": "train.warmup=1.5",
+    "train.warmup_from=1": "train.warmup_from=1.0",
+    "train.trainable=mixers+lora": "train.trainable='mixers+lora'",
+    "train.lora={rank: 4, alpha: 8}": "train.trainable='all'",
+    "distillation.weight=0.5": "distillation.teacher=None, logits=None",
+    "distillation={teacher: a, logits: b}": "distillation.teacher=a, logits=b",
+    "watch.evaluate_every=5": "watch.evaluate_every=5",
+    "distillation={logits: b, match_steps: 3}": "distillation.match_steps=3",
+    "distillation={logits: b, temperature: 2}": "distillation.temperature=2",
+    "hub.repo=a/b/c": "hub.repo='a/b/c'",
+    "hub.token=hf_secret": "'token'",
     "sweep.learning_rates=[1e-4]": "sweep.learning_rates=[0.0001]",
-    "sweep.learning_rates=[1e-3, 1.0000001e-3]": "sweep.learning_rates=[0.001, 0.0010000001]: give two or more",
-    "train.betas=[0.9, 1]": "train.betas.1=1.0 is not allowed: use a number from 0 to below 1",
-    "train.seed=4294967296": "train.seed=4294967296 is not allowed: use a number from 0 to 4294967295",
-    "train.seed=-1": "train.seed=-1 is not allowed: use a number from 0 to ",
-    f"train.tokens={'9' * 400}": " is not allowed: use a number from 1 to 9223372036854775807",
-    f"train.batch_tokens={'9' * 400}": " is not allowed: use a number from 1 to 9223372036854775807",
-    "data.sources=[{path: a, weight: 1}, {path: b, weight: 1e-5}]": "1e-05] repeat only after 100001 windows",
-    "data.sources=[{path: a, weight: 1e308}, {path: b, weight: 0.1}]": "e+309 windows",
+    "sweep.learning_rates=[1e-3, 1.0000001e-3]": "sweep.learning_rates=[0.001, 0.0010000001]",
+    "train.betas=[0.9, 1]": "train.betas.1=1.0",
+    "train.seed=4294967296": "train.seed=4294967296",
+    "train.seed=-1": "train.seed=-1",
+    f"train.tokens={'9' * 400}": "9223372036854775807",
+    f"train.batch_tokens={'9' * 400}": "9223372036854775807",
+    "data.sources=[{path: a, weight: 1}, {path: b, weight: 1e-5}]": "100001",
+    "data.sources=[{path: a, weight: 1e308}, {path: b, weight: 0.1}]": "e+309",
 }
 
 
 @pytest.mark.parametrize("change", BAD_VALUES)
 def test_bad_values_are_refused(tmp_path, change):
     path = written(tmp_path, PATH, DATA, TRAIN)
-    assert refused(path, [change], BAD_VALUES[change]).startswith(f"{path}: ")
+    assert str(path) in refused(path, [change], BAD_VALUES[change])
 
 
 BAD_CHANGES = {
-    "train.learning_rate": "is not key=value",
-    "=1": "is not key=value",
-    "train..seed=1": "is not key=value",
-    "train.seed=[": "is not YAML",
-    "output.folder=a": "there is no 'folder'",
-    "data.sources.1.path=a": "there is no '1'",
-    "data.sources.first=a": "there is no 'first'",
+    "train.learning_rate": "key=value",
+    "=1": "key=value",
+    "train..seed=1": "key=value",
+    "train.seed=[": "YAML",
+    "output.folder=a": "'folder'",
+    "data.sources.1.path=a": "'1'",
+    "data.sources.first=a": "'first'",
 }
 
 
@@ -196,8 +196,7 @@ def test_bad_changes_are_refused(tmp_path, change):
 
 
 def test_shipped_names_are_corrected():
-    message = "the package has no recipe 'small/smollm2_explict': did you mean 'small/smollm2_explicit'?"
-    with pytest.raises(RecipeError, match=re.escape(message)):
+    with pytest.raises(RecipeError, match=r"'small/smollm2_explict'.*'small/smollm2_explicit'"):
         load_recipe("small/smollm2_explict")
 
 

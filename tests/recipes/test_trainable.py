@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema import LoraOptions, TrainOptions
 from crosshead.recipes.trainable import PROJECTIONS, set_trainable, whole_model
+from tiers import grid
 from toy_training import LORA, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
 
@@ -64,14 +65,11 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
     for trainable, given in (("mixers", None), ("mixers+lora", lora)):
         stock = mixed_model("Llama", {})
         for wrong in (stock,) if given else (stock, mixed_model("Llama", {"mixture": options})):
-            with pytest.raises(
-                RecipeError, match=f"train.trainable='{re.escape(trainable)}', but the model has no mech"
-            ):
+            with pytest.raises(RecipeError, match=f"train.trainable='{re.escape(trainable)}'"):
                 set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
 
 
-@pytest.mark.parametrize("backbone", BACKBONES)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CASES, strength=1))
 def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
     torch.manual_seed(0)
     model = mixed_model(backbone, CASES[case])
@@ -95,5 +93,5 @@ def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
 
 def test_nothing_to_train():
     for model in (stock_model("Llama"), lopsided(mixed_model("Llama", {}))):
-        with pytest.raises(RecipeError, match=r"train.trainable='mixers', but the model has no mechanism"):
+        with pytest.raises(RecipeError, match=r"train\.trainable='mixers'"):
             set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers"))

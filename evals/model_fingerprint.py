@@ -1,0 +1,45 @@
+"""Which model a folder holds: a digest that changes when its configuration or its weights do."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from .errors import EvalError
+
+CONFIG, WEIGHTS = "config.json", "*.safetensors"
+SAMPLE = 4096
+"""Bytes of each tensor that are read: all bytes of a large model would take minutes, and training changes these."""
+
+
+def model_fingerprint(folder: Path) -> str:
+    """A sha256 over config.json and, of each weights file, its size, its header and the beginning of each tensor."""
+    try:
+        digest = hashlib.sha256((folder / CONFIG).read_bytes())
+        for path in sorted(folder.glob(WEIGHTS)):
+            for part in _parts(path):
+                digest.update(len(part).to_bytes(8, "little") + part)
+    except OSError as error:
+        raise EvalError(f"{error.filename} cannot be read: {error.strerror}") from error
+    return digest.hexdigest()
+
+
+def _parts(path: Path) -> Iterator[bytes]:
+    size = path.stat().st_size
+    yield f"{path.name} {size}".encode()
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, size))
+        yield header
+        for begin, end in _offsets(path, header):
+            file.seek(8 + length + begin)
+            yield file.read(min(SAMPLE, end - begin))
+
+
+def _offsets(path: Path, header: bytes) -> list[tuple[int, int]]:
+    """Where each tensor begins and ends, in the order of the file."""
+    try:
+        entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
+        return sorted((int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in entries))
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise EvalError(f"{path} is damaged: its header cannot be read") from error

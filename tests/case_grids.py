@@ -1,0 +1,36 @@
+"""How many of the toys' cases the default tier runs: parametrisations by `case`, or by `case` and `backbone`."""
+
+import pytest
+
+from tiers import grid
+from toys import BACKBONES, CASES, COMPOSITIONS
+
+
+def _tier(default: bool) -> list[pytest.MarkDecorator]:
+    return [] if default else [pytest.mark.slow]
+
+
+for_each_case_and_backbone = pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
+"""In the default tier each case on one backbone, each backbone at least once."""
+
+_BACKBONE_OF = dict(zip(COMPOSITIONS, BACKBONES, strict=False))
+
+for_each_mechanism_on_each_backbone = pytest.mark.parametrize(
+    ("case", "backbone"),
+    [
+        pytest.param(case, backbone, marks=_tier(_BACKBONE_OF.get(case, backbone) == backbone))
+        for case in CASES
+        for backbone in BACKBONES
+    ],
+)
+"""In the default tier each mechanism on each backbone, each composition on one."""
+
+for_compositions = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=_tier(case in COMPOSITIONS)) for case in CASES]
+)
+"""In the default tier the compositions, which hold every mechanism; in the slow tier also each case by itself."""
+
+for_one_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=_tier(case == "knocking+mixture")) for case in CASES]
+)
+"""In the default tier one composition: for what hardly depends on the mechanism."""

@@ -1,0 +1,73 @@
+"""Limits of control groups of both versions, wherever above the process they are set."""
+
+import os
+
+import pytest
+
+from crosshead.common import free_memory
+from crosshead.common.free_memory import available_memory
+
+MIB = 1 << 20
+V2, V1 = "0::/user/job\n", "12:cpu,cpuacct:/\n5:memory:/user/job\n0::/user/job\n"
+
+
+@pytest.fixture
+def system(tmp_path, monkeypatch):
+    """A system with 1 GiB free, and no limits yet."""
+    (tmp_path / "meminfo").write_text(f"MemTotal: 9999999 kB\nMemAvailable: {1 << 20} kB\n")
+    (tmp_path / "groups").mkdir()
+    monkeypatch.setattr(free_memory, "MEMORY_INFO", tmp_path / "meminfo")
+    monkeypatch.setattr(free_memory, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(free_memory, "GROUPS", tmp_path / "groups")
+    return tmp_path
+
+
+def limited(group, limit, used=60, files=40, version="v2"):
+    """A control group with limits in MiB."""
+    names = ("memory.max", "memory.current") if version == "v2" else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    group.mkdir(parents=True, exist_ok=True)
+    (group / names[0]).write_text("max\n" if limit is None else f"{limit * MIB}\n")
+    (group / names[1]).write_text(f"{used * MIB}\n")
+    prefix = "" if version == "v2" else "total_"
+    statistics = {"anon": used - files, "file": 999, "active_file": files // 4, "inactive_file": files - files // 4}
+    (group / "memory.stat").write_text("".join(f"{prefix}{key} {value * MIB}\n" for key, value in statistics.items()))
+
+
+def test_without_limits(system):
+    assert available_memory() == 1 << 30
+    (system / "own").write_text(V2)
+    limited(system / "groups" / "user" / "job", None)
+    assert available_memory() == 1 << 30
+
+
+@pytest.mark.parametrize("group", ["", "user", "user/job"])
+@pytest.mark.parametrize("version", ["v2", "v1"])
+def test_a_limit_above_the_process(group, version, system):
+    (system / "own").write_text(V2 if version == "v2" else V1)
+    root = system / "groups" / ("memory" if version == "v1" else "")
+    limited(root / group, 80, version=version)
+    assert available_memory() == (80 - 60 + 40) * MIB
+
+
+def test_the_least_of_several_limits(system):
+    (system / "own").write_text(V2)
+    for group, limit in (("", 900), ("user", 90), ("user/job", 300), ("user/other", 61), ("user/job/below", 61)):
+        limited(system / "groups" / group, limit)
+    assert available_memory() == (90 - 60 + 40) * MIB
+
+
+def test_a_path_that_only_the_host_sees(system):
+    (system / "own").write_text("5:memory:/docker/0123\n")
+    limited(system / "groups" / "memory", 70, version="v1")
+    assert available_memory() == 50 * MIB
+
+
+def test_a_path_that_leads_outside(system):
+    (system / "own").write_text("0::/../elsewhere\n")
+    limited(system / "groups" / "..", 61)
+    limited(system / "groups", 70)
+    assert available_memory() == 50 * MIB
+
+
+def test_this_system():
+    assert 0 < available_memory() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,33 @@
+"""Buffers of integers, such as position ids, lie in some checkpoints and are no weights: they are copied."""
+
+import torch
+from safetensors.torch import load_file, save_file
+
+import crosshead
+from crosshead.conversion.safetensors_store import WEIGHTS
+from toy_checkpoints import write_stock
+
+BUFFERS = {
+    "model.position_ids": torch.arange(64)[None],
+    "model.layers.0.self_attn.masked": torch.ones(3, 3, dtype=torch.bool).tril(),
+    "model.layers.1.mlp.order": torch.arange(5, dtype=torch.uint8),
+}
+
+
+def assert_same_buffers(folder):
+    held = load_file(folder / WEIGHTS)
+    for name, tensor in BUFFERS.items():
+        assert held[name].dtype == tensor.dtype and held[name].equal(tensor), name
+
+
+def test_integers_are_copied_there_and_back(tmp_path):
+    source = write_stock(tmp_path / "source")
+    save_file(load_file(source / WEIGHTS) | BUFFERS, source / WEIGHTS, {"format": "pt"})
+    asked = {"explicit": {"key_heads": 1, "method": "svd"}}
+    report = crosshead.convert(source, tmp_path / "made", asked, dtype="bfloat16", vocab_size=70)
+    assert {report["tensors"][name]["fate"] for name in BUFFERS} == {"copied"}
+    assert report["dropped"] == {}
+    assert_same_buffers(tmp_path / "made")
+    assert report["verification"]["reload"]["tensors"]["unexpected"] == 0
+    crosshead.fold(tmp_path / "made", tmp_path / "back")
+    assert_same_buffers(tmp_path / "back")

@@ -1,0 +1,90 @@
+"""Few items, or one: the interval is Student's or there is none, and scores are written before they are compared."""
+
+import json
+
+import datasets
+import pytest
+
+import toys
+from broken import run
+from crosshead.evals import evaluate as evaluating
+from crosshead.evals.eval_compare import difference
+from crosshead.evals.eval_items import Items, t_quantile
+from crosshead.evals.eval_report import eval_lines
+from toy_eval import ITEMS, ROLLING, write_scorable, write_task
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 12.7062), (3, 4.3027), (4, 3.1824), (6, 2.5706)])
+def test_quantiles_of_few_items(count, expected):
+    assert t_quantile(count) == pytest.approx(expected, abs=1e-4)
+
+
+def test_one_item_of_a_perplexity_has_no_interval():
+    first, second = Items([10.0], [5.0], True), Items([11.0], [5.0], True)
+    found = difference(first, second, False)
+    assert found["change"] == pytest.approx(2.718281828 ** (1 / 5) - 1)
+    assert (found["interval"], found["verdict"], found["items"]) == (None, "unclear", 1)
+    assert difference(first, first, False)["verdict"] == "equal"
+
+
+def test_a_wide_interval_is_finite():
+    first, second = Items([1.0, 1.0], [1.0, 1.0], True), Items([500.0, 1.0], [1.0, 1.0], True)
+    found = difference(first, second, False)
+    assert json.loads(json.dumps(found, allow_nan=False)) == found
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A user's home with two models."""
+    folder = tmp_path_factory.mktemp("home")
+    write_scorable(toys.stock_model("Llama"), folder / "first")
+    write_scorable(toys.stock_model("Qwen3"), folder / "second")
+    return folder
+
+
+@pytest.fixture
+def line(home, tmp_path, capfd, monkeypatch):
+    """A command in a folder with a task of one item, its home that of the user."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    write_task(tmp_path / "mine", "prose", ROLLING, ITEMS[:1])
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+EVAL = "eval ~/first ~/second --tasks prose --include-path mine --compare"
+
+
+def test_one_item_and_models_in_the_home_make_a_card(line, home, tmp_path):
+    status, out, err = line(EVAL)
+    assert (status, err) == (0, "")
+    report = json.loads((tmp_path / "eval.json").read_text())
+    assert out.splitlines()[:-1] == list(eval_lines(report))
+    assert {row["verdict"] for row in report["compared"][0]["scores"]} == {"unclear"}
+    names = [model["model"] for model in report["models"]]
+    assert names == [report["compared"][0]["first"], report["compared"][0]["second"]]
+    fingerprints = [model["fingerprint"] for model in report["models"]]
+    assert len(set(fingerprints)) == 2 and None not in fingerprints
+    (home / "second").rename(home / "moved")
+    status, _, err = line(f"card {home}/moved --eval eval.json")
+    assert (status, err) == (0, "")
+    kept = json.loads((home / "moved/evaluation.json").read_text())["evaluations"][0]
+    assert kept["scores"] == report["models"][1]["scores"]
+    assert kept["compared"]["with"] == "first"
+
+
+def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
+    kept = []
+
+    def failing(*arguments):
+        raise ZeroDivisionError("the comparison")
+
+    monkeypatch.setattr(evaluating, "open_model", lambda name, trust: evaluating.Opened(name, None, None))
+    monkeypatch.setattr(evaluating, "_check_beginning", lambda opened: None)
+    monkeypatch.setattr(evaluating, "task_manager", lambda *arguments: None)
+    monkeypatch.setattr(evaluating, "load_tasks", lambda *arguments: [])
+    monkeypatch.setattr(evaluating, "_score", lambda opened, *rest: ({"model": opened.name, "scores": []}, []))
+    monkeypatch.setattr(evaluating, "compare", failing)
+    with pytest.raises(ZeroDivisionError):
+        evaluating.evaluate(["a", "b"], "offline", compared=True, keep=lambda report: kept.append(json.dumps(report)))
+    assert [model["model"] for model in json.loads(kept[-1])["models"]] == ["a", "b"]

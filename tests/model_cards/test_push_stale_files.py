@@ -1,0 +1,87 @@
+"""What an earlier model left in a repository does not stay beside a new one; what the user put there does."""
+
+import pytest
+
+from crosshead.model_cards.push import MESSAGE, push, tag
+from hub_client import own_hub
+from hub_server import Repository
+
+FILES = {
+    "config.json": b"{}",
+    "model.safetensors": b"weights",
+    "tokenizer.json": b"{}",
+    "additional_chat_templates/tool.jinja": b"tool",
+}
+STALE = (
+    "model-00001-of-00002.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/rag.jinja",
+    "added_tokens.json",
+    "special_tokens_map.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+    "modeling_crosshead.py",
+    "conversion.json",
+    "training.json",
+    "evaluation.json",
+)
+OTHERS = (
+    ".gitattributes",
+    "LICENSE",
+    "handler.py",
+    "notes.json",
+    "model.fp16.safetensors",
+    "model_lora.safetensors",
+    "adapters/adapter_config.json",
+    "lora/chat_template.jinja",
+    "additional_chat_templates/notes.md",
+    "onnx/tokenizer.json",
+    "my_vocab.json",
+)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    path = tmp_path / "model"
+    for name, content in FILES.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    with own_hub(monkeypatch, "hf_" + "planted" * 5) as running:
+        yield running
+
+
+def test_files_of_an_earlier_model_go_and_others_stay(folder, hub):
+    there = dict.fromkeys((*STALE, *OTHERS, *FILES), b"there before")
+    made = hub.repositories["org/model"] = Repository(there, private=True)
+    push(folder, "org/model")
+    assert made.files == FILES | dict.fromkeys(OTHERS, b"there before")
+    assert made.commits == [MESSAGE]
+
+
+def test_the_tag_is_that_of_the_upload(folder, hub):
+    """Somebody else's commit after it is not what was pushed, and nobody is asked which the newest is."""
+    pushed = push(folder, "org/model")
+    made = hub.repositories["org/model"]
+    assert pushed.commit == made.commit
+    made.older[made.commit], made.commit = dict(made.files), "f" * 40
+    asked = len(hub.requests)
+    assert tag(pushed, "v1") is None
+    assert made.tags == {"v1": pushed.commit}
+    assert not [line for line in hub.requests[asked:] if line.endswith("/api/models/org/model")]
+
+
+def test_a_push_without_changes_is_tagged_as_the_one_before(folder, hub):
+    assert push(folder, "org/model").commit == push(folder, "org/model").commit

@@ -1,0 +1,97 @@
+"""A card shows the scores of the very model in its folder, or it is not made."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from card_toys import ROW, report
+from crosshead.evals.model_fingerprint import model_fingerprint
+from crosshead.model_cards.errors import CardError
+from crosshead_command.card import write_card
+from toy_checkpoints import write_model
+from toys import mixed_model
+
+FIRST, SECOND, THIRD = (ROW["score"] + 0.01 * index for index in range(3))
+"""The scores of the models of a report, in its order."""
+
+
+@pytest.fixture
+def made(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return write_model(mixed_model("Llama", {"knocking": {}}), Path("made"))
+
+
+def shown(made, content):
+    """The score on the card, and the comparison kept beside it."""
+    Path("eval.json").write_text(json.dumps(content))
+    write_card(made, [Path("eval.json")])
+    kept = json.loads((made / "evaluation.json").read_text())["evaluations"][0]
+    return kept["scores"][0]["score"], kept.get("compared")
+
+
+def with_fingerprints(content, *fingerprints):
+    for model, fingerprint in zip(content["models"], fingerprints, strict=True):
+        model["fingerprint"] = fingerprint
+    return content
+
+
+def test_a_model_of_the_same_name_is_not_taken_for_this_one(made):
+    """In a report without fingerprints: the first one was elsewhere, and is there no more."""
+    assert shown(made, report("elsewhere/made", "made"))[0] == SECOND
+    with pytest.raises(CardError, match="made"):
+        shown(made, report("elsewhere/made"))
+
+
+def test_the_fingerprint_finds_a_model_that_was_moved(made):
+    content = with_fingerprints(report("old/made", "older/made"), "0" * 64, model_fingerprint(made))
+    assert shown(made, content)[0] == SECOND
+
+
+def test_the_name_does_not_count_beside_a_fingerprint(made):
+    with pytest.raises(CardError, match="made"):
+        shown(made, with_fingerprints(report("made"), "0" * 64))
+    with pytest.raises(CardError, match="made"):
+        shown(made, with_fingerprints(report("org/made"), None))
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_model_that_was_scored_twice_is_refused(made, marked):
+    content = report("made", "made")
+    if marked:
+        with_fingerprints(content, *[model_fingerprint(made)] * 2)
+    with pytest.raises(CardError, match=r"made.* 2"):
+        shown(made, content)
+    assert not (made / "README.md").exists()
+
+
+def test_each_model_has_its_own_comparison(made):
+    content = report("source", "other", "made", compared=True)
+    content["compared"][1]["scores"][0]["change"] = 0.5
+    score, compared = shown(made, content)
+    assert score == THIRD and compared["scores"][0]["change"] == 0.5
+    assert compared["before"][0]["score"] == FIRST
+
+
+def test_a_comparison_with_a_model_in_the_home(made):
+    """As reports said it: expanded among the models, as it was typed in the comparison."""
+    content = report(str(Path("~/first").expanduser()), "made", compared=True)
+    content["compared"][0]["first"] = "~/first"
+    assert shown(made, content)[1]["with"] == "first"
+
+
+def test_scores_of_one_item_have_no_interval(made):
+    content = report("source", "made", compared=True)
+    content["compared"][0]["scores"][0]["interval"] = None
+    shown(made, content)
+    assert "| +0.0100 unclear |" in (made / "README.md").read_text()
+
+
+def test_kept_scores_do_not_outlive_the_weights(made):
+    shown(made, with_fingerprints(report("made"), model_fingerprint(made)))
+    write_card(made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | {"initializer_range": 0.5}))
+    with pytest.raises(CardError, match=r"evaluation\.json"):
+        write_card(made)
+    shown(made, with_fingerprints(report("made"), model_fingerprint(made)))

@@ -1,0 +1,28 @@
+"""Loads a saved model by its remote code, in a process without crosshead, and keeps its logits.
+
+Argument: a folder with `model` and the tokens, `inputs.safetensors`; the logits go there as `outputs.safetensors`.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+
+@torch.no_grad()
+def main(folder: Path) -> None:
+    """Run the model once."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder / "model", trust_remote_code=True, attn_implementation="eager"
+    ).eval()
+    if not type(model).__module__.startswith("transformers_modules"):
+        raise SystemExit(f"{type(model)} is not remote code")
+    ids = load_file(folder / "inputs.safetensors")["ids"]
+    save_file({"logits": model(ids).logits}, folder / "outputs.safetensors")
+
+
+if __name__ == "__main__":
+    sys.modules["crosshead"] = None  # type: ignore[assignment]  # any import of it fails
+    main(Path(sys.argv[1]))

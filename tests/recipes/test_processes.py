@@ -1,0 +1,69 @@
+"""The end of a run of several processes: nothing of their group is left when the interpreter ends."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from crosshead.recipes.processes import together
+
+TASKS = Path("/proc/self/task")
+
+pytestmark = pytest.mark.skipif(not TASKS.exists(), reason="threads are listed by Linux alone")
+
+
+def gloo_threads():
+    """The names of the threads in which gloo works."""
+    names = [(task / "comm").read_text().strip() for task in TASKS.iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of one process."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", rank=0, world_size=1, store=store)
+    yield
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+class Trainer:
+    """As transformers' Trainer, it is part of a reference cycle and holds a model that is shared among processes."""
+
+    def __init__(self):
+        self.itself = self
+        self.model = DistributedDataParallel(torch.nn.Linear(4, 4))
+
+    def step(self):
+        """Use the group, from its threads."""
+        self.model(torch.ones(2, 4)).sum().backward()
+        distributed.all_reduce(torch.ones(3))
+
+
+@pytest.mark.parametrize("failure", [None, ValueError, KeyboardInterrupt])
+def test_no_thread_of_the_group_is_left(failure, group):
+    def run():
+        trainer = Trainer()
+        trainer.step()
+        assert gloo_threads()
+        if failure is not None:
+            try:
+                raise OSError
+            except OSError:
+                raise failure("a step failed") from None
+
+    if failure is None:
+        with together():
+            run()
+        assert not gloo_threads()
+    else:
+        with pytest.raises(failure, match="a step failed"):  # the error is still there when the threads are looked for
+            try:
+                with together():
+                    run()
+            finally:
+                assert not gloo_threads()
+    assert not distributed.is_initialized()
