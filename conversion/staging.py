@@ -103,13 +103,14 @@ class Staging:
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
         """Say which weight files will be written: finds the finished ones, drops all else, and checks the disk."""
-        earlier, self.finished = self.finished, {}
+        intact = {}
         for path in self.folder.iterdir():
-            digests, entries = earlier.get(path.name), shards.get(path.name)
+            digests, entries = self.finished.get(path.name), shards.get(path.name)
             if digests and entries and is_intact(path, entries, digests):
-                self.finished[path.name] = digests
+                intact[path.name] = digests
             else:
                 remove(path)
+        self.finished = intact  # only now: a run that is stopped meanwhile removes all others
         self._write_journal()
         sizes = {file: shard_size(entries) for file, entries in shards.items()}
         self._total = sum(sizes.values())
@@ -179,8 +180,8 @@ class Staging:
             )
         else:
             error.add_note(
-                f"what was finished is kept in {self.work}: the same command goes on from there, and --restart begins "
-                "again"
+                f"what was finished is kept in {self.work}: the same command goes on from there; to discard it, add "
+                "--restart or remove that folder"
             )
 
     def _holds_work(self) -> bool:

@@ -1,6 +1,8 @@
 """A conversion that fails late keeps its work, its one line says where, and the same command goes on."""
 
 import errno
+import json
+import os
 
 import pytest
 
@@ -116,3 +118,25 @@ def test_process_that_loads_the_model_is_killed(place, monkeypatch):
         crosshead.convert("source", "out", {"knocking": {}})
     assert str(place / WORK / "model") in caught.value.__notes__[0]
     assert (place / WORK / "model" / "config.json").exists()
+
+
+def test_fold_into_a_mount_point(place, monkeypatch):
+    """Nothing goes beside it, where another disk is: the record neither."""
+    crosshead.convert("source", "ours", {"knocking": {"form": "linear"}}, verify=False)
+    (place / "disk").mkdir()
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(place / "disk"))
+    crosshead.fold("ours", "disk", verify=False)
+    record = json.loads((place / "disk" / "conversion.json").read_text())
+    assert record["command"] == "fold"
+    assert sorted(path.name for path in place.iterdir()) == ["disk", "ours", "source"]
+    assert "verification" in crosshead.verify("ours", "disk")
+    assert "verification" in json.loads((place / "disk" / "conversion.json").read_text())
+
+
+def test_overwriting_names_the_files_that_stay(place, capfd, monkeypatch):
+    command = f"{CONVERT} --no-verify --overwrite"
+    assert run(capfd, monkeypatch, command)[0] == 0
+    (place / "out" / "README.md").write_text("a card")
+    status, out, _ = run(capfd, monkeypatch, command)
+    assert status == 0 and "README.md" in out
+    assert (place / "out" / "README.md").read_text() == "a card"

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from crosshead.conversion import staging as module
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.shard_writer import write_shard
 from crosshead.conversion.staging import staging
@@ -109,6 +110,17 @@ def test_lost_journal(tmp_path, journal):
     path = tmp_path / ".out.crosshead-partial" / "journal.json"
     path.unlink() if journal is None else path.write_text(journal)
     assert run(tmp_path / "out") == list(SHARDS)
+
+
+def test_stopped_while_it_checks_what_it_finds(tmp_path, monkeypatch):
+    def stop(path, *_):
+        raise KeyboardInterrupt
+
+    stopped(tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module, "is_intact", stop)
+        run(tmp_path / "out")
+    assert run(tmp_path / "out") == list(SHARDS)[2:]
 
 
 def test_other_plan_of_the_same_conversion(tmp_path):
