@@ -17,7 +17,7 @@ from .model_config import CONFIGS, check_expert_bias, model_config
 from .models import check_expected
 from .schema import Recipe
 from .sharding import ALONE, FSDP, ZERO3, Sharding, check_teacher
-from .trainable import set_trainable
+from .trainable import is_new, set_trainable
 from .training_arguments import accumulation
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
@@ -59,7 +59,8 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     config.dtype = getattr(torch, recipe.train.dtype)
     with _counting(config, RECIPE if counted_from == RECIPE else f"model.path={recipe.model.path}"):
         cost = model_cost(config, recipe.data.length)
-        moving = (part for part in set_trainable(on_meta(config), recipe.train).parameters() if part.requires_grad)
+        trained = set_trainable(on_meta(config), recipe.train).named_parameters()
+        moving = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
         held = memory(recipe, config, sharding, teacher)
     steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
@@ -69,7 +70,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "convert": recipe.model.convert if counted_from == RECIPE else None,
         "teacher_counted_from": teacher_from,
         "parameters": cost.parameters,
-        "trainable_parameters": sum(part.numel() for part in moving),
+        "trainable_parameters": sum(moving.values()),
         "new_parameters": cost.new_parameters,
         "sequences_per_step": recipe.batch_size,
         "tokens_per_step": recipe.train.batch_tokens,
@@ -79,12 +80,30 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "training_flops_per_token": cost.training_flops,
         "training_flops": cost.training_flops * tokens,
         "kv_bytes_per_token": cost.kv_bytes_per_token,
+        "optimizer": _optimizer(recipe, moving),
         "dtype": recipe.train.dtype,
         "checkpoint_activations": recipe.train.checkpoint_activations,
         "accelerate": sharding.name,
         "sharding": sharding.kind,
         "processes": sharding.processes,
         "memory_per_gpu": held.as_dict(),
+    }
+
+
+def _optimizer(recipe: Recipe, moving: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """By what is trained, the highest learning rate, the weight decay, and how many parameters these are for."""
+    train = recipe.train
+    settings = {
+        "model": (train.learning_rate, train.weight_decay),
+        "mechanisms": (train.mechanism_rate, train.mechanisms.weight_decay),
+    }
+    sizes = {"model": 0, "mechanisms": 0}
+    for name, size in moving.items():
+        sizes["mechanisms" if is_new(name) else "model"] += size
+    return {
+        part: {"parameters": sizes[part], "learning_rate": rate, "weight_decay": decay}
+        for part, (rate, decay) in settings.items()
+        if sizes[part]
     }
 
 
@@ -172,6 +191,9 @@ def _bytes(size: int) -> str:
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     if report["teacher_counted_from"] == SOURCE:
         yield f"The teacher is not on this disk: counted as {SOURCE}."
+    for part, settings in report["optimizer"].items():
+        rate, decay = (f"{settings[key]:g}" for key in ("learning_rate", "weight_decay"))
+        yield f"AdamW trains the {part} with a learning rate of at most {rate} and a weight decay of {decay}."
     more = ["computing layers again, a third more"] if report["checkpoint_activations"] else []
     more += ["the teacher's work"] if report["teacher_counted_from"] else []
     if more:

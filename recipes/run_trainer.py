@@ -19,10 +19,10 @@ from .errors import DivergedError
 from .expert_balance import ExpertBalance, read_everywhere
 from .moving import moved, starting_points
 from .objective import Objective, evaluated
+from .optimizer_groups import separate_mechanisms
 from .routing import HeadRouting, extremes
 from .schedule import rate
 from .schema import Recipe
-from .trainable import separate_mechanisms
 from .watching import LossWatch, MetricsFile, check_finite
 
 
@@ -81,13 +81,13 @@ class RunTrainer(CheckpointTrainer):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         return Remaining(self.first_step * self.recipe.batch_size, len(self.train_dataset))
 
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """The library's, with the parameters of mechanisms in a group of their own."""
-        created = self.optimizer is None
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if created:
-            separate_mechanisms(optimizer, self.model, self.recipe.train)
-        return optimizer
+    def create_optimizer(self, model: Any = None) -> Any:
+        """The library's, with groups of their own for mechanisms."""
+        if self.optimizer is None:
+            optimizer = super().create_optimizer(*([] if model is None else [model]))
+            trained = self.model if model is None else model
+            separate_mechanisms(optimizer, trained, self.get_decay_parameter_names(trained), self.recipe.train)
+        return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """The recipe's learning rate."""

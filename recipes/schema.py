@@ -49,10 +49,10 @@ class LoraOptions:
 
 @dataclass(frozen=True)
 class MechanismOptions:
-    """How the parameters of the mechanisms are optimised; the others follow `train`."""
+    """How the optimizer treats the parameters of mechanisms."""
 
     learning_rate: Positive | None = None
-    """The highest; `train.learning_rate` if not given. The schedule is the same."""
+    """The highest; that of `train` if not given. The schedule is the same."""
     weight_decay: NotNegative = 0.0
     """Decay would pull maps that start at the identity, and the lambdas of `differential`, towards zero."""
 
@@ -81,7 +81,7 @@ class TrainOptions:
     warmup_from: NotNegative = 0.0
     """The learning rate before the first step."""
     weight_decay: NotNegative = 0.1
-    """Of matrices that belong to no mechanism."""
+    """Of all but mechanisms, norms and biases."""
     mechanisms: MechanismOptions = field(default_factory=MechanismOptions)
     betas: tuple[Beta, Beta] = (0.9, 0.95)
     eps: Positive = 1e-8
@@ -111,6 +111,11 @@ class TrainOptions:
             raise RecipeError(f"warmup_from={self.warmup_from} is above learning_rate={self.learning_rate}: lower it")
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise RecipeError(f"warmup={self.warmup} is no whole number of steps; a part of all lies below 1")
+
+    @property
+    def mechanism_rate(self) -> float:
+        """The highest learning rate of mechanisms."""
+        return self.mechanisms.learning_rate or self.learning_rate
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,12 @@ def sweep_runs(recipe: Recipe) -> list[Recipe]:
     """A recipe for each learning rate, the smallest first."""
     if recipe.sweep is None:
         raise RecipeError("the recipe has no section `sweep`: give it, as in sweep: {learning_rates: [1e-4, 3e-4]}")
+    fixed = recipe.train.mechanisms.learning_rate
+    if fixed is not None and recipe.train.trainable == "mixers":
+        raise RecipeError(
+            f"train.mechanisms.learning_rate={fixed:g} would be the rate of every run, as train.trainable='mixers': "
+            "leave it out"
+        )
     return [
         replace(
             recipe,

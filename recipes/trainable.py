@@ -49,19 +49,6 @@ def _with_lora(model: Any, options: LoraOptions) -> Any:
     return get_peft_model(model, config)
 
 
-def separate_mechanisms(optimizer: Any, model: Any, options: TrainOptions) -> None:
-    """Give the parameters of mechanisms a group in the optimizer, with a learning rate and weight decay of its own."""
-    found = {id(parameter) for name, parameter in model.named_parameters() if is_new(name)}
-    mechanisms = [part for group in optimizer.param_groups for part in group["params"] if id(part) in found]
-    if not mechanisms:
-        return
-    for group in optimizer.param_groups:
-        group["params"] = [part for part in group["params"] if id(part) not in found]
-    rate = options.mechanisms.learning_rate or options.learning_rate
-    settings = {"lr": rate, "weight_decay": options.mechanisms.weight_decay}
-    optimizer.add_param_group({"params": mechanisms, **settings})
-
-
 def is_wrapped(model: Any) -> bool:
     """Whether peft holds the model."""
     return hasattr(model, "merge_and_unload")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from crosshead.recipes import checkpoints as module
 from crosshead.recipes.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
 from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.schema import MechanismOptions
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
 
 
@@ -284,6 +285,7 @@ def different(recipe, section, **values):
         ("train", {"seed": 4}, r"train\.seed=0.*4"),
         ("train", {"tokens": 4096}, r"(steps=4|train.tokens=1024)"),
         ("train", {"weight_decay": 0.3}, r"train\.weight_decay=0\.1.*0\.3"),
+        ("train", {"mechanisms": MechanismOptions(weight_decay=0.3)}, r"train.mechanisms="),
         ("data", {"separate_documents": True}, r"data='"),
         ("data", {"length": 128}, r"data='"),
         ("distillation", {"temperature": 2.0}, r"distillation\.temperature=1\.0.*2\.0"),

@@ -1,0 +1,129 @@
+"""Mechanisms have a learning rate and a weight decay of their own; without settings they do not decay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Trainer
+
+from crosshead.recipes.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.errors import RecipeError
+from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.optimizer_groups import separate_mechanisms
+from crosshead.recipes.schema import LoraOptions, MechanismOptions, TrainOptions
+from crosshead.recipes.sharding import ONE_GPU
+from crosshead.recipes.stopping import StopWhenAsked
+from crosshead.recipes.sweep import sweep_runs
+from crosshead.recipes.trainable import is_new
+from tiers import grid
+from toy_training import LORA, losses, resumed, toy_run, train, weights
+from toys import CASES, MECHANISM_CASES, mixed_model
+
+TRAINABLE = {
+    "mixers+lora": {"trainable": "mixers+lora", "lora": LoraOptions(2, 4.0)},
+    "all": {"trainable": "all", "lora": None},
+    "mixers": {"trainable": "mixers", "lora": None},
+}
+OWN = MechanismOptions(learning_rate=2e-3, weight_decay=0.3)
+
+
+@pytest.mark.parametrize(("trainable", "own"), grid(TRAINABLE, [None, OWN], strength=1))
+def test_a_run_gives_mechanisms_their_own_settings(trainable, own, tmp_path, monkeypatch):
+    found = {}
+
+    def look(self, args, state, control, model=None, optimizer=None, **_):
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        for group in optimizer.param_groups:
+            assert group["params"]
+            for parameter in group["params"]:
+                found[names[parameter]] = (group["initial_lr"], group["weight_decay"])
+
+    monkeypatch.setattr(StopWhenAsked, "on_optimizer_step", look)
+    options = TRAINABLE[trainable] | {"learning_rate": 1e-3, "weight_decay": 0.1}
+    options |= {} if own is None else {"mechanisms": own}
+    train(toy_run(LORA, tmp_path, steps=2, train=options))
+    expected = (1e-3, 0.0) if own is None else (2e-3, 0.3)
+    mechanisms = {name: settings for name, settings in found.items() if is_new(name)}
+    assert mechanisms and set(mechanisms.values()) == {expected}
+    others = {settings for name, settings in found.items() if not is_new(name)}
+    assert others == {"all": {(1e-3, 0.1), (1e-3, 0.0)}, "mixers": set(), "mixers+lora": {(1e-3, 0.1)}}[trainable]
+
+
+@pytest.mark.parametrize("mechanism", MECHANISM_CASES)
+def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
+    """Bit for bit; all else decays."""
+    model = mixed_model("Llama", CASES[mechanism])
+    options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, weight_decay=0.1)
+    decaying = [name for name, part in model.named_parameters() if part.ndim == 2]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    separate_mechanisms(optimizer, model, decaying, options)
+    before = {name: part.detach().clone() for name, part in model.named_parameters()}
+    for part in model.parameters():
+        part.grad = torch.zeros_like(part)
+    optimizer.step()
+    same = {name for name, part in model.named_parameters() if torch.equal(part, before[name])}
+    assert {name for name in before if is_new(name)} == {name for name in same if is_new(name)}
+    assert not same & {name for name in decaying if not is_new(name)}
+
+
+def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
+    """The norm of `explicit`, as other norms."""
+    model = mixed_model("Llama", {"explicit": {"norm": True}})
+    options = TrainOptions(learning_rate=0.1, tokens=64, batch_tokens=64, mechanisms=OWN)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
+    decaying = Trainer.get_decay_parameter_names(None, model)
+    separate_mechanisms(optimizer, model, decaying, options)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parts = [part for group in optimizer.param_groups for part in group["params"]]
+    assert {names[part] for part in parts} == set(names.values()) and len(parts) == len(names)
+    for group in optimizer.param_groups:
+        for part in group["params"]:
+            if is_new(names[part]):
+                assert group["weight_decay"] == (0.0 if "norm" in names[part] else 0.3), names[part]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_own_settings(tmp_path):
+    """Killed and resumed as if it had not been, to the bit."""
+    recipe = toy_run(LORA, tmp_path, train=TRAINABLE["all"] | {"mechanisms": OWN})
+    whole, again = (replace(recipe, output=str(tmp_path / name)) for name in ("whole", "again"))
+    train(whole)
+    resumed(again, 3)
+    assert losses(again) == losses(whole)
+    assert all(torch.equal(part, weights(whole)[name]) for name, part in weights(again).items())
+
+
+def test_schema(tmp_path):
+    name = "small/smollm2_knocking"
+    assert load_recipe(name).train.mechanisms == MechanismOptions(None, 0.0)
+    changed = load_recipe(name, ["train.mechanisms={learning_rate: 2e-3, weight_decay: 0.3}"])
+    assert changed.train.mechanisms == OWN and changed.train.mechanism_rate == 2e-3
+    for change, words in (
+        ("train.mechanisms.weight_decay=-1", r"train\.mechanisms\.weight_decay=-1"),
+        ("train.mechanisms.learning_rate=0", r"train\.mechanisms\.learning_rate=0"),
+        ("train.mechanisms.rate=1", r"train\.mechanisms has no key 'rate'"),
+    ):
+        with pytest.raises(RecipeError, match=words):
+            load_recipe(name, [change])
+
+
+def test_a_sweep_leaves_a_rate_of_mechanisms_as_it_is():
+    own = "train.mechanisms.learning_rate=2e-3"
+    name = "papers/mea_1b_sweep"
+    assert [run.train.mechanism_rate for run in sweep_runs(load_recipe(name))] == [1e-4, 5e-4, 1e-3, 3e-3]
+    assert {run.train.mechanism_rate for run in sweep_runs(load_recipe(name, [own]))} == {2e-3}
+    with pytest.raises(RecipeError, match=r"train\.mechanisms\.learning_rate=0\.002"):
+        sweep_runs(load_recipe(name, [own, "train.trainable=mixers"]))
+
+
+def test_a_dry_run_tells_both():
+    few = "model.config.num_hidden_layers=2"
+    report = dry_run(load_recipe("small/smollm2_explicit", [few, "train.mechanisms.learning_rate=2e-3"]), ONE_GPU)
+    stock, own = report["optimizer"]["model"], report["optimizer"]["mechanisms"]
+    assert (stock["learning_rate"], stock["weight_decay"]) == (3e-4, 0.1)
+    assert (own["learning_rate"], own["weight_decay"]) == (2e-3, 0.0)
+    assert own["parameters"] == report["new_parameters"]
+    assert own["parameters"] + stock["parameters"] == report["trainable_parameters"]
+    assert any("mechanisms" in line and "0.002" in line for line in dry_run_lines(report))
+    alone = dry_run(load_recipe("small/smollm2_explicit", [few, "train.trainable=mixers"]), ONE_GPU)
+    assert list(alone["optimizer"]) == ["mechanisms"]
