@@ -38,6 +38,7 @@ test: $(READY) ## the default tier of tests, with the versions in constraints.tx
 	$(ENVIRONMENT) $(PYTHON) $(PYTEST) $(DEFAULT) $(ARGS)
 
 test-all: $(READY) ## every test there is, slow ones too, in each environment; before a release
+	tests/install_browser
 	$(MAKE) --no-print-directory hf-suite
 	$(MAKE) --no-print-directory test-torchao
 	$(MAKE) --no-print-directory test-triton

@@ -10,7 +10,6 @@ import toys
 from browser import BROWSER, DRIVER, opened, running, until
 from crosshead.evals.inspect_files import write_report
 from crosshead.evals.inspect_report import inspect_report
-from tiers import first
 from toy_checkpoints import character_tokenizer, write_model
 
 MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"
@@ -23,6 +22,7 @@ SEEN = ("mixture", "differential", "talking", "knocking+mixture", "stock", "pair
 WIDE, NARROW = 1280, 400
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.xdist_group("inspect_page"),
     pytest.mark.skipif(
         not (BROWSER and DRIVER), reason="no browser: Debian's packages are called chromium and chromium-driver"
@@ -74,7 +74,6 @@ def same(shown, wanted):
         assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [WIDE, NARROW])
 @pytest.mark.parametrize("name", SEEN)
@@ -100,7 +99,7 @@ def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, sc
         assert "a page holds up to 512" in page.one("#texts").text
 
 
-@pytest.mark.parametrize("name", first(["talking", "stock"]))
+@pytest.mark.parametrize("name", ["talking", "stock"])
 def test_a_clicked_token_shows_the_models_own_greatest_weights(place, browser, name):
     with opened(browser, place / f"{name}.html") as page:
         for layer, head, token in ((1, 0, 41), (1, 2, 17), (0, 3, 3)):
@@ -115,7 +114,6 @@ def test_a_clicked_token_shows_the_models_own_greatest_weights(place, browser, n
             same(page.rows("querys"), greatest(weights[:, token].tolist()))
 
 
-@pytest.mark.slow
 def test_maps_and_shades_are_those_of_the_model(place, browser):
     with opened(browser, place / "stock.html") as page:
         page.one("#gallery [data-head='2']").click()
@@ -138,7 +136,6 @@ def test_maps_and_shades_are_those_of_the_model(place, browser):
         assert float(said.rpartition("about ")[2].removesuffix(" %")) == pytest.approx(100 * weights[40, key], abs=1)
 
 
-@pytest.mark.slow
 def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(place, browser):
     with opened(browser, place / "stock.html") as page:
         page.option(50).click()
@@ -154,7 +151,6 @@ def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(place, b
         assert page.option(30).get_attribute("aria-selected") == "true"
 
 
-@pytest.mark.slow
 def test_everything_is_reached_by_keyboard(place, browser):
     with opened(browser, place / "knocking+mixture.html") as page:
         reached = set()
@@ -192,7 +188,6 @@ def test_everything_is_reached_by_keyboard(place, browser):
         until(browser, lambda: page.title("inspector").startswith("Layer 1, head 2,"))
 
 
-@pytest.mark.slow
 def test_text_measure_and_theme_are_chosen(place, browser):
     with opened(browser, place / "mixture.html") as page:
         options = page.all("#controls select")[0].find_elements(By.TAG_NAME, "option")
@@ -211,7 +206,6 @@ def test_text_measure_and_theme_are_chosen(place, browser):
         assert page.picture("#gallery canvas") != picture
 
 
-@pytest.mark.slow
 def test_the_difference_from_the_identity(place, browser):
     with opened(browser, place / "talking.html") as page:
         cells = [cell.text for cell in page.all("#matrices .card:first-child td") if cell.text]
@@ -222,7 +216,6 @@ def test_the_difference_from_the_identity(place, browser):
         assert not page.all("#matrices .tools input")  # none of these is near the identity
 
 
-@pytest.mark.slow
 def test_two_models_are_read_together(place, browser):
     with opened(browser, place / "pair.html") as page:
         assert "stock and differential" in page.one("h1").text
