@@ -29,7 +29,7 @@ def fields_in(heading):
     """All that a section of the formats names."""
     section = FORMATS.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert section
-    return set(re.findall(r"[a-z][a-z_]*", " ".join(re.findall(r"`([^`]+)`", section))))
+    return set(re.findall(r"[a-z][a-z0-9_]*", " ".join(re.findall(r"`([^`]+)`", section))))
 
 
 @pytest.fixture(scope="module")
