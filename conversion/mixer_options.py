@@ -78,7 +78,7 @@ def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerReq
 def _share_half(options: dict[str, Any], heads: int) -> None:
     """The paper's continued training shares half of all heads; layers with fewer active heads share half of those."""
     active, half = options.get("active_heads"), heads // 2
-    counts = active if isinstance(active, list) else [active]
+    counts: list[Any] = active if isinstance(active, list) else [active]
     if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):
         return  # the config refuses a wrong count by its own name
     if max(counts, default=0) > half:
