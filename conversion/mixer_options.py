@@ -77,11 +77,9 @@ def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerReq
 
 def _share_half(options: dict[str, Any], heads: int) -> None:
     """The paper's continued training shares half of all heads; layers with fewer active heads share half of those."""
-    active: Any = options.get("active_heads")
-    half = heads // 2
-    given = active if isinstance(active, list) else [active]
-    counts = [count for count in given if is_whole(count) and count > 0]
-    if "shared_heads" in options or len(counts) < len(given):
+    active, half = options.get("active_heads"), heads // 2
+    counts: list[Any] = active if isinstance(active, list) else [active]
+    if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):
         return  # the config refuses a wrong count by its own name
     if max(counts, default=0) > half:
         shared = [half if count > half else count // 2 for count in counts]
