@@ -72,12 +72,12 @@ class Text:
         """It is no text, but what was observed on some."""
         return self.given is not None and self.given.suffix == SUFFIX
 
-    def described(self) -> dict[str, str]:
+    def described(self) -> dict[str, str | bool]:
         """For the record: name and digest."""
         if self.given is None:
             written = ", and what the model writes" if self.written else ""
             name = f"{DEFAULT_NAME}, with random tokens in it{written}"
-            return {"text": name, "sha256": self.digest_read()}
+            return {"text": name, "default": True, "sha256": self.digest_read()}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:

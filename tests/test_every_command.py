@@ -33,7 +33,7 @@ def keys_of(content):
         return set().union(*map(keys_of, content))
     if not isinstance(content, dict):
         return set()
-    found = {key for key in content if re.fullmatch(r"[a-z][a-z_]*", key)}
+    found = {key for key in content if re.fullmatch(r"[a-z][a-z_0-9]*", key)}
     return found | set().union(*(keys_of(value) for value in content.values()))
 
 
@@ -41,7 +41,7 @@ def fields_in(heading):
     """All that a section of the formats names."""
     section = FORMATS.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert section
-    return set(re.findall(r"[a-z][a-z_]*", " ".join(re.findall(r"`([^`]+)`", section))))
+    return set(re.findall(r"[a-z][a-z_0-9]*", " ".join(re.findall(r"`([^`]+)`", section))))
 
 
 def holding(folder, token):

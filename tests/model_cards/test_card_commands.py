@@ -48,7 +48,7 @@ def test_the_command_on_the_card_makes_the_same_model(tmp_path, line, arguments)
     command = re.search(r"```sh\ncrosshead (convert .*)\n```", write_card(Path("made")).read_text())[1]
     before = {path.name: path.read_bytes() for path in Path("made").iterdir() if path.name != "README.md"}
     shutil.rmtree("made")
-    assert line(f"{command} --no-verify")[0] == 0
+    assert line(f"{command} --no-verify")[0] == 0, command
     after = {path.name: path.read_bytes() for path in Path("made").iterdir()}
     assert {name for name in before if before[name] != after[name]} <= {"conversion.json"}
     assert json.loads(before["conversion.json"])["tensors"] == json.loads(after["conversion.json"])["tensors"]
