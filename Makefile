@@ -15,7 +15,7 @@ THREADS = 1
 
 # -P keeps the repository's root off sys.path; each of the workers gets its own share of the cores. A file's tests
 # stay on one worker, which makes their common fixtures once.
-PYTEST = -P -m pytest -n $(WORKERS) --dist loadgroup
+PYTEST = -P -m pytest -n $(WORKERS) --dist loadscope
 ENVIRONMENT = OMP_NUM_THREADS=$(THREADS) TOKENIZERS_PARALLELISM=false
 DEFAULT = -m "not slow"
 
