@@ -232,13 +232,13 @@ def test_a_fold_that_is_killed(moment, place, runner, folded):
 
 
 def test_a_fold_overwrites_neither_a_model_nor_a_record(place, runner, folded):
-    command = "fold ours again --no-verify"
+    command = "fold ours twice --no-verify"
     assert runner.run(command) == 0
     assert runner.run(command) == 1
-    shutil.rmtree(place / "again")
+    shutil.rmtree(place / "twice")
     assert runner.run(command) == 1  # somebody's record is still there
-    assert "again.conversion.json" in runner.log.read_text().splitlines()[-1]
-    assert hidden(place) == [] and not (place / "again").exists()
+    assert "twice.conversion.json" in runner.log.read_text().splitlines()[-1]
+    assert hidden(place) == [] and not (place / "twice").exists()
     assert runner.run(f"{command} --overwrite") == 0
 
 
