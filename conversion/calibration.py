@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 
 from .errors import ConversionError
 from .families import Shapes

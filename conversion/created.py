@@ -5,9 +5,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mixer import MixerLeaf
-from crosshead.modeling.settings import shared_layout
+from crosshead.modeling.mechanisms.base import ParameterModule
 
 from .expert_bias import bias_shapes
 from .families import Shapes, layer_prefix
@@ -37,7 +37,7 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
         torch.manual_seed(seed * SEED_STRIDE + layer)
         modules = layer_mixers(config, layer)
         for module in modules.modules():
-            if isinstance(module, MixerLeaf):
+            if isinstance(module, ParameterModule):
                 module.initialise(config.initializer_range)
     prefix = f"{layer_prefix(layer)}self_attn.mixers."
     return {prefix + name: tensor.detach() for name, tensor in modules.state_dict().items()}
@@ -62,14 +62,11 @@ def mixed_shapes(config: Any, shapes: Shapes) -> Shapes:
 def layer_components(config: Any, layer: int) -> tuple[dict[str, int], int]:
     """What one layer caches for a token: the heads of its key and value projections, and the numbers beside them."""
     with torch.device("meta"):
-        modules: list[Any] = list(layer_mixers(config, layer).values())
-    heads = {
-        side: min([config.num_key_value_heads, *(mixer.component_heads(side) for mixer in modules)])
-        for side in ("key", "value")
-    }
-    return heads, sum(mixer.cached_numbers() for mixer in modules)
+        modules: Any = layer_mixers(config, layer).to(getattr(config, "dtype", None) or torch.float32)
+    return component_heads(config, layer), sum(mixer.cached_numbers() for mixer in modules.values())
 
 
 def component_heads(config: Any, layer: int) -> dict[str, int]:
     """How many heads the key and value projections of one layer have."""
-    return layer_components(config, layer)[0]
+    layout = shared_layout(config.mixers_of_layer(layer), config.layout_of_layer(layer))
+    return {"key": layout.key_components, "value": layout.value_components}

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mixer import Settings
-from crosshead.modeling.settings import shared_layout
+from crosshead.modeling.configuration import shared_layout
+from crosshead.modeling.mechanisms import RULES
+from crosshead.modeling.mechanisms.base import Settings
 
 from .created import layer_components
 from .errors import ConversionError
@@ -47,7 +47,7 @@ def starts_neutral(config: Any, allow_inexact: bool) -> bool:
         settings = config.mixers_of_layer(layer)
         shared = shared_layout(settings, layout)
         for name, options in settings.items():
-            if MECHANISMS[name].starts_neutral(options, shared):
+            if RULES[name].starts_neutral(options, shared):
                 continue
             neutral = False
             if not allow_inexact and not APPROXIMATE.get(name, lambda options: False)(options):

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.expert_bias import BIAS
+from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 
 from .errors import ConversionError
 from .families import Shapes
@@ -18,7 +18,7 @@ def bias_shapes(config: Any, shapes: Shapes) -> Shapes:
     if not getattr(config, "expert_bias", False):
         return {}
     routers = {name: shape for name, shape in shapes.items() if name.endswith(ROUTER)}
-    return {name.removesuffix("weight") + BIAS: shape[:1] for name, shape in routers.items()}
+    return {name.removesuffix("weight") + EXPERT_BIAS: shape[:1] for name, shape in routers.items()}
 
 
 def dropped_biases(store: TensorStore, config: Any, shapes: Shapes) -> dict[str, str]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
-from crosshead.modeling.configuration_crosshead import (
+from crosshead.modeling import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
     CrossheadQwen3Config,

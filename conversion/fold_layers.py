@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.settings import shared_layout
+from crosshead.modeling.configuration import shared_layout
+from crosshead.modeling.mechanisms import RULES
 
 from .created import starting_values
 from .errors import ConversionError
@@ -40,7 +40,7 @@ def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[st
     layout = shared_layout(settings, config.layout_of_layer(layer))
     applied = []
     for name, options in settings.items():
-        if MECHANISMS[name].starts_neutral(options, layout) and _is_as_started(store, config, layer, name):
+        if RULES[name].starts_neutral(options, layout) and _is_as_started(store, config, layer, name):
             continue
         reason = FOLD_RULES[name].refusal(options, layout) if name in FOLD_RULES else "no rule says how"
         if reason:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from crosshead.modeling.mixer import HeadLayout, Settings
+from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
 from .layer_rewrites import Tensors
 

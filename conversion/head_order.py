@@ -7,8 +7,8 @@ and heads move within their group; the layer computes what it did.
 import torch
 from torch import nn
 
-from crosshead.modeling.mixer import HeadLayout
-from crosshead.modeling.router_scores import query_norm_probabilities
+from crosshead.modeling.mechanisms.base import HeadLayout
+from crosshead.modeling.mechanisms.mixture import query_norm_scores
 
 Tensors = dict[str, torch.Tensor]
 
@@ -25,7 +25,7 @@ class HeadUse:
         """Add the tokens of one window, given the attention's input (B, T, hidden)."""
         projected: torch.Tensor = attention.q_proj(hidden)  # type: ignore[operator]
         query = projected.unflatten(-1, (len(self.counts), -1)).transpose(1, 2)
-        chosen = query_norm_probabilities(query).topk(self.active, dim=-1).indices
+        chosen = query_norm_scores(query).topk(self.active, dim=-1).indices
         self.counts += torch.bincount(chosen.flatten(), minlength=len(self.counts)).to(self.counts)
 
     def as_tensors(self) -> Tensors:

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from transformers.models.llama.modeling_llama import rotate_half
 
-from crosshead.modeling.mixer import HeadLayout
-from crosshead.modeling.numerics import inverse_rms
+from crosshead.modeling.mechanisms.base import HeadLayout
+from crosshead.modeling.ops import inverse_rms
 
 QUERIES = 128
 """Of one window; evenly spaced ones where it has more."""

@@ -16,7 +16,6 @@ from .published_folder import (
     RECORD,
     add_older_names,
     check_record,
-    copy_code,
     copy_files,
     drop_tokens,
     record_file,
@@ -111,8 +110,6 @@ def run_job(
         stock = not hasattr(prepared.config, "mixers")
         if stock:
             add_older_names(stage.folder / CONFIG, prepared.config)
-        else:
-            copy_code(stage.folder)
         content = record(job, prepared, digests) | {"left_out": left_out}
         if verify is not None:
             stage.unverified = True

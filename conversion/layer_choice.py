@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 
 from .calibration import Calibration
 from .errors import ConversionError

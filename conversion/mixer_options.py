@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.configuration import LAYERS
+from crosshead.modeling.mechanisms import MECHANISMS, RULES
+from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
-from crosshead.modeling.settings import LAYERS
 
 from .errors import ConversionError
 
@@ -64,7 +64,7 @@ def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerReq
             raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")
         here = ONLY_HERE.get(name, {})
         choices[name] = {key: _choice(name, key, kind, given.get(key), len(layouts)) for key, kind in here.items()}
-        kinds: dict[str, Option] = {**MECHANISMS[name].options, LAYERS: Layers()}
+        kinds: dict[str, Option] = {**RULES[name].options, LAYERS: Layers()}
         for key in given:
             if key not in kinds and key not in here:
                 raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*kinds, *here])))

@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 import transformers
+from transformers import AutoConfig
 
-from crosshead import modeling
 from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
+from crosshead.modeling.bundle import code_files
+from crosshead.modeling.configuration import MixersConfig
 
 from .errors import ConversionError
 from .shard_writer import digest_of
@@ -38,17 +40,6 @@ def copy_files(files: list[Path], folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def code_files() -> list[Path]:
-    """The files that load a model where crosshead is not installed."""
-    return sorted(file for file in Path(str(modeling.__file__)).parent.glob("*.py") if file.name != "__init__.py")
-
-
-def copy_code(folder: Path) -> None:
-    """Put the code beside the weights."""
-    for file in code_files():
-        shutil.copyfile(file, folder / file.name)
-
-
 def add_older_names(path: Path, config: Any) -> None:
     """Say in a stock config.json what has new names as transformers 4 reads it, too: it takes defaults else."""
     rope = dict(config.rope_parameters)
@@ -66,10 +57,13 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
 
 
 def foreign_code(folder: Path) -> str | None:
-    """The first file of code in a folder that this crosshead would not have put there."""
-    own = {file.name: file.read_bytes() for file in code_files()}
+    """The first file of code in a folder that this crosshead would not have written there."""
     found = sorted(folder.rglob("*.py"))
-    return next((file.name for file in found if own.get(file.name) != file.read_bytes()), None)
+    if not found:
+        return None
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    own = code_files(config) if isinstance(config, MixersConfig) else {}
+    return next((file.name for file in found if own.get(file.name) != file.read_text(encoding="utf-8")), None)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

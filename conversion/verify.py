@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mechanisms import MECHANISMS
-
 from .compare import compare
 from .created import mixed_shapes
 from .errors import ConversionError
@@ -139,7 +137,7 @@ def measure(
 
 def needs_weights(config: Any) -> bool:
     """Whether a mechanism replaces the backend's attention, and so agrees to the bit on the eager one alone."""
-    return any(MECHANISMS[name].needs_weights for name in getattr(config, "mixers", ()))
+    return any(name == "talking" for name in getattr(config, "mixers", ()))
 
 
 def folder_of(checkpoint: Source) -> Path | None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 
 from .aligned_frame import Errors, Frame
 from .aligned_keys import aligned_keys, mixed_keys

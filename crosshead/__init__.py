@@ -8,23 +8,22 @@ from importlib.metadata import version
 from crosshead.conversion.convert import convert
 from crosshead.conversion.fold import fold
 from crosshead.conversion.verify import verify
-from crosshead.modeling.configuration_crosshead import (
+from crosshead.modeling import (
+    BACKBONES,
+    MECHANISMS,
     CrossheadLlamaConfig,
-    CrossheadQwen2Config,
-    CrossheadQwen3Config,
-    CrossheadQwen3MoeConfig,
-)
-from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.modeling_crosshead import (
     CrossheadLlamaForCausalLM,
     CrossheadLlamaForSequenceClassification,
     CrossheadLlamaModel,
+    CrossheadQwen2Config,
     CrossheadQwen2ForCausalLM,
     CrossheadQwen2ForSequenceClassification,
     CrossheadQwen2Model,
+    CrossheadQwen3Config,
     CrossheadQwen3ForCausalLM,
     CrossheadQwen3ForSequenceClassification,
     CrossheadQwen3Model,
+    CrossheadQwen3MoeConfig,
     CrossheadQwen3MoeForCausalLM,
     CrossheadQwen3MoeForSequenceClassification,
     CrossheadQwen3MoeModel,
@@ -33,28 +32,7 @@ from crosshead.registration import register
 
 __version__ = version("crosshead")
 
-FAMILIES = {
-    CrossheadLlamaConfig: (
-        CrossheadLlamaModel,
-        CrossheadLlamaForCausalLM,
-        CrossheadLlamaForSequenceClassification,
-    ),
-    CrossheadQwen2Config: (
-        CrossheadQwen2Model,
-        CrossheadQwen2ForCausalLM,
-        CrossheadQwen2ForSequenceClassification,
-    ),
-    CrossheadQwen3Config: (
-        CrossheadQwen3Model,
-        CrossheadQwen3ForCausalLM,
-        CrossheadQwen3ForSequenceClassification,
-    ),
-    CrossheadQwen3MoeConfig: (
-        CrossheadQwen3MoeModel,
-        CrossheadQwen3MoeForCausalLM,
-        CrossheadQwen3MoeForSequenceClassification,
-    ),
-}
+FAMILIES = BACKBONES
 """Each configuration -> its backbone, language model and sequence classifier."""
 
 for _config, _models in FAMILIES.items():

@@ -16,14 +16,8 @@ def register(
     language_model: type[PreTrainedModel],
     classifier: type[PreTrainedModel],
 ) -> None:
-    """Register one family, for loading here and for shipping its code with what is saved."""
+    """Register one backbone; its configuration saves the code, not the library's `register_for_auto_class`."""
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    config.register_for_auto_class()
-    served = (
-        (AutoModel, backbone),
-        (AutoModelForCausalLM, language_model),
-        (AutoModelForSequenceClassification, classifier),
-    )
-    for auto, model in served:
-        auto.register(config, model, exist_ok=True)
-        model.register_for_auto_class(auto.__name__)
+    AutoModel.register(config, backbone, exist_ok=True)
+    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
+    AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)

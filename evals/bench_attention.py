@@ -9,8 +9,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from crosshead.modeling.head_cache import split_heads
-from crosshead.modeling.mixer import AttentionCall, HeadStates, Mixer
+from crosshead.modeling.cache import split_heads
+from crosshead.modeling.mechanisms.base import AttentionCall, HeadStates, Mixer
 
 from .bench_pairs import Run
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.explicit import Explicit
-from crosshead.modeling.mixer import HeadLayout, HeadStates
+from crosshead.modeling.mechanisms.base import HeadLayout, HeadStates
+from crosshead.modeling.mechanisms.explicit import Explicit
 
 from .bench_attention import SEED, layers_in_turn, mixed, stock
 from .bench_case import TOLD, Case

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from crosshead.modeling.chosen_projection import ChosenTokens
-from crosshead.modeling.mixer import HeadLayout, HeadStates
-from crosshead.modeling.mixture import Mixture
+from crosshead.modeling.mechanisms.base import HeadLayout, HeadStates
+from crosshead.modeling.mechanisms.mixture import Mixture
 
 from .bench_attention import SEED, attention, dense, mixed
 from .bench_case import Case

@@ -4,7 +4,7 @@ from itertools import cycle
 
 import torch
 
-from crosshead.modeling.mixer import HeadStates
+from crosshead.modeling.mechanisms.base import HeadStates
 
 from .bench_attention import SEED, layers_in_turn, mixed, stock
 from .bench_case import Case

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
-from crosshead.modeling.mixer import HeadLayout, HeadStates
-from crosshead.modeling.talking import Talking
+from crosshead.modeling.mechanisms.base import HeadLayout, HeadStates
+from crosshead.modeling.mechanisms.talking import Talking
 
 from .bench_attention import SEED, attention, dense, mixed
 from .bench_case import MEMORY, TIME, Case

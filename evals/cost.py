@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from crosshead.modeling.mixer import weight_count
+from crosshead.modeling.mechanisms.base import weight_count
 
 from .cost_layer import AttentionLayer, layer_of
 

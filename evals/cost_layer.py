@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from crosshead.modeling.mixer import CallSizes, Mixer, weight_count
+from crosshead.modeling.mechanisms.base import CallSizes, Mechanism, weight_count
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class AttentionLayer:
     """Heads whose weights meet values, and that the output projection reads."""
     key_dim: int
     value_dim: int
-    mixers: Sequence[Mixer] = ()
+    mixers: Sequence[Mechanism] = ()
 
     def parameters(self) -> int:
         """Weights of the four projections and of the mechanisms."""

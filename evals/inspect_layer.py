@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mixer import Mixer
+from crosshead.modeling.mechanisms.base import Mechanism
 
 from .inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 from .inspect_watch import Seen
@@ -14,7 +14,7 @@ TOP = 5
 """Keys shown of a query, and queries of a key."""
 
 
-def layer_record(seen: Seen, mixers: Iterable[Mixer]) -> dict[str, Any]:
+def layer_record(seen: Seen, mixers: Iterable[Mechanism]) -> dict[str, Any]:
     """Maps, their greatest weights and shapes, norms, similarities, and what the router did, ready for JSON."""
     weights = seen.weights.unsqueeze(0)
     for mixer in mixers:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mixer import Mixer
+from crosshead.modeling.mechanisms.base import Mechanism
 
 from .inspect_pack import pack_numbers
 
@@ -14,7 +14,7 @@ LONGEST_SIDE = 256
 """Rows or columns: of a longer side, neighbours are drawn as one."""
 
 
-def matrix_records(layer: int, mechanism: str, mixer: Mixer) -> Iterator[dict[str, Any]]:
+def matrix_records(layer: int, mechanism: str, mixer: Mechanism) -> Iterator[dict[str, Any]]:
     """Each matrix of a mechanism in one layer; of one near the identity, the difference."""
     for name, matrix in mixer.learnt().items():
         matrix = matrix.float()
@@ -52,7 +52,7 @@ def joined(matrix: torch.Tensor) -> torch.Tensor:
     return (total(squares) / total(ones)).sqrt()
 
 
-def description(mixer: Mixer) -> str:
+def description(mixer: Mechanism) -> str:
     """What the top of a mechanism's file says of it: its name and one sentence."""
     text = sys.modules[type(mixer).__module__].__doc__ or type(mixer).__name__
     return " ".join(text.partition("\n\n")[0].split())

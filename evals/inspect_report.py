@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mixer import Mixer
+from crosshead.modeling.mechanisms.base import Mechanism
 
 from .inspect_layer import TOP, layer_record
 from .inspect_matrices import description, matrix_records
@@ -54,7 +54,7 @@ def model_record(opened: Opened, texts: Sequence[Text], progress: Progress) -> d
     }
 
 
-def mixers_of(attention: Any) -> dict[str, Mixer]:
+def mixers_of(attention: Any) -> dict[str, Mechanism]:
     """The mechanisms of an attention module, by name; a stock one has none."""
     return dict(getattr(attention, "mixers", {}).items())
 
@@ -71,7 +71,7 @@ def text_record(model: Any, text: Text, advance: Callable[[], None]) -> dict[str
     attentions = [layer.self_attn for layer in model.model.layers]
     layers: list[dict[str, Any]] = []
 
-    def take(mixers: Iterable[Mixer], seen: Seen) -> None:
+    def take(mixers: Iterable[Mechanism], seen: Seen) -> None:
         layers.append(layer_record(seen, mixers))
         advance()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from crosshead.modeling.configuration_crosshead import (
+from crosshead.modeling import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
     CrossheadQwen3Config,

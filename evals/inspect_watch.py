@@ -7,13 +7,14 @@ others. A stock layer is watched where its values come out and its head outputs 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from crosshead.modeling.head_cache import split_heads
-from crosshead.modeling.mixer import HeadLayout, HeadStates, Mixer
+from crosshead.modeling.cache import split_heads
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
 
 
 @dataclass(frozen=True)
@@ -41,22 +42,20 @@ class _Notes:
     routing: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
-class Watcher(Mixer):
+class Watcher(Mechanism):
     """A mechanism that only takes notes."""
 
     def __init__(self, notes: _Notes) -> None:
         super().__init__(HeadLayout(0, 0, 0, 0), {})
         self.notes = notes
 
-    def on_cached(self, states: HeadStates) -> None:
-        """Keep the values; the last to look sees them as they are used."""
-        self.notes.values.append(states.value)
+    def after_cache(self, state: AttentionState) -> None:
+        """Keep the values; the last to look sees them as attention reads them."""
+        self.notes.values.append(state.value)
 
-    def on_output(self, output: torch.Tensor, states: HeadStates) -> torch.Tensor:
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """Keep the outputs, first and last."""
         self.notes.outputs.append(output)
-        if states.gates is not None and states.router_scores is not None:
-            self.notes.routing = (states.gates[0], states.router_scores[0])
         return output
 
 
@@ -76,6 +75,10 @@ def watching(attention: Any, tell: Callable[[Seen], None]) -> Iterator[None]:
     if mixers is None:
         hooks += _watch_stock(attention, notes)
     else:
+        if "mixture" in mixers:
+            hooks.append(mixers["mixture"].register_forward_hook(partial(_keep_routing, notes)))
+        order = attention.output_order
+        attention.output_order = ["before", *order, "after"]
         attention.mixers = nn.ModuleDict({"before": Watcher(notes), **mixers, "after": Watcher(notes)})
     try:
         yield
@@ -83,14 +86,19 @@ def watching(attention: Any, tell: Callable[[Seen], None]) -> Iterator[None]:
         for hook in hooks:
             hook.remove()
         if mixers is not None:
-            attention.mixers = mixers
+            attention.mixers, attention.output_order = mixers, order
+
+
+def _keep_routing(notes: _Notes, module: nn.Module, arguments: Any, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    gates, scores = result
+    notes.routing = (gates[0], scores[0])
 
 
 def _watch_stock(attention: Any, notes: _Notes) -> list[Any]:
     size = attention.head_dim
 
     def keep_values(module: nn.Module, arguments: Any, values: torch.Tensor) -> None:
-        notes.values.append(split_heads(values, values.shape[-1] // size))
+        notes.values.append(split_heads(values, size))
 
     def keep_outputs(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
         notes.outputs.append(arguments[0].unflatten(-1, (-1, size)))

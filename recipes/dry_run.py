@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.evals.cost import model_cost, on_meta
-from crosshead.modeling.mixer import weight_count
+from crosshead.modeling.mechanisms.base import weight_count
 
 from .errors import RecipeError, one_line
 from .memory import Teacher, memory

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
-from crosshead.modeling.expert_bias import BiasedRouter
+from crosshead.modeling.backbones.qwen3_moe import BiasedRouter
 
 from .errors import RecipeError
 

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from crosshead.evals.cost import on_meta
-from crosshead.modeling.mixer import weight_count
+from crosshead.modeling.mechanisms.base import weight_count
 
 from .activations import Arithmetic, activations, decoder_layers
 from .schema import Recipe

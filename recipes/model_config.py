@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crosshead.modeling.configuration_crosshead import (
+from crosshead.modeling import (
     CrossheadLlamaConfig,
     CrossheadQwen2Config,
     CrossheadQwen3Config,

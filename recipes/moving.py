@@ -6,7 +6,7 @@ from statistics import mean
 import torch
 from torch import nn
 
-from crosshead.modeling.mixer import Mixer, MixerLeaf
+from crosshead.modeling.mechanisms.base import Mechanism, ParameterModule
 
 from .trainable import MIXERS
 
@@ -24,9 +24,13 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
     here to be looked at.
     """
     found: dict[str, torch.Tensor] = {}
-    neutral = [name for name, mixer in model.named_modules() if isinstance(mixer, Mixer) and _is_neutral(mixer)]
+    neutral = [name for name, mixer in model.named_modules() if isinstance(mixer, Mechanism) and _is_neutral(mixer)]
     for name, leaf in model.named_modules():
-        if isinstance(leaf, MixerLeaf) and COPY not in f"{name}." and not any(map(_is_taken_apart, leaf.parameters())):
+        if (
+            isinstance(leaf, ParameterModule)
+            and COPY not in f"{name}."
+            and not any(map(_is_taken_apart, leaf.parameters()))
+        ):
             first, second = (_started(leaf, seed) for seed in (0, 1))
             of_neutral = any(name.startswith(f"{mixer}.") for mixer in neutral)
             for part, parameter in leaf.named_parameters(recurse=False):
@@ -35,8 +39,8 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _is_neutral(mixer: Mixer) -> bool:
-    return mixer.starts_neutral(mixer.settings, mixer.layout)
+def _is_neutral(mixer: Mechanism) -> bool:
+    return mixer.rules.starts_neutral(mixer.settings, mixer.layout)
 
 
 def _copied(parameter: torch.Tensor) -> torch.Tensor:
@@ -50,7 +54,7 @@ def _is_taken_apart(parameter: torch.Tensor) -> bool:
     return hasattr(parameter, "ds_shape")
 
 
-def _started(leaf: MixerLeaf, seed: int) -> dict[str, torch.Tensor]:
+def _started(leaf: ParameterModule, seed: int) -> dict[str, torch.Tensor]:
     again = copy.deepcopy(leaf).cpu()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)

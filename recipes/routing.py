@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.balance import balance_loss, share_of_batch
+from crosshead.modeling.losses import share_of_batch
+from crosshead.modeling.mechanisms.mixture import balance_loss
 
 
 class HeadRouting:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.modeling.configuration import LAYERS
+from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
-from crosshead.modeling.settings import LAYERS
 
 from .data_options import DataOptions, DataSource
 from .errors import RecipeError
@@ -76,7 +76,7 @@ def toy_config(content: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
 
 def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
     """A mechanism's options for the layers that are kept."""
-    kinds = MECHANISMS[name].options
+    kinds = RULES[name].options
     small = {
         key: [value[layer] for layer in layers]
         if isinstance(kinds.get(key), Count) and isinstance(value, list)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import oracles
-from crosshead.modeling.eager import attention_weights, weigh_values
+from crosshead.modeling.ops import attention_weights, weigh_values
 from crosshead.modeling.explicit_decode import Components, attend_to_components
 
 MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.eager import repeat_heads
+from crosshead.modeling.ops import repeat_heads
 from crosshead.modeling.explicit_decode import Components, attend_to_components
-from crosshead.modeling.mixer import AttentionCall
+from crosshead.modeling.mechanisms.base import AttentionCall
 from crosshead.modeling.routed_attention import routed_attention
 from crosshead.modeling.routed_decode import attend_to_needed
 from crosshead.modeling.talking_operator import talking_attention

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mixer import AttentionCall
+from crosshead.modeling.mechanisms.base import AttentionCall
 from oracle_layers import OPTION_CASES
 from toys import tokens
 

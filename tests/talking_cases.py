@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mixer import AttentionCall, HeadLayout, HeadStates
-from crosshead.modeling.talking import DYNAMIC, Talking
+from crosshead.modeling.mechanisms.base import AttentionCall, HeadLayout, HeadStates
+from crosshead.modeling.mechanisms.talking import DYNAMIC, Talking
 from toys import lopsided
 
 HIDDEN = 6

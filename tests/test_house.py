@@ -33,7 +33,7 @@ BROKEN = [
     (house.arrows, "evals/a.py", "import crosshead.recipes.train as train"),
     (house.arrows, "evals/a.py", "from crosshead import __version__"),
     (house.arrows, "recipes/a.py", "from crosshead.conversion import convert"),
-    (house.arrows, "model_cards/a.py", "from crosshead.modeling.mixer import HeadMixer"),
+    (house.arrows, "model_cards/a.py", "from crosshead.modeling.mechanisms.base import HeadMixer"),
     (house.arrows, "recipes/a.py", "import modeling"),
     (house.arrows, "crosshead/common/a.py", "import crosshead"),
     (house.arrows, "crosshead/common/a.py", "from ..modeling import mixer"),
@@ -75,7 +75,7 @@ BROKEN = [
     (house.machine_paths, "evals/a.py", 'PATH = "' + "/" + 'tmp/model"'),
 ]
 FINE = [
-    (house.arrows, "conversion/a.py", "from crosshead.modeling.mixer import HeadMixer\nfrom ..modeling import mixer"),
+    (house.arrows, "conversion/a.py", "from crosshead.modeling.mechanisms.base import HeadMixer\nfrom ..modeling import mixer"),
     (house.arrows, "recipes/a.py", "from crosshead.evals import cost\nfrom .schema import Recipe\nimport torch"),
     (house.arrows, "crosshead/cli.py", "from crosshead.recipes import train\nfrom .modeling import mixer"),
     (house.arrows, "tests/a.py", "from crosshead.recipes import train"),

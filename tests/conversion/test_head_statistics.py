@@ -6,7 +6,7 @@ import torch
 import toys
 from crosshead.conversion import head_statistics
 from crosshead.conversion.head_statistics import HeadStatistics
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 
 D = toys.SIZES["head_dim"]
 

@@ -12,7 +12,7 @@ from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.layer_choice import choose, counts_to_try, measure_losses
 from crosshead.conversion.sources import open_source
 from crosshead.conversion.streamed_model import StreamedModel
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 from tiers import first
 from toy_checkpoints import write_stock
 

@@ -13,7 +13,7 @@ from crosshead.conversion.exactness import cache_bytes
 from crosshead.evals.cost import FLOPS, model_cost, on_meta
 from crosshead.evals.cost_report import cost_report
 from crosshead.modeling import mixed_attention
-from crosshead.modeling.knocking import MlpKnock
+from crosshead.modeling.mechanisms.knocking import MlpKnock
 from tiers import grid
 
 LENGTH = 9

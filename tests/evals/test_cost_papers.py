@@ -8,8 +8,8 @@ import torch
 from crosshead import CrossheadLlamaConfig
 from crosshead.evals.cost import model_cost
 from crosshead.evals.cost_layer import AttentionLayer
-from crosshead.modeling.mixer import HeadLayout
-from crosshead.modeling.talking import DYNAMIC, Talking
+from crosshead.modeling.mechanisms.base import HeadLayout
+from crosshead.modeling.mechanisms.talking import DYNAMIC, Talking
 
 HIDDEN, LENGTH = 768, 512
 BOTH = ["logits", "weights"]

@@ -11,7 +11,7 @@ from torch import nn
 
 from crosshead.modeling import chosen_projection, mixture, quick_products
 from crosshead.modeling.chosen_projection import ChosenTokens, pays_to_choose
-from crosshead.modeling.mixer import HeadStates
+from crosshead.modeling.mechanisms.base import HeadStates
 from routed_cases import INPUTS, SKIPPING, call_of, logits_and_gradients, routes
 from tiers import first, grid
 from toys import BACKBONES, mixed_model, tokens

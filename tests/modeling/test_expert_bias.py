@@ -11,7 +11,7 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import crosshead
-from crosshead.modeling.expert_bias import BIAS, BiasedRouter
+from crosshead.modeling.backbones.qwen3_moe import BIAS, BiasedRouter
 from toys import lopsided, mixed_config, mixed_model, stock_model, tokens
 
 KNOCKING = {"knocking": {"form": "linear"}}

@@ -8,8 +8,8 @@ import torch
 
 import oracles
 from crosshead.modeling import knocking_fused
-from crosshead.modeling.knocking import MlpKnock
-from crosshead.modeling.numerics import widened
+from crosshead.modeling.mechanisms.knocking import MlpKnock
+from crosshead.modeling.ops import widened
 from tiers import first
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from crosshead.modeling.knocking import LinearKnock
+from crosshead.modeling.mechanisms.knocking import LinearKnock
 from crosshead.modeling.mapped_projection import mapped_projection
 
 SIZE, HEADS, WIDTH = 4, 3, 10

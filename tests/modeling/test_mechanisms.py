@@ -8,12 +8,12 @@ import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 import oracles
-from crosshead.modeling.differential import lambda_start
+from crosshead.modeling.mechanisms.differential import lambda_start
 from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mixer import AttentionCall, HeadLayout, HeadStates
-from crosshead.modeling.numerics import HeadRMSNorm, apply_mask, rms_normalised
-from crosshead.modeling.regroup import regrouping
-from crosshead.modeling.settings import complete_mixers, layer_settings, shared_layout
+from crosshead.modeling.mechanisms.base import AttentionCall, HeadLayout, HeadStates
+from crosshead.modeling.ops import HeadRMSNorm, apply_mask, rms_normalised
+from crosshead.modeling.ops import regrouping
+from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
 from toys import lopsided, mixed_model, tokens
 
 LAYOUT = HeadLayout(hidden_size=12, query_heads=4, key_value_heads=2, head_dim=6)

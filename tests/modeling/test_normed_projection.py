@@ -10,7 +10,7 @@ from torch import nn
 
 import toys
 from crosshead.modeling.normed_projection import keeps_less, normed_projection
-from crosshead.modeling.numerics import HeadRMSNorm
+from crosshead.modeling.ops import HeadRMSNorm
 from tiers import first
 
 

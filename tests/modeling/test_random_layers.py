@@ -20,7 +20,7 @@ from crosshead.modeling import (
     talking,
     triangle_attention,
 )
-from crosshead.modeling.talking import DYNAMIC
+from crosshead.modeling.mechanisms.talking import DYNAMIC
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, Layer, additive, assert_layer_agrees, rope_tables
 from tiers import first
 from toys import SIZES, lopsided

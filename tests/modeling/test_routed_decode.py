@@ -9,7 +9,7 @@ import torch
 from transformers import StaticCache
 
 from crosshead.modeling import mixture, routed_attention, routed_decode
-from crosshead.modeling.mixer import HeadLayout
+from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.routed_decode import attend_to_needed, needed_part, reads_less
 from routed_cases import MASKS, SKIPPING, WINDOW, call_of, check, logits_in_parts, routes, seen_under
 from tiers import first, grid

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crosshead.modeling import query_blocks, talking
-from crosshead.modeling.mixer import AttentionCall, HeadStates
+from crosshead.modeling.mechanisms.base import AttentionCall, HeadStates
 from crosshead.modeling.talking_blocks import TalkingCall, attend_in_blocks
 from crosshead.modeling.talking_gradients import gradients_in_blocks
 from talking_cases import Drawn, Ranges, unused

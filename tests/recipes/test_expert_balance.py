@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crosshead.modeling.expert_bias import BIAS
+from crosshead.modeling.backbones.qwen3_moe import BIAS
 from crosshead.recipes.dry_run import dry_run
 from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.expert_balance import ExpertBalance, read_everywhere

@@ -1,17 +1,21 @@
 """The table of mechanisms."""
 
+from .base import Mechanism, Rules
 from .differential import Differential
 from .explicit import Explicit
+from .gating import Gating
 from .knocking import Knocking
-from .mixer import Mixer
 from .mixture import Mixture
 from .talking import Talking
 
-MECHANISMS: dict[str, type[Mixer]] = {
+MECHANISMS: dict[str, type[Mechanism]] = {
     "knocking": Knocking,
     "explicit": Explicit,
     "mixture": Mixture,
     "talking": Talking,
     "differential": Differential,
+    "gating": Gating,
 }
 """The name in a config's `mixers` -> the mechanism."""
+RULES: dict[str, type[Rules]] = {name: mechanism.rules for name, mechanism in MECHANISMS.items()}
+"""The name -> the rules of its options."""

@@ -1,4 +1,4 @@
-"""What our model classes add to the stock ones, whatever the backbone."""
+"""The part that our model classes add to the stock ones, whatever the backbone."""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -11,12 +11,12 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
-from transformers.utils.output_capturing import maybe_install_capturing_hooks
+from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
-from .balance import MixedCausalLMOutput, balance_loss, share_of_batch
+from .attention import CrossheadAttention
+from .losses import CrossheadCausalLMOutput, share_of_batch
 from .mechanisms import MECHANISMS
-from .mixed_attention import MixedAttention
-from .mixer import MASKED_HERE, MixerLeaf
+from .mechanisms.base import ParameterModule
 
 logger = logging.get_logger(__name__)
 
@@ -26,11 +26,18 @@ else:
     # Plain classes at run time: the library reads settings of every `PreTrainedModel` on the way to a stock class.
     ModelBase = object
 
+RECORDERS = {
+    name: OutputRecorder(mechanism, index=index)
+    for mechanism in MECHANISMS.values()
+    for name, index in mechanism.recorded.items()
+}
+"""The outputs of mechanisms that the library records in a forward pass, for `_can_record_outputs`."""
 
-class MixedPreTrained(ModelBase):
-    """Starting values and the choice of the attention backend."""
 
-    attention_class: type[MixedAttention]
+class CrossheadPreTrained(ModelBase):
+    """Initial values and the choice of the attention implementation."""
+
+    attention_class: type[CrossheadAttention]
     backbone_class: type[Any]
 
     @classmethod
@@ -39,9 +46,13 @@ class MixedPreTrained(ModelBase):
             raise TypeError(f"{cls.__name__} needs a crosshead configuration, not a {type(config).__name__}")
         config.check_mixers()
 
+    def _recorded(self) -> list[str]:
+        """The fields that this model's mechanisms record."""
+        return [each for name in self.config.mixers for each in MECHANISMS[name].recorded]
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, MixerLeaf):
+        if isinstance(module, ParameterModule):
             module.initialise(self.config.initializer_range)
         else:
             super()._init_weights(module)
@@ -49,34 +60,29 @@ class MixedPreTrained(ModelBase):
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
-        # An error where a mechanism needs the attention weights and the backend has masks of its own. The library's
-        # own flags are per class and come after its search for downloadable kernels. A name that is neither a backend
-        # nor a kernel on the Hub is left to the library, which lists the backends there are.
-        needing = [name for name in self.config.mixers if MECHANISMS[name].needs_weights]
+        # Earlier than the library's search for kernels on the Hub. A name that is neither registered nor on the Hub
+        # is left to the library, which lists the registered ones.
         name = attn_implementation or "sdpa"
-        exists = name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name
-        if needing and exists and name not in MASKED_HERE:
-            raise ValueError(
-                f"attn_implementation={attn_implementation!r} cannot run {', '.join(map(repr, needing))}, which needs "
-                "the attention weights: use 'sdpa' or 'eager', or leave it out"
-            )
+        if name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
+            for mechanism in self.config.mixers:
+                MECHANISMS[mechanism].check_implementation(name)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
 
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any
     ) -> None:
         asked = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and asked.get("use_reentrant") and "mixture" in self.config.mixers:
+        if enable and asked.get("use_reentrant") and self._recorded():
             logger.warning_once(
-                "use_reentrant=True would drop the gradient of mixture's balance loss, which is computed outside the "
+                "use_reentrant=True would drop the gradient of the balance loss, which is computed outside the "
                 "checkpointed layers: checkpointing with use_reentrant=False"
             )
             gradient_checkpointing_func = partial(checkpoint, **{**asked, "use_reentrant": False})
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *arguments, **options)
 
 
-class MixedBackbone(MixedPreTrained):
-    """Decoder layers with mixed attention where the config says so, stock attention elsewhere."""
+class CrossheadBackbone(CrossheadPreTrained):
+    """Decoder layers whose attention has mechanisms where the config says so, and is stock elsewhere."""
 
     layers: Any
 
@@ -85,17 +91,17 @@ class MixedBackbone(MixedPreTrained):
         super().__init__(config)
 
     def post_init(self) -> None:
-        """Replace attention before the starting values are set."""
+        """Replace attention before the initial values are set."""
         for index, layer in enumerate(self.layers):
             if self.config.mixers_of_layer(index):
                 layer.self_attn = self.attention_class(self.config, index)
         super().post_init()
-        if "mixture" in self.config.mixers:
+        if self._recorded():
             # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
             maybe_install_capturing_hooks(self)
 
 
-class MixedCausalLM(MixedPreTrained):
+class CrossheadCausalLM(CrossheadPreTrained):
     """The language model head and the losses."""
 
     def __init__(self, config: Any) -> None:
@@ -119,11 +125,11 @@ class MixedCausalLM(MixedPreTrained):
         output_head_router_scores: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: Any,
-    ) -> MixedCausalLMOutput:
-        """Logits; with `labels` also the loss, balance losses included."""
+    ) -> CrossheadCausalLMOutput:
+        """Logits; with `labels` also the loss, auxiliary losses included."""
         if output_head_router_scores is None:
             output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
-        records = "mixture" in self.config.mixers and bool(labels is not None or output_head_router_scores)
+        recorded = self._recorded() if labels is not None or output_head_router_scores else []
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -131,19 +137,20 @@ class MixedCausalLM(MixedPreTrained):
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
-            output_head_router_scores=records,
+            **{f"output_{name}": True for name in recorded},
             **kwargs,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
-        if records and not outputs.get("head_router_scores"):
-            raise RuntimeError(
-                f"{type(self.model).__name__} recorded no head router scores, so the balance loss would be missing: "
-                "shard or wrap the decoder layers and the whole model, not the backbone in between"
-            )
+        for name in recorded:
+            if not outputs.get(name):
+                raise RuntimeError(
+                    f"{type(self.model).__name__} recorded no {name}, so an auxiliary loss would be missing: "
+                    "shard or wrap the decoder layers and the whole model, not the backbone in between"
+                )
         if past_key_values is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, -outputs.last_hidden_state.shape[1] :]  # losses know no past
-        return MixedCausalLMOutput(
+        return CrossheadCausalLMOutput(
             **self._losses(outputs, logits, labels, attention_mask, kwargs),
             logits=logits,
             past_key_values=outputs.past_key_values,
@@ -162,31 +169,28 @@ class MixedCausalLM(MixedPreTrained):
         kwargs: dict[str, Any],
     ) -> dict[str, Any]:
         """The output's losses by name; `loss` is their weighted sum where there are labels."""
-        losses: dict[str, Any] = {"loss": None, "balance_loss": None}
+        losses: dict[str, Any] = {"loss": None}
         if labels is not None:
             vocabulary = self.config.vocab_size
             losses["loss"] = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
-        scores = outputs.get("head_router_scores")
-        if scores:
-            layers = map(self.config.mixers_of_layer, range(self.config.num_hidden_layers))
-            # From the config: wrappers such as peft's keep copies of the modules.
-            routing = [layer["mixture"] for layer in layers if "mixture" in layer]
-            selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
-            losses["balance_loss"] = balance_loss(scores, selected, attention_mask)
-            if labels is not None:
-                weight = self.config.mixers["mixture"]["balance_weight"] * share_of_batch(labels, kwargs)
-                losses["loss"] = losses["loss"] + weight * losses["balance_loss"].to(losses["loss"].device)
+        for name in self.config.mixers:
+            auxiliary = MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)
+            if auxiliary is not None:
+                losses[auxiliary.name] = auxiliary.value
+            if auxiliary is not None and labels is not None:
+                weight = auxiliary.weight * share_of_batch(labels, kwargs)
+                losses["loss"] = losses["loss"] + weight * auxiliary.value.to(losses["loss"].device)
         return losses
 
     def _get_static_cache_init_shape(self) -> Any:
-        # The library would allocate the stock model's heads ahead of time; what a mixed layer stores only it knows.
+        # The library would allocate the stock model's heads ahead of time; mechanisms store others.
         return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
 
-class MixedSequenceClassifier(MixedPreTrained):
+class CrossheadSequenceClassification(CrossheadPreTrained):
     """The classification head, over our backbone rather than one that an Auto class looks up.
 
-    Its loss has no balance term, as that of the stock mixture-of-experts classifier has none.
+    Its loss has no auxiliary term, as that of the stock mixture-of-experts classifier has none.
     """
 
     def __init__(self, config: Any) -> None:

@@ -1,0 +1,143 @@
+"""The attention forward of all backbones: transformers' own, with the hooks of the mechanisms in between."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.cache_utils import Cache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from .cache import split_heads, update_cache
+from .configuration import shared_layout
+from .mechanisms import MECHANISMS
+from .mechanisms.base import AttentionState, HeadLayout, Mechanism
+from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward
+
+
+class HeadScale(HeadRMSNorm):
+    """The weight of a norm on keys alone: a mechanism divides by the root mean square of their combinations."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`weight * x`."""
+        return self.weight * x
+
+
+class CrossheadAttention(nn.Module):
+    """Turns a stock attention class into one with mechanisms; each backbone combines the two."""
+
+    config: Any
+    layer_idx: int
+    head_dim: int
+    scaling: float
+    attention_dropout: float
+    is_causal: bool
+    sliding_window: int | None = None
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: Any
+    k_norm: Any
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        settings = config.mixers_of_layer(layer_idx)
+        layout = shared_layout(settings, config.layout_of_layer(layer_idx))
+        self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
+        self.value_dim = layout.value_dim
+        self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
+        self._resize("k_proj", layout.key_components, layout.head_dim, layout)
+        self._resize("v_proj", layout.value_components, layout.value_dim, layout)
+        self.has_key_norm = layout.key_norm_eps is not None
+        if layout.key_norm_eps is not None:
+            self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
+            self.k_norm = (HeadScale if layout.combines_keys else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
+        # Names and not modules: wrappers such as peft's replace the modules.
+        self.mapping_order = sorted(settings, key=lambda name: MECHANISMS[name].maps_last)
+        self.output_order = sorted(settings, key=lambda name: not MECHANISMS[name].rules.replaces_attention)
+        replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
+        self.wide_cache = not replaced and any(
+            mechanism.wide_cache for mechanism in self._mechanisms(self.output_order)
+        )
+
+    def _resize(self, projection: str, heads: int, size: int, layout: HeadLayout) -> None:
+        if heads != layout.key_value_heads:
+            has_bias = getattr(self, projection).bias is not None
+            setattr(self, projection, nn.Linear(layout.hidden_size, heads * size, bias=has_bias))
+
+    def _mechanisms(self, names: list[str]) -> list[Mechanism]:
+        return [self.mixers[name] for name in names]  # type: ignore[misc]
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        attention_mask: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        key_value_states: torch.Tensor | None = None,
+        position_bias: torch.Tensor | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them.
+
+        Keys and values come from `key_value_states` where they are given (cross-attention), `position_bias`
+        (B or 1, H, T, S) is added to the logits.
+        """
+        input_shape = hidden_states.shape[:-1]
+        source = hidden_states if key_value_states is None else key_value_states
+        query = split_heads(self.q_proj(hidden_states), self.head_dim)
+        key = split_heads(self.k_proj(source), self.head_dim)
+        value = split_heads(self.v_proj(source), self.value_dim)
+        state = AttentionState(hidden_states, source, query, key, value)
+
+        for mechanism in self._mechanisms(self.mapping_order):
+            mechanism.before_rope(state)
+        if self.has_key_norm:
+            state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
+        if position_embeddings is not None:
+            state.query, state.key = apply_rotary_pos_emb(state.query, state.key, *position_embeddings)
+        if past_key_values is not None:
+            update_cache(state, past_key_values, self.layer_idx, self.wide_cache)
+        if position_bias is not None:
+            attention_mask = add_position_bias(attention_mask, position_bias, self.is_causal)
+        implementation = self._attention_function(state, attention_mask is not None, kwargs)
+        for mechanism in self._mechanisms(self.output_order):
+            mechanism.after_cache(state)
+
+        attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation, eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
+            self,
+            state.query,
+            state.key,
+            state.value,
+            attention_mask,
+            dropout=0.0 if not self.training else self.attention_dropout,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **state.attention_kwargs,
+            **kwargs,
+        )
+        attn_output = attn_output.reshape(*input_shape, -1, self.output_dim)
+        for mechanism in self._mechanisms(self.output_order):
+            attn_output = mechanism.head_outputs(attn_output, state)
+        return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
+
+    def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
+        """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""
+        implementation: str | None = self.config._attn_implementation
+        paged = kwargs.get("cache") is not None
+        for name, mechanism in zip(self.output_order, self._mechanisms(self.output_order), strict=True):
+            if paged and mechanism.rules.replaces_attention:
+                raise ValueError(
+                    f"continuous batching cannot run {name!r} (layer {self.layer_idx}): its paged cache is updated "
+                    "inside an attention that this mechanism replaces; use generate()"
+                )
+            if not paged:
+                state.function = mechanism.attention_function(state, implementation, masked)
+                if state.function is not None:
+                    return state.function
+        return implementation

@@ -1,0 +1,1 @@
+"""The backbones: one small file for each."""

@@ -1,0 +1,177 @@
+"""Qwen3-MoE with mechanisms in its attention, and optionally with loss-free balancing of its experts.
+
+With `expert_bias`, a bias is added to the experts' probabilities where the largest are chosen. The weights of the
+chosen experts are made of the probabilities alone, so that no gradient reaches it; training moves it by the number of
+tokens of each expert (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024). With a
+bias of zero, the router is the stock one, bit for bit.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import Qwen3MoeConfig
+from transformers import initialization as init
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeAttention,
+    Qwen3MoeForCausalLM,
+    Qwen3MoeForSequenceClassification,
+    Qwen3MoeModel,
+    Qwen3MoePreTrainedModel,
+    Qwen3MoeSparseMoeBlock,
+    Qwen3MoeTopKRouter,
+    load_balancing_loss_func,
+)
+
+from ..attention import CrossheadAttention
+from ..configuration import MixersConfig
+from ..losses import share_of_batch
+from ..model import (
+    RECORDERS,
+    CrossheadBackbone,
+    CrossheadCausalLM,
+    CrossheadPreTrained,
+    CrossheadSequenceClassification,
+)
+
+# Stock checkpoints store experts one by one, the model holds them fused. The library's rule for that goes by model
+# type, so ours needs an entry, also where this code runs as remote code.
+register_checkpoint_conversion_mapping(
+    "crosshead_qwen3_moe", get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True
+)
+EXPERT_BIAS = "e_score_correction_bias"
+"""The buffer's name, which other models with such a bias have as well."""
+
+
+class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
+    """`Qwen3MoeConfig` plus `mixers`, and `expert_bias`, which is in config.json only where it is true."""
+
+    model_type = "crosshead_qwen3_moe"
+    class_prefix = "CrossheadQwen3Moe"
+    has_key_norm = True
+    mixers: dict[str, Any] | None = None
+    expert_bias: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check the one field more."""
+        super().__post_init__(**kwargs)
+        if not isinstance(self.expert_bias, bool):
+            raise ValueError(f"expert_bias={self.expert_bias!r} is not allowed: use true or false")
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields, from which config.json is made."""
+        content: dict[str, Any] = super().to_dict()
+        if not self.expert_bias:
+            del content["expert_bias"]
+        return content
+
+
+class CrossheadQwen3MoeAttention(CrossheadAttention, Qwen3MoeAttention):  # type: ignore[misc]  # forward takes more
+    """Qwen3MoeAttention with mechanisms."""
+
+
+class BiasedRouter(Qwen3MoeTopKRouter):
+    """The stock router with a bias for each expert, in float32 whatever the dtype of the model."""
+
+    e_score_correction_bias: torch.Tensor
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        # ZeRO-3 ignores a `dtype=` in `zeros`.
+        self.register_buffer(EXPERT_BIAS, torch.zeros(config.num_experts).float())
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Logits (tokens, experts), and of the chosen experts (tokens, k) the weights and indices."""
+        logits = functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
+        probabilities = functional.softmax(logits, dtype=torch.float, dim=-1)
+        chosen = (probabilities.detach() + self.e_score_correction_bias).topk(self.top_k, dim=-1).indices
+        weights = probabilities.gather(-1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), chosen
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BiasedRouter":
+        # As `model.to(torch.bfloat16)` and DeepSpeed do: steps of a thousandth would be lost in the rounding.
+        exact = self.e_score_correction_bias
+        super()._apply(fn, recurse)
+        if self.e_score_correction_bias.dtype != torch.float32:
+            self.e_score_correction_bias = exact.to(self.e_score_correction_bias.device, torch.float32)
+        return self
+
+
+class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, Qwen3MoePreTrainedModel):
+    """The common part of the Qwen3-MoE classes."""
+
+    config: CrossheadQwen3MoeConfig
+    attention_class = CrossheadQwen3MoeAttention
+    _can_record_outputs = {**Qwen3MoePreTrainedModel._can_record_outputs, **RECORDERS}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if isinstance(module, BiasedRouter):
+            init.zeros_(module.e_score_correction_bias)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # The library looks for a decorator in the file of the class; the experts are the stock ones.
+        return Qwen3MoePreTrainedModel._can_set_experts_implementation()
+
+
+class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel, Qwen3MoeModel):
+    """Qwen3MoeModel with mechanisms, and with a bias for each expert where the config says so."""
+
+    def post_init(self) -> None:
+        """Replace routers before the initial values are set."""
+        if self.config.expert_bias:
+            for layer in self.layers:
+                if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
+                    layer.mlp.gate = BiasedRouter(self.config)
+            self._keep_in_fp32_modules_strict = [EXPERT_BIAS]
+        super().post_init()
+
+
+class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):
+    """Qwen3MoeForCausalLM with mechanisms.
+
+    The experts' balance loss is the stock one, over all tokens of a call. Where a batch is accumulated over calls,
+    each call's counts by its share of the tokens; the stock model would add it up as often as there are calls.
+    """
+
+    backbone_class = CrossheadQwen3MoeModel
+
+    def __init__(self, config: CrossheadQwen3MoeConfig) -> None:
+        super().__init__(config)
+        self.router_aux_loss_coef = config.router_aux_loss_coef
+        self.num_experts = config.num_experts
+        self.num_experts_per_tok = config.num_experts_per_tok
+
+    def _losses(
+        self,
+        outputs: Any,
+        logits: torch.Tensor,
+        labels: torch.LongTensor | None,
+        attention_mask: torch.Tensor | None,
+        kwargs: dict[str, Any],
+    ) -> dict[str, Any]:
+        losses = super()._losses(outputs, logits, labels, attention_mask, kwargs)
+        if outputs.router_logits is None:
+            return losses
+        aux_loss: Any = load_balancing_loss_func(
+            outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
+        )
+        if labels is not None:
+            weight = self.router_aux_loss_coef * share_of_batch(labels, kwargs)
+            losses["loss"] = losses["loss"] + weight * aux_loss.to(losses["loss"].device)
+        return losses | {"aux_loss": aux_loss}
+
+
+class CrossheadQwen3MoeForSequenceClassification(
+    CrossheadSequenceClassification, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForSequenceClassification
+):
+    """Qwen3MoeForSequenceClassification with mechanisms."""
+
+    backbone_class = CrossheadQwen3MoeModel

@@ -1,0 +1,311 @@
+"""Writes the code of a published model: two readable files that need torch and transformers alone.
+
+`configuration_crosshead.py` and `modeling_crosshead.py` hold the definitions of this package that one configuration
+needs: the core, its mechanisms and its backbone, in the order of the package's modules, as they stand there. The files
+are generated from the source: a definition is included when an included one uses its name. What is marked
+`package_only` is left out.
+"""
+
+import ast
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+from .mechanisms import MECHANISMS
+from .mechanisms.base import Mechanism, Rules
+
+PACKAGE = Path(__file__).parent
+CONFIGURATION, MODELING = "configuration_crosshead", "modeling_crosshead"
+TABLES = ("MECHANISMS", "RULES")
+"""Tables of mechanisms, written for the mechanisms of the configuration alone."""
+MARK = "package_only"
+WIDTH = 119
+
+
+class BundleError(Exception):
+    """The modules cannot be joined: a mistake in the package, not in a model."""
+
+
+@dataclass
+class Definition:
+    """A statement at the top of a module."""
+
+    module: str
+    text: str
+    names: frozenset[str]
+    """What it defines; nothing for a call such as a registration."""
+    uses: frozenset[str]
+
+
+@dataclass
+class Module:
+    """A module of the package, taken apart."""
+
+    name: str
+    """As a path: "mechanisms/knocking"."""
+    doc: str
+    definitions: list[Definition] = field(default_factory=list)
+    ours: dict[str, str] = field(default_factory=dict)
+    """Imported name -> the module of ours that has it."""
+    others: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Imported name -> the library's module, and the name there; empty for the module itself."""
+
+    def defining(self, name: str) -> Definition | None:
+        """The definition of a name."""
+        return next((each for each in self.definitions if name in each.names), None)
+
+
+def write_code(config: Any, directory: str | os.PathLike[str]) -> None:
+    """Write the two files that a configuration needs into a directory."""
+    os.makedirs(directory, exist_ok=True)
+    for name, text in code_files(config).items():
+        (Path(directory) / name).write_text(text, encoding="utf-8")
+
+
+def code_files(config: Any) -> dict[str, str]:
+    """File name -> text of the code that a configuration needs."""
+    own = next(each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones."))
+    backbone = own.__module__.rsplit(".", 1)[1]
+    return dict(_code_files(backbone, str(config.class_prefix), tuple(config.mixers or ())))
+
+
+@cache
+def _code_files(backbone: str, prefix: str, mechanisms: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
+    first = bundle.closure([bundle.config_class])
+    endings = ("Model", "ForCausalLM", "ForSequenceClassification")
+    rest = [each for each in bundle.closure([f"{prefix}{ending}" for ending in endings]) if each not in first]
+    contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
+    of_models = bundle.text(rest, contents, imported=first)
+    return ((f"{CONFIGURATION}.py", bundle.text(first, contents)), (f"{MODELING}.py", of_models))
+
+
+class Bundle:
+    """The modules that a backbone and some mechanisms need."""
+
+    def __init__(self, root: str, config_class: str, mechanisms: tuple[str, ...]) -> None:
+        self.root, self.config_class = root, config_class
+        self.mechanisms = mechanisms
+        self.modules: dict[str, Module] = {}
+        self._read(root)
+
+    def _read(self, name: str) -> None:
+        """Read a module after those that it imports, which is the order of the bundle."""
+        module = read_module(name)
+        if name == "mechanisms/__init__":
+            chosen = [MECHANISMS[each] for each in self.mechanisms]
+            kinds = [Mechanism, Rules, *chosen, *(each.rules for each in chosen)]
+            module.definitions = [_table(table, self.mechanisms) for table in TABLES]
+            module.ours = {kind.__name__: _module_of(kind) for kind in kinds}
+        for imported in module.ours.values():
+            if imported not in self.modules and imported != name:
+                self._read(imported)
+        self.modules.setdefault(name, module)
+
+    def closure(self, roots: Iterable[str]) -> list[Definition]:
+        """The definitions that the root names need, in order, with the registrations of their modules."""
+        found: list[Definition] = []
+        waiting = [(self.root, name) for name in roots]
+        while waiting:
+            module, name = waiting.pop()
+            definition = self._find(module, name)
+            if definition is None or definition in found:
+                continue
+            calls = [each for each in self.modules[definition.module].definitions if not each.names]
+            new = [each for each in (definition, *calls) if each not in found]
+            found += new
+            waiting += [(each.module, used) for each in new for used in each.uses]
+        return [each for module in self.modules.values() for each in module.definitions if each in found]
+
+    def _find(self, module: str, name: str) -> Definition | None:
+        """Where a name of a module is defined; None for one of a library or of Python."""
+        while name in self.modules[module].ours:
+            module = self.modules[module].ours[name]
+        return self.modules[module].defining(name)
+
+    def text(self, definitions: list[Definition], contents: str, imported: list[Definition] | None = None) -> str:
+        """A file of definitions; those of the other file that it uses are imported."""
+        unique = _without_repeats(definitions, imported or [])
+        parts = [f'"""{_header(contents)}"""', self._imports(unique, imported)]
+        for module in dict.fromkeys(each.module for each in unique):
+            own = [each.text for each in unique if each.module == module]
+            doc = self.modules[module].doc if imported and module.startswith("mechanisms/") else ""
+            title = f"# {module}.py" + (f"\n#\n{indent(doc, '# ', lambda line: True)}" if doc else "")
+            parts.append("\n".join(line.rstrip() for line in title.split("\n")))
+            parts += own
+        return _spaced(parts)
+
+    def _imports(self, definitions: list[Definition], imported: list[Definition] | None) -> str:
+        bound: dict[str, tuple[str, str]] = {}
+        for each in definitions:
+            for name in each.uses & self.modules[each.module].others.keys():
+                source = self.modules[each.module].others[name]
+                if bound.setdefault(name, source) != source:
+                    raise BundleError(f"{name} is imported from {bound[name][0]} and from {source[0]}")
+        if clash := bound.keys() & {name for each in definitions for name in each.names}:
+            raise BundleError(f"{', '.join(sorted(clash))}: defined in one module, imported in another")
+        lines = list(_import_lines(bound))
+        if imported is not None:
+            used = {name for each in definitions for name in each.uses if self._find(each.module, name) in imported}
+            lines.append(_import_from(f".{CONFIGURATION}", used | {self.config_class}))
+        return "\n".join(lines)
+
+
+def _module_of(kind: type) -> str:
+    return kind.__module__.removeprefix(f"{__package__}.").replace(".", "/")
+
+
+def _table(name: str, mechanisms: tuple[str, ...]) -> Definition:
+    """The table of mechanisms, or of their rules, with the chosen ones alone."""
+    kinds = {each: MECHANISMS[each] if name == "MECHANISMS" else MECHANISMS[each].rules for each in mechanisms}
+    base = "Mechanism" if name == "MECHANISMS" else "Rules"
+    rows = "".join(f'    "{each}": {kind.__name__},\n' for each, kind in kinds.items())
+    text = f"{name}: dict[str, type[{base}]] = " + ("{\n" + rows + "}" if rows else "{}")
+    uses = frozenset({base, *(kind.__name__ for kind in kinds.values())})
+    return Definition("mechanisms/__init__", text, frozenset({name}), uses)
+
+
+@cache
+def _source(name: str) -> str:
+    return (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
+
+
+def read_module(name: str) -> Module:
+    """Take a module of the package apart."""
+    source = _source(name)
+    tree = ast.parse(source)
+    module = Module(name, ast.get_docstring(tree) or "")
+    lines = source.splitlines()
+    for node in tree.body[1:] if module.doc else tree.body:
+        if isinstance(node, ast.ImportFrom) and node.level:
+            module.ours |= {alias.name: _resolve(name, node.level, node.module or "") for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            module.others |= {each.asname or each.name: (str(node.module), each.name) for each in node.names}
+        elif isinstance(node, ast.Import):
+            module.others |= {each.asname or each.name: (each.name, "") for each in node.names}
+        elif _is_string(node) and module.definitions:  # the description of the constant before it
+            module.definitions[-1].text += "\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno])
+        elif not _is_marked(node):
+            module.definitions.append(_definition(name, node, lines))
+    return module
+
+
+def _resolve(name: str, level: int, target: str) -> str:
+    folder = Path(name).parent
+    for _ in range(level - 1):
+        folder = folder.parent
+    path = folder / target.replace(".", "/")
+    return (path / "__init__" if (PACKAGE / path).is_dir() else path).as_posix()
+
+
+def _is_string(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _is_marked(node: ast.AST) -> bool:
+    """Whether a definition is `package_only`."""
+    return any(isinstance(each, ast.Name) and each.id == MARK for each in getattr(node, "decorator_list", ()))
+
+
+def _definition(module: str, node: ast.stmt, lines: list[str]) -> Definition:
+    decorators = getattr(node, "decorator_list", [])
+    start = min([node.lineno, *(each.lineno for each in decorators)]) - 1
+    while start and lines[start - 1].startswith("#"):
+        start -= 1
+    marked = [each for each in ast.walk(node) if _is_marked(each)]
+    text = lines[start : node.end_lineno]
+    for each in sorted(marked, key=lambda each: -each.lineno):
+        first = min(part.lineno for part in each.decorator_list) - 1 - start
+        del text[first : each.end_lineno - start]
+        while first and not text[first - 1].strip():
+            del text[first - 1]
+            first -= 1
+        if first < len(text):
+            text.insert(first, "")
+    left_out = {id(part) for each in marked for part in ast.walk(each)}
+    uses = {
+        part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in left_out
+    } - _own_names(node)
+    return Definition(module, "\n".join(_single_blanks(text)), frozenset(_own_names(node)), frozenset(uses))
+
+
+def _own_names(node: ast.stmt) -> set[str]:
+    """The names that a statement defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.If):
+        return {name for each in (*node.body, *node.orelse) for name in _own_names(each)}
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+    return {part.id for each in targets if each for part in ast.walk(each) if isinstance(part, ast.Name)}
+
+
+def _single_blanks(lines: list[str]) -> Iterator[str]:
+    for index, line in enumerate(lines):
+        if line.strip() or (index and lines[index - 1].strip()):
+            yield line
+
+
+def _without_repeats(definitions: list[Definition], other: list[Definition]) -> list[Definition]:
+    """Each definition once; `BundleError` where one name stands for two things."""
+    known: dict[str, Definition] = {name: each for each in other for name in each.names}
+    kept = []
+    for each in definitions:
+        for name in each.names:
+            if known.setdefault(name, each).text != each.text:
+                raise BundleError(f"{name} is defined in {known[name].module} and in {each.module}")
+        if not each.names or all(known[name] is each for name in each.names):
+            kept.append(each)
+    return kept
+
+
+def _import_lines(bound: dict[str, tuple[str, str]]) -> Iterator[str]:
+    """Python's own modules first, then libraries, then room for the other file."""
+    modules: dict[tuple[bool, bool, str, str], set[str]] = {}
+    for name, (module, original) in bound.items():
+        told = name if name == (original or module) else f"{original or module} as {name}"
+        alone = told if original and told != name else ""  # renamed imports have a line each
+        library = module.split(".")[0] not in sys.stdlib_module_names
+        modules.setdefault((library, bool(original), module, alone), set()).add(told)
+    before = False
+    for (library, is_from, module, _), names in sorted(modules.items()):
+        if library and not before and len(modules) > 1:
+            yield ""
+        before = library
+        yield _import_from(module, names) if is_from else f"import {names.pop()}"
+    yield ""
+
+
+def _import_from(module: str, names: Iterable[str]) -> str:
+    ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    line = f"from {module} import {', '.join(ordered)}"
+    return (
+        line
+        if len(line) <= WIDTH
+        else f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
+    )
+
+
+def _header(contents: str) -> str:
+    return (
+        f"crosshead {version('crosshead')}: {contents}.\n\n"
+        "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model needs\n"
+        "to load with torch and transformers alone.\n"
+    )
+
+
+def _spaced(parts: list[str]) -> str:
+    """One blank line between constants and before a description of a module, two around functions and classes."""
+    text = parts[0] + "\n\n" + parts[1].strip("\n")
+    before = ""
+    for part in parts[2:]:
+        block = part.lstrip("#").startswith(("def ", "class ", "@")) or before.startswith(("def ", "class ", "@"))
+        gap = "\n\n\n" if block or part.startswith("# ") or not before else "\n"
+        text += (gap if not before.startswith("# ") else "\n") + part
+        before = part
+    return text + "\n"

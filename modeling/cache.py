@@ -1,0 +1,62 @@
+"""The key/value cache of an attention layer with mechanisms.
+
+The library's caches store one tensor for keys and one for values, (B, heads, S, d) each, with equal head counts in a
+static cache, and have no place for further numbers. Where key and value components differ in count, or numbers are
+cached with the keys, or a mechanism reads a token's heads together, the layer stores one wide head (B, 1, S, features)
+of the same size.
+"""
+
+import torch
+from transformers.cache_utils import Cache
+
+from .mechanisms.base import AttentionState
+
+
+def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
+    """Store the state's keys and values and replace them by past and present together.
+
+    `wide` asks for one wide head; a past that has several, as a trained prefix does, goes on as it is.
+    """
+    key_heads, value_heads = state.key.shape[1], state.value.shape[1]
+    past = _stored_shape(cache, layer_index)
+    if not (state.key_side_data or key_heads != value_heads or (wide and (past is None or past[0] == 1))):
+        _check_past(past, state.key, layer_index)
+        state.key, state.value = cache.update(state.key, state.value, layer_index)
+        return
+    widths = [key_heads * state.key.shape[-1], *(numbers.shape[-1] for numbers in state.key_side_data.values())]
+    keys = torch.cat([merge_heads(state.key), *state.key_side_data.values()], dim=-1).unsqueeze(1)
+    _check_past(past, keys, layer_index)
+    keys, values = cache.update(keys, merge_heads(state.value).unsqueeze(1), layer_index)
+    keys, *side_data = keys.squeeze(1).split(widths, dim=-1)
+    state.key_side_data = dict(zip(state.key_side_data, side_data, strict=True))
+    sizes = state.key.shape[-1], state.value.shape[-1]
+    state.key, state.value = split_heads(keys, sizes[0]), split_heads(values.squeeze(1), sizes[1])
+
+
+def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int] | None:
+    """The heads and their size that a layer has stored; None where it has stored nothing.
+
+    Not the keys themselves: a reference would keep them in memory while the cache makes room for the next.
+    """
+    keys = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
+    return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1])
+
+
+def _check_past(past: tuple[int, int] | None, keys: torch.Tensor, layer_index: int) -> None:
+    """`ValueError` where another kind of layer stored the past."""
+    if past is not None and past != (keys.shape[1], keys.shape[-1]):
+        raise ValueError(
+            f"the cache of layer {layer_index} holds {past[0]} heads of {past[1]} numbers, the layer stores "
+            f"{keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that was made "
+            "for the stock one"
+        )
+
+
+def merge_heads(x: torch.Tensor) -> torch.Tensor:
+    """(B, heads, S, d) -> (B, S, heads * d)."""
+    return x.transpose(1, 2).flatten(2)
+
+
+def split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
+    """(B, S, heads * size) -> (B, heads, S, size)."""
+    return x.view(*x.shape[:-1], -1, size).transpose(1, 2)

@@ -1,0 +1,215 @@
+"""Configurations: a stock backbone's own plus `mixers`, an ordered mapping of mechanism to options.
+
+`mixers` is checked and completed as a whole when a configuration is made, then read layer by layer.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils import logging
+
+from .access_tokens import without_tokens
+from .backends import ENGINES
+from .mechanisms import RULES
+from .mechanisms.base import HeadLayout, Settings, package_only
+from .options import Layers, unknown
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig as ConfigBase
+else:
+    # A plain class at run time: as a configuration of its own it would override the stock fields' defaults.
+    ConfigBase = object
+
+logger = logging.get_logger(__name__)
+AUTO_CLASSES = {
+    "AutoModel": "Model",
+    "AutoModelForCausalLM": "ForCausalLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+}
+"""The Auto classes that a published folder serves -> the ending of our class's name."""
+LAYERS = "layers"
+
+
+def complete_mixers(mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
+    """The mapping with every default filled in, in its order; `ValueError` where it cannot work with the layers."""
+    if not isinstance(mixers, Mapping):
+        raise ValueError(f"mixers={mixers!r} is not allowed: use a mapping of mechanism to options")
+    complete = {name: _complete(name, options, layouts) for name, options in mixers.items()}
+    for layout in layouts:
+        check_layer(layer_settings(complete, layout.layer_index), layout)
+    return complete
+
+
+def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
+    if name not in RULES:
+        error = unknown("mixers", "mechanism", name, list(RULES))
+        raise ValueError(f"{error}. For a mechanism that this code does not hold, install the newest crosshead")
+    options = {} if options is None else options
+    if not isinstance(options, Mapping):
+        raise ValueError(f"mixers.{name}={options!r} is not allowed: use a mapping of option to value")
+    known = {**RULES[name].options, LAYERS: Layers()}
+    for option in options:
+        if option not in known:
+            raise unknown(f"mixers.{name}", "option", option, list(known))
+    # Options that were not given and have no default of their own stay out.
+    parsed = {
+        option: value
+        for option, kind in known.items()
+        if (value := kind.parse(f"mixers.{name}.{option}", options.get(option), len(layouts))) is not None
+    }
+    return RULES[name].complete(parsed)
+
+
+def layer_settings(mixers: Mapping[str, Settings], layer: int) -> dict[str, Settings]:
+    """The complete options of the mechanisms that work in one layer, counts resolved, in the order of the config."""
+    return {
+        name: {
+            option: RULES[name].options[option].at(value, layer)
+            for option, value in options.items()
+            if option != LAYERS
+        }
+        for name, options in mixers.items()
+        if layer in options.get(LAYERS, [layer])
+    }
+
+
+def shared_layout(settings: Mapping[str, Settings], layout: HeadLayout) -> HeadLayout:
+    """The layout as the mechanisms of one layer see it."""
+    layout = replace(
+        layout,
+        value_dim=layout.value_dim or layout.head_dim,
+        output_heads=layout.query_heads,
+        key_components=layout.key_value_heads,
+        value_components=layout.key_value_heads,
+    )
+    for name, options in settings.items():
+        layout = RULES[name].reshape(options, layout)
+    return layout
+
+
+def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
+    """`ValueError` where a mechanism cannot work in this layer, alone or together with the others."""
+    layout = shared_layout(settings, layout)
+    if settings and layout.query_heads % max(layout.key_value_heads, 1) != 0:
+        raise ValueError(
+            f"mixers need query heads in equal groups: num_attention_heads={layout.query_heads} is not a multiple of "
+            f"num_key_value_heads={layout.key_value_heads}"
+        )
+    replacing = [name for name in settings if RULES[name].replaces_attention]
+    if len(replacing) > 1:
+        raise ValueError(
+            f"{' and '.join(f'mixers.{name}' for name in replacing)} both replace the attention step (layer "
+            f"{layout.layer_index}): use them in different layers"
+        )
+    for name, options in settings.items():
+        try:
+            RULES[name].check(options, layout, settings)
+        except ValueError as error:
+            raise ValueError(f"{error} (layer {layout.layer_index})") from None
+
+
+class MixersConfig(ConfigBase):
+    """The part that all our configurations share."""
+
+    class_prefix = ""
+    """The start of the names of the backbone's classes; a subclass by a user keeps it."""
+    has_key_norm = False
+    keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
+    mixers: dict[str, Any] | None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Check and complete `mixers`, and name the code that loads the model where crosshead is not installed.
+
+        A stock configuration's `model_type` would stay on the instance and mislead saving and loading.
+        """
+        self._check_family(kwargs.get("model_type"))
+        own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
+        super().__post_init__(**own)
+        self.auto_map = self.code_map()
+        self.validate()  # the stock checks, which the library runs for the stock class only
+        self.check_mixers()
+
+    def _check_family(self, model_type: str | None) -> None:
+        own = type(self).model_type
+        allowed = (f"crosshead_{own.removeprefix('crosshead_')}", own.removeprefix("crosshead_"), own)
+        if model_type not in (None, *allowed):
+            raise ValueError(
+                f"{type(self).__name__} cannot take a configuration of model_type={model_type!r}: allowed are "
+                f"{' and '.join(map(repr, dict.fromkeys(allowed[1:])))}"
+            )
+
+    def code_map(self) -> dict[str, str]:
+        """Auto class -> class in the code beside config.json: all in one file, so that loading imports it once."""
+        names = {"AutoConfig": "Config"} | AUTO_CLASSES
+        return {auto: f"modeling_crosshead.{self.class_prefix}{ending}" for auto, ending in names.items()}
+
+    def check_mixers(self) -> None:
+        """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
+        self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts())
+
+    def layout_of_layer(self, layer: int) -> HeadLayout:
+        """The shape of one layer."""
+        return HeadLayout(
+            hidden_size=self.hidden_size,
+            query_heads=self.num_attention_heads,
+            key_value_heads=self.num_key_value_heads,
+            head_dim=getattr(self, "head_dim", None) or self.hidden_size // self.num_attention_heads,
+            layer_index=layer,
+            norm_eps=self.rms_norm_eps,
+            key_norm_eps=self.rms_norm_eps if self.has_key_norm else None,
+            dropout=self.attention_dropout or 0.0,
+        )
+
+    def layouts(self) -> list[HeadLayout]:
+        """The shape of each layer."""
+        return [self.layout_of_layer(layer) for layer in range(self.num_hidden_layers)]
+
+    def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
+        """The mechanisms of one layer with their complete options, in the order they apply."""
+        return layer_settings(self.mixers or {}, layer)
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:
+        """The stock plan of tensor parallelism, without attention: mechanisms work across all heads.
+
+        Serving engines split heads, so there attention stays in the plan where every mechanism can be split.
+        """
+        plan: dict[str, str] = super().base_model_tp_plan
+        split = all(RULES[name].splits_heads(options) for name, options in (self.mixers or {}).items())
+        if split and self._attn_implementation in ENGINES:
+            return plan
+        return {module: style for module, style in plan.items() if ".self_attn." not in module}
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build from a dictionary, a stock backbone's too; fields in `kwargs` take part in every check."""
+        fields = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # that may be "auto"
+        # A saved field may go by another name, which is set last.
+        given = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in fields}
+        if "num_hidden_layers" in given and config_dict.get("layer_types"):
+            given = {"layer_types": config_dict["layer_types"][: given["num_hidden_layers"]]} | given
+        return super().from_dict(config_dict | given, **kwargs)
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """JSON with sorted keys, except `mixers`, whose order means something."""
+        content = json.loads(super().to_json_string(use_diff)) | {"auto_map": self.code_map()}
+        content["mixers"] = self.mixers
+        return json.dumps(content, indent=2) + "\n"
+
+    @package_only
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """Save, with the two files of code that this configuration needs, after one more check of `mixers`."""
+        from .bundle import write_code
+
+        self.check_mixers()
+        content, dropped = without_tokens(json.loads(self.to_json_string()))
+        if dropped:
+            logger.warning(f"config.json is saved without {', '.join(dropped)}: access tokens, by their form")
+            return type(self).from_dict(content).save_pretrained(save_directory, push_to_hub, **kwargs)
+        write_code(self, save_directory)
+        return super().save_pretrained(save_directory, push_to_hub, **kwargs)

@@ -1,0 +1,227 @@
+"""The contract of a mechanism: `Rules` for its options, and a `Mechanism` whose hooks an attention layer calls.
+
+The hooks, in the order of a forward pass; mechanisms run in the order of the config:
+
+1. `before_rope`: queries, keys and values are projected; no QK-norm and no position is applied yet.
+2. `attention_function`: keys and values have positions and have passed the cache; names a registered function for
+   this call, or leaves it to the next mechanism, and in the end to the model's `attn_implementation`.
+3. `after_cache`: turns cached keys and values into those that attention reads.
+4. `head_outputs`: each head has its output, `o_proj` comes next.
+5. `auxiliary_loss`: from the outputs that the model recorded (`recorded`), where there are labels.
+
+Parameters live in `ParameterModule`s and are read only inside their `forward`, which returns results or copies and
+never the parameter itself: libraries that offload or shard weights free them after that call.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..options import Option
+
+Settings = dict[str, Any]
+"""The options of one mechanism in one layer, complete, per-layer counts resolved to one number."""
+Definition = TypeVar("Definition", bound=Callable[..., Any])
+
+
+def package_only(definition: Definition) -> Definition:
+    """Mark a definition that published models do not need: the code that is written beside them leaves it out."""
+    return definition
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """The shape of one attention layer, as its mechanisms see it."""
+
+    hidden_size: int
+    query_heads: int
+    key_value_heads: int
+    head_dim: int
+    value_dim: int = 0
+    """The head size of values, where it is not `head_dim`."""
+    layer_index: int = 0
+    norm_eps: float = 1e-6
+    key_norm_eps: float | None = None
+    """The eps of the per-head norm on keys; None where the backbone has no such norm."""
+    dropout: float = 0.0
+    output_heads: int = 0
+    """Head outputs that reach `head_outputs`."""
+    key_components: int = 0
+    """Heads of the key projection."""
+    value_components: int = 0
+    combines_keys: bool = False
+    """Keys that are normed are combinations: `k_norm` only multiplies by its weight, a mechanism divides."""
+
+
+class Rules:
+    """The options of a mechanism, and which layers it can work in; needs no torch."""
+
+    options: ClassVar[dict[str, Option]]
+    """Without `layers`, which every mechanism takes."""
+    replaces_attention: ClassVar[bool] = False
+
+    @classmethod
+    def complete(cls, options: Settings) -> Settings:
+        """Fill in options whose default depends on others."""
+        return options
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Raise `ValueError` where the settings cannot work in this layer together with its other mechanisms."""
+
+    @classmethod
+    def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
+        """The layout of a layer that has this mechanism."""
+        return layout
+
+    @classmethod
+    def splits_heads(cls, settings: Settings) -> bool:
+        """Whether several processes can compute some of the heads each, with all parameters of the mechanism."""
+        return False
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Whether the initial parameters leave the layer's outputs as they were without the mechanism."""
+        return False
+
+
+@dataclass
+class AttentionState:
+    """The tensors of one attention call."""
+
+    hidden_states: torch.Tensor
+    """(B, T, hidden)."""
+    key_value_input: torch.Tensor
+    """The input of the key and value projections (B, S, hidden): the hidden states in self-attention."""
+    query: torch.Tensor
+    """(B, H, T, d)."""
+    key: torch.Tensor
+    """(B, heads, S, d)."""
+    value: torch.Tensor
+    key_side_data: dict[str, torch.Tensor] = field(default_factory=dict)
+    """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
+    gates: torch.Tensor | None = None
+    """(B, T, heads): the factor on each head's output."""
+    function: str | None = None
+    """The attention function that a mechanism chose for this call."""
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of that function."""
+
+
+class AuxiliaryLoss(NamedTuple):
+    """A loss beside that of the labels."""
+
+    name: str
+    """The field of the model's output."""
+    value: torch.Tensor
+    weight: float
+
+
+@package_only
+@dataclass(frozen=True)
+class CallSizes:
+    """The sizes of one attention call, to count its cost."""
+
+    queries: int
+    new_keys: int
+    """Keys and values that this call projects."""
+    keys: int
+    """All keys that the queries meet, cached ones included."""
+    key_heads: int
+    """Heads of the key projection."""
+    value_heads: int
+
+
+class ParameterModule(nn.Module):
+    """A module that owns parameters of a mechanism."""
+
+    def initialise(self, std: float) -> None:
+        """Set the initial values by `transformers.initialization`, which skips those that a checkpoint holds."""
+        raise NotImplementedError(f"{type(self).__name__} does not initialise its parameters")
+
+
+class LinearMap(ParameterModule):
+    """A linear map without bias, in the orientation of `nn.Linear`.
+
+    Not a subclass: libraries that quantise or adapt every `nn.Linear` would replace it.
+    """
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x W^T`."""
+        return functional.linear(x, self.weight)
+
+
+@package_only
+def weight_count(module: nn.Module) -> int:
+    """The number of parameters of a module."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+class Mechanism(nn.Module):
+    """A mechanism in one layer. By default, each hook changes nothing."""
+
+    rules: ClassVar[type[Rules]]
+    recorded: ClassVar[dict[str, int]] = {}
+    """Output fields that its `auxiliary_loss` reads -> their index in what `forward` returns."""
+    maps_last: ClassVar[bool] = False
+    """Its `before_rope` runs after those of the other mechanisms."""
+    wide_cache = False
+    """The cache holds the heads of a token as one wide head."""
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__()
+        self.layout = layout
+        self.settings = settings
+
+    @classmethod
+    def check_implementation(cls, implementation: str | None) -> None:
+        """Raise `ValueError` where an `attn_implementation` cannot run this mechanism."""
+
+    def before_rope(self, state: AttentionState) -> None:
+        """Change the projected queries, keys and values."""
+
+    def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
+        """The registered function for this call, its arguments in `state.attention_kwargs`; None for no choice."""
+        return None
+
+    def after_cache(self, state: AttentionState) -> None:
+        """Change the keys and values, past and present, that attention reads."""
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Change the head outputs (B, T, heads, features)."""
+        return output
+
+    @classmethod
+    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: torch.Tensor | None) -> AuxiliaryLoss | None:
+        """The mechanism's own loss."""
+        return None
+
+    @package_only
+    def cached_numbers(self) -> int:
+        """How many numbers it caches with the keys of each token."""
+        return 0
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """Multiplications of the matrix products that it adds to one call, run eagerly."""
+        return 0
+
+    @package_only
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """Its learnt matrices to inspect: rows are outputs, columns are inputs."""
+        matrices = {name: parameter for name, parameter in self.named_parameters() if parameter.ndim == 2}
+        return {name.removesuffix(".weight"): matrix.detach() for name, matrix in matrices.items()}
+
+    @package_only
+    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """The weight of each value in each head output, from the weights (B, maps, T, S) that attention returns."""
+        return weights

@@ -1,0 +1,149 @@
+"""Differential attention: the second head of a pair is subtracted from the first.
+
+Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair
+`p // group size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight
+over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per
+layer. "crosshead_differential" computes it by ordinary attention, of first and of second heads with each half of the
+values: four calls with half of the heads, so that flash and flex attention work and nothing is copied.
+There is no neutral start, and no dropout: the paper defines none for a difference of weights.
+
+Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..backends import ENGINES, PREFIX, register_backend
+from ..ops import attention_weights, rms_normalised, weigh_values, widened
+from ..options import Flag
+from .base import AttentionState, CallSizes, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
+
+
+class DifferentialRules(Rules):
+    """The options of differential."""
+
+    options = {"norm": Flag(True)}
+    replaces_attention = True
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Heads come in pairs."""
+        counts = {"num_attention_heads": layout.query_heads, "num_key_value_heads": layout.key_value_heads}
+        for name, heads in counts.items():
+            if heads % 2:
+                raise ValueError(
+                    f"mixers.differential pairs heads, but {name}={heads} is odd: allowed are even counts"
+                )
+        if layout.dropout:
+            raise ValueError(
+                f"mixers.differential has no dropout, but attention_dropout={layout.dropout}: allowed is 0.0"
+            )
+
+    @classmethod
+    def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
+        """Half as many outputs, twice as wide."""
+        return replace(layout, output_heads=layout.query_heads // 2)
+
+
+class Differential(Mechanism, ParameterModule):
+    """The layer's lambda; calling it computes the number."""
+
+    rules = DifferentialRules
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layout.layer_index)  # layers count from 0
+        for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
+            self.register_parameter(name, nn.Parameter(torch.empty(layout.head_dim)))
+
+    def initialise(self, std: float) -> None:
+        """Start near `lambda_init`."""
+        for parameter in self.parameters(recurse=False):
+            init.normal_(parameter, mean=0.0, std=0.1)
+
+    def forward(self) -> torch.Tensor:
+        """The layer's lambda."""
+        wide = widened(self.lambda_q1.dtype)
+        first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
+        second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
+        return torch.exp(first) - torch.exp(second) + self.lambda_init
+
+    @classmethod
+    def check_implementation(cls, implementation: str | None) -> None:
+        """Implementations that may be called several times in a layer."""
+        if implementation in ENGINES:
+            raise ValueError(
+                f"attn_implementation={implementation!r} cannot run 'differential', which calls attention four times "
+                "in a layer: use 'sdpa', 'eager', 'flash_attention_2' or 'flex_attention' in transformers"
+            )
+
+    def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
+        """Differences of the model's own attention."""
+        self.check_implementation(implementation)
+        implementation = "sdpa" if str(implementation).startswith(PREFIX) else implementation
+        state.attention_kwargs = {"subtracted": self(), "implementation": implementation}
+        return "crosshead_differential"
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Norm each pair's output."""
+        if not self.settings["norm"]:
+            return output
+        return (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """Each head's weights meet the values of both heads of a pair."""
+        return self.layout.query_heads * self.layout.head_dim * call.queries * call.keys
+
+    @package_only
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """Its lambda."""
+        return {"lambda": self().detach().reshape(1, 1)}
+
+    @package_only
+    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """The difference within each pair, before the norm."""
+        return weights[:, 0::2] - self().to(weights.dtype) * weights[:, 1::2]
+
+
+def pairs_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """(B, heads, T, d): views of the pairs' first heads and of their second heads."""
+    return x.view(x.shape[0], -1, 2, *x.shape[2:]).unbind(2)
+
+
+def differential_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    subtracted: torch.Tensor | None = None,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
+    if subtracted is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    pairs, halves = zip(pairs_of(query), pairs_of(key), strict=True), pairs_of(value)
+    weights = None
+    if implementation in (None, "eager"):
+        seen = [attention_weights(first, second, attention_mask, scaling) for first, second in pairs]
+        weights = torch.stack(seen, dim=2).flatten(1, 2)  # the outputs are made from it, so it has a gradient
+        outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(weights)]
+    else:
+        attend = ALL_ATTENTION_FUNCTIONS[implementation]
+        options = {"scaling": scaling, **kwargs}
+        outputs = [[attend(module, q, k, half, attention_mask, **options)[0] for half in halves] for q, k in pairs]
+    scale = subtracted.to(query.dtype)
+    return torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1), weights
+
+
+register_backend("crosshead_differential", differential_attention_forward)

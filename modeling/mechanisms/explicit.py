@@ -1,0 +1,291 @@
+"""Multi-head Explicit Attention (MEA): keys and values as scalar combinations of component heads.
+
+`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and feature.
+The cache holds the components. RoPE commutes with the combination, so cached components are rotated already. A
+per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token and combined
+head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts as grouped
+attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's output.
+
+Few queries, as in decoding, attend to the components as one wide head (`explicit_attention_forward`).
+
+Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
+
+from ..backends import ENGINES, is_plain_sdpa, register_backend
+from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, widened
+from ..options import Count, Flag, Subset
+from .base import (
+    AttentionState,
+    CallSizes,
+    HeadLayout,
+    Mechanism,
+    ParameterModule,
+    Rules,
+    Settings,
+    package_only,
+    weight_count,
+)
+
+logger = logging.get_logger(__name__)
+FOLDED_ROWS = 16
+"""Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
+FOLDED_TOKENS = 2
+FLASH_HEAD_SIZE = 256
+"""The largest head of flash attention kernels on most GPUs."""
+
+
+class ExplicitRules(Rules):
+    """The options of explicit."""
+
+    options = {
+        "on": Subset(("key", "value")),
+        "key_heads": Count(),
+        "value_heads": Count(),
+        "norm": Flag(True),
+    }
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Component heads fit the backbone; the norm meets one head's features."""
+        for side in ("key", "value"):
+            option, heads = f"{side}_heads", settings.get(f"{side}_heads")
+            if heads is None:
+                continue
+            if side not in settings["on"]:
+                raise ValueError(
+                    f"mixers.explicit.{option}={heads} needs '{side}' in mixers.explicit.on={settings['on']!r}"
+                )
+            if heads > layout.key_value_heads:
+                raise ValueError(
+                    f"mixers.explicit.{option}={heads} is more than the model's {layout.key_value_heads} "
+                    f"key/value heads: allowed are 1 to {layout.key_value_heads}"
+                )
+        if settings["norm"] and "differential" in layer:
+            raise ValueError(
+                "mixers.explicit.norm=True cannot be used with 'differential', which norms pairs of heads itself: "
+                "set mixers.explicit.norm=False"
+            )
+
+    @classmethod
+    def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
+        """The projections make components; where keys are normed, this mechanism divides."""
+        return replace(
+            layout,
+            key_components=settings.get("key_heads") or layout.key_components,
+            value_components=settings.get("value_heads") or layout.value_components,
+            combines_keys="key" in settings["on"],
+        )
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """With as many components as heads, and without the norm."""
+        counts = {settings.get(f"{side}_heads") for side in settings["on"]}
+        return not settings["norm"] and counts <= {None, layout.key_value_heads}
+
+
+class HeadCombination(ParameterModule):
+    """The scalars `C` (heads x components)."""
+
+    def __init__(self, heads: int, components: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, components))
+
+    def initialise(self, std: float) -> None:
+        """Each head starts as one component; neighbours share one where there are fewer."""
+        init.copy_(self.weight, head_map_init(*self.weight.shape, device=self.weight.device).to(self.weight.dtype))
+
+    def forward(self, components: torch.Tensor | None) -> torch.Tensor:
+        """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""
+        return self.weight.clone() if components is None else torch.einsum("ij,bjsd->bisd", self.weight, components)
+
+
+class Explicit(Mechanism):
+    """Combinations for keys and values, and the norm on head outputs."""
+
+    rules = ExplicitRules
+    maps_last = True
+    key: HeadCombination
+    value: HeadCombination
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        components = {"key": layout.key_components, "value": layout.value_components}
+        for side in settings["on"]:
+            self.add_module(side, HeadCombination(layout.key_value_heads, components[side]))
+        self.norm = HeadRMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
+        self.wide_cache = len(settings["on"]) == 2
+        self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
+
+    def before_rope(self, state: AttentionState) -> None:
+        """Where keys are normed per head, cache each combined head's `1 / rms`; half precision takes two numbers."""
+        if self.divides_keys:
+            scale = inverse_rms(self.key(state.key), self.layout.key_norm_eps or 0.0).squeeze(-1).transpose(1, 2)
+            parts = [scale.to(state.key.dtype)]
+            if parts[0].dtype != scale.dtype:
+                parts.append((scale - parts[0]).to(state.key.dtype))
+            state.key_side_data["explicit.inverse_rms"] = torch.cat(parts, dim=-1)
+
+    def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
+        """Attend to components where queries are few."""
+        heads, tokens = self.layout.key_value_heads, state.query.shape[2]
+        shared = state.query.shape[1] // heads
+        few = shared * tokens <= FOLDED_ROWS and tokens <= max(FOLDED_TOKENS, shared) and (masked or tokens == 1)
+        if not few or implementation in (None, "eager", *ENGINES) or (self.training and self.layout.dropout):
+            return None
+        if not is_plain_sdpa(implementation) and not self._fits_kernel(state, str(implementation)):
+            return None
+        state.attention_kwargs = {
+            "key_map": self.key(None) if "key" in self.settings["on"] else None,
+            "value_map": self.value(None) if "value" in self.settings["on"] else None,
+            "key_scale": self._key_scale(state),
+            "implementation": implementation,
+        }
+        return "crosshead_explicit"
+
+    def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
+        """Whether another implementation can attend to one wide head; a warning where it cannot."""
+        wide = state.key.shape[1] * state.key.shape[3]
+        fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
+        if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
+            return True
+        logger.warning_once(
+            f"attn_implementation={implementation!r} cannot attend to the component heads of 'explicit' here "
+            f"({state.key.shape[1]} of size {state.key.shape[3]}): it combines the whole cache for every token, which "
+            "'sdpa' does not"
+        )
+        return False
+
+    def _key_scale(self, state: AttentionState) -> torch.Tensor | None:
+        """(B, heads, S), in the widened dtype."""
+        if not self.divides_keys:
+            return None
+        parts = state.key_side_data["explicit.inverse_rms"].split(self.layout.key_value_heads, dim=-1)
+        wide = widened(state.key.dtype)
+        return sum((part.to(wide) for part in parts[1:]), parts[0].to(wide)).transpose(1, 2)
+
+    def after_cache(self, state: AttentionState) -> None:
+        """Combine components into heads, unless attention reads the components."""
+        if state.function == "crosshead_explicit":
+            return
+        for side in self.settings["on"]:
+            setattr(state, side, getattr(self, side)(getattr(state, side)))
+        if (scale := self._key_scale(state)) is not None:
+            state.key = (state.key * scale.unsqueeze(-1)).to(state.key.dtype)
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Norm each head's output."""
+        return output if self.norm is None else self.norm(output)
+
+    @package_only
+    def cached_numbers(self) -> int:
+        """One per combined head where keys are normed, two in half precision."""
+        numbers = 1 if self.key.weight.dtype.itemsize >= 4 else 2
+        return numbers * self.layout.key_value_heads if self.divides_keys else 0
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """The combination of all cached tokens, and once more of new keys where they are normed."""
+        tokens = {"key": call.keys + (call.new_keys if self.divides_keys else 0), "value": call.keys}
+        sizes = {"key": self.layout.head_dim, "value": self.layout.value_dim}
+        return sum(weight_count(getattr(self, side)) * sizes[side] * tokens[side] for side in self.settings["on"])
+
+
+def explicit_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    key_map: torch.Tensor | None = None,
+    value_map: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    implementation: str | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of few queries (B, H, T, d) to component heads (B, h', S, d); all keys are visible without a mask.
+
+    `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries take the scalars `key_map`
+    (h, h'), components are one wide head, and the wide outputs take the scalars `value_map`. A side without a map has
+    all its heads. `key_scale` (B, h, S) multiplies combined keys.
+    """
+    if key_map is None and value_map is None:
+        options = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    wide = key_map is not None and value_map is not None
+    if key_map is not None:
+        query, key = fold_map(query, key_map), one_wide_head(key)
+    if value_map is not None:
+        value = one_wide_head(value)
+    if not is_plain_sdpa(implementation):
+        attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
+        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    elif wide and key_scale is None:
+        output, weights = attend_one_head(query, key, value, attention_mask, scaling), None
+    else:
+        output, weights = weigh_components(query, key, value, attention_mask, scaling, key_scale), None
+    return output if value_map is None else unfold_outputs(output, value_map), weights
+
+
+def one_wide_head(components: torch.Tensor) -> torch.Tensor:
+    """(B, h', S, d) -> (B, 1, S, h' d); a view where the cache holds them so."""
+    return components.transpose(1, 2).flatten(2).unsqueeze(1)
+
+
+def fold_map(query: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+    """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head."""
+    by_head = scalars.to(query.dtype).repeat_interleave(query.shape[1] // len(scalars), dim=0)  # (H, h')
+    return (query.unsqueeze(3) * by_head[:, None, :, None]).flatten(3)
+
+
+def unfold_outputs(output: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+    """(B, T, H, h' d) -> (B, T, H, d): the components of each output, summed with the scalars of its value head."""
+    by_head = scalars.to(output.dtype).repeat_interleave(output.shape[2] // len(scalars), dim=0)
+    return torch.matmul(by_head[:, None, :], output.unflatten(3, (scalars.shape[1], -1))).squeeze(3)
+
+
+def attend_one_head(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, T, H, m)."""
+    batch, heads, tokens, size = query.shape
+    if mask is not None and tokens > 1:
+        mask = mask.expand(-1, heads, -1, -1).flatten(1, 2).unsqueeze(1)
+    rows = query.reshape(batch, 1, heads * tokens, size)
+    output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return output.view(batch, heads, tokens, -1).transpose(1, 2)
+
+
+def weigh_components(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float,
+    key_scale: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with logits in float32; queries (B, H, T, n), keys and values of one head or of h: (B, T, H, m)."""
+    (batch, heads, tokens, _), wide = query.shape, widened(query.dtype)
+    rows = query.to(wide).reshape(batch, key.shape[1], -1, query.shape[3])
+    logits = torch.matmul(rows, key.to(wide).transpose(2, 3)).view(batch, heads, tokens, -1) * scaling
+    if key_scale is not None:
+        logits = logits * key_scale.repeat_interleave(heads // key_scale.shape[1], dim=1).unsqueeze(2)
+    weights = functional.softmax(apply_mask(logits, mask), dim=-1).view(batch, value.shape[1], -1, key.shape[2])
+    output = torch.matmul(weights, value.to(wide)).view(batch, heads, tokens, -1)
+    return output.transpose(1, 2).to(value.dtype)
+
+
+register_backend("crosshead_explicit", explicit_attention_forward)

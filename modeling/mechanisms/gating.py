@@ -1,0 +1,68 @@
+"""Headwise gates: each head's output is multiplied by a sigmoid of the layer's input.
+
+`o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, where every gate is 1: the
+model starts with the outputs of the stock one.
+
+Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for the neutral start.
+"""
+
+import torch
+from transformers import initialization as init
+
+from ..ops import local_heads
+from .base import (
+    AttentionState,
+    CallSizes,
+    HeadLayout,
+    LinearMap,
+    Mechanism,
+    Rules,
+    Settings,
+    package_only,
+    weight_count,
+)
+
+
+class GatingRules(Rules):
+    """Gating has no options but `layers`."""
+
+    options = {}
+
+    @classmethod
+    def splits_heads(cls, settings: Settings) -> bool:
+        """Each process takes the gates of its heads."""
+        return True
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Every gate is 1."""
+        return True
+
+
+class GateMap(LinearMap):
+    """Gates from hidden states."""
+
+    def initialise(self, std: float) -> None:
+        """Start with gates of 1."""
+        init.zeros_(self.weight)
+
+
+class Gating(Mechanism):
+    """One gate per token and head."""
+
+    rules = GatingRules
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        self.gate = GateMap(layout.hidden_size, layout.output_heads)
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Multiply each head's output by its gate."""
+        gates = 2 * torch.sigmoid(self.gate(state.hidden_states))
+        return output * local_heads(gates, output.shape[2]).unsqueeze(-1).to(output.dtype)
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """The map of each new token."""
+        return weight_count(self) * call.queries

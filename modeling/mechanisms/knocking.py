@@ -1,0 +1,118 @@
+"""Knocking-Heads (KHA): one map, shared by all heads, on each head's projected values, queries or keys.
+
+linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
+identity and `G` as zero: the model starts with the outputs of the stock one. The map precedes QK-norm and RoPE, so
+the cache holds mapped heads and every attention backend works. With `explicit`, components are mapped, then combined.
+The gate form and the random start lower quality in the paper; they are here for the comparison.
+
+Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
+"""
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..options import Choice, Subset
+from .base import (
+    AttentionState,
+    CallSizes,
+    HeadLayout,
+    LinearMap,
+    Mechanism,
+    Rules,
+    Settings,
+    package_only,
+    weight_count,
+)
+
+
+class KnockingRules(Rules):
+    """The options of knocking."""
+
+    options = {
+        "form": Choice(("mlp", "linear", "gate")),
+        "on": Subset(("query", "key", "value"), default=("value",)),
+        "init": Choice(("identity", "random")),
+    }
+
+    @classmethod
+    def splits_heads(cls, settings: Settings) -> bool:
+        """Each head is mapped by itself."""
+        return True
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """From the identity."""
+        return settings["init"] == "identity"
+
+
+class SharedMap(LinearMap):
+    """A square map, applied to every head."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__(size, size)
+        self.start = start
+
+    def initialise(self, std: float) -> None:
+        """Start as the identity, as zero, or at random."""
+        if self.start == "random":
+            init.normal_(self.weight, mean=0.0, std=std)
+        elif self.start == "zero":
+            init.zeros_(self.weight)
+        else:
+            init.copy_(self.weight, torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device))
+
+
+class GateKnock(nn.Module):
+    """`2 x * sigmoid(x G)`."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__()
+        self.gate = SharedMap(size, "zero" if start == "identity" else start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Gate each feature of each head."""
+        return 2 * x * torch.sigmoid(self.gate(x))
+
+
+class MlpKnock(GateKnock):
+    """`2 (x U * sigmoid(x G)) D`."""
+
+    def __init__(self, size: int, start: str) -> None:
+        super().__init__(size, start)
+        self.up = SharedMap(size, start)
+        self.down = SharedMap(size, start)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Map each head through the shared MLP."""
+        return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
+
+
+class Knocking(Mechanism):
+    """One shared map for each of the chosen queries, keys and values."""
+
+    rules = KnockingRules
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        forms: dict[str, type[nn.Module]] = {"mlp": MlpKnock, "linear": SharedMap, "gate": GateKnock}
+        for side in settings["on"]:
+            size = layout.value_dim if side == "value" else layout.head_dim
+            self.add_module(side, forms[settings["form"]](size, settings["init"]))
+
+    def before_rope(self, state: AttentionState) -> None:
+        """Map the heads of each chosen side."""
+        for side in self.settings["on"]:
+            heads = getattr(state, side).transpose(1, 2)  # (B, T, heads, d), contiguous as the projection leaves it
+            setattr(state, side, getattr(self, side)(heads).transpose(1, 2))
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """Each head of each new token is mapped."""
+        heads = {
+            "query": self.layout.query_heads * call.queries,
+            "key": call.key_heads * call.new_keys,
+            "value": call.value_heads * call.new_keys,
+        }
+        return sum(heads[side] * weight_count(knock) for side, knock in self.named_children())

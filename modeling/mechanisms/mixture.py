@@ -1,0 +1,263 @@
+"""Mixture-of-Head (MoH): a router decides, per token, which head outputs count and by how much.
+
+The first `shared_heads` always count; of the others, `active_heads - shared_heads` are selected per token. The
+two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 softmax(W_s x)`, selected routed heads
+`a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
+`softmax(||q_i|| / std(||q||))` over the routed heads, shared heads count once. `gate_scale` "unit" renormalises so
+that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1 or
+0, whose gradient is that of the formula's gate; the scale does not apply to it.
+
+What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
+except by the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
+
+Paper: "MoH: Multi-Head Attention as Mixture-of-Head Attention", sections 3.2 and 4.4.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..backends import is_plain_sdpa, register_backend
+from ..ops import local_heads, widened
+from ..options import Choice, Count, Number
+from .base import (
+    AttentionState,
+    AuxiliaryLoss,
+    CallSizes,
+    HeadLayout,
+    LinearMap,
+    Mechanism,
+    Rules,
+    Settings,
+    package_only,
+    weight_count,
+)
+
+
+class MixtureRules(Rules):
+    """The options of mixture."""
+
+    options = {
+        "shared_heads": Count(minimum=0),
+        "active_heads": Count(required=True),
+        "router": Choice(("two_stage", "query_norm")),
+        "gate": Choice(("weighted", "binary")),
+        "gate_scale": Choice(("unit", "paper")),
+        "balance_weight": Number(0.01),
+    }
+
+    @classmethod
+    def complete(cls, options: Settings) -> Settings:
+        """Half of the active heads are shared where the config does not say."""
+        active = options["active_heads"]
+        half = [count // 2 for count in active] if isinstance(active, list) else active // 2
+        return {"shared_heads": half} | options
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """There are heads to select and to select from, and no norm divides the gates away."""
+        shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
+        if active > heads:
+            raise ValueError(
+                f"mixers.mixture.active_heads={active} is more than the layer's {heads} head outputs: "
+                f"allowed are 1 to {heads}"
+            )
+        if shared >= active:
+            raise ValueError(
+                f"mixers.mixture.shared_heads={shared} leaves nothing to route among active_heads={active}: "
+                f"allowed are 0 to {active - 1}"
+            )
+        if settings["router"] == "query_norm" and "differential" in layer:
+            raise ValueError(
+                "mixers.mixture.router='query_norm' scores single query heads, but 'differential' joins them in "
+                "pairs: use router='two_stage'"
+            )
+        if settings["router"] == "query_norm" and heads - shared < 2:
+            raise ValueError(
+                f"mixers.mixture.router='query_norm' compares the routed heads with each other and has "
+                f"{heads - shared} of them: allowed are 2 or more; lower shared_heads"
+            )
+        order = list(layer)
+        if layer.get("explicit", {}).get("norm") and order.index("mixture") < order.index("explicit"):
+            raise ValueError(
+                "mixers.mixture before mixers.explicit with norm=True: the norm over head outputs would divide the "
+                "gates away; put 'explicit' first or set mixers.explicit.norm=False"
+            )
+
+    @classmethod
+    def splits_heads(cls, settings: Settings) -> bool:
+        """Each process takes the gates of its heads; the query_norm router compares the queries of all."""
+        return settings["router"] == "two_stage"
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Where every head counts once."""
+        return settings["active_heads"] == layout.output_heads and settings["gate"] == "binary"
+
+
+class RouterMap(LinearMap):
+    """Router scores from hidden states."""
+
+    def initialise(self, std: float) -> None:
+        """Start at random."""
+        init.normal_(self.weight, mean=0.0, std=std)
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Softmax over the logits, in the widened dtype."""
+        return functional.softmax(super().forward(hidden_states), dim=-1, dtype=widened(hidden_states.dtype))
+
+
+def query_norm_scores(query: torch.Tensor) -> torch.Tensor:
+    """Softmax over heads of `||q_i|| / std(||q||)`: (B, H, T, d) -> (B, T, H)."""
+    norms = torch.linalg.vector_norm(query.to(widened(query.dtype)), dim=-1).transpose(1, 2)
+    # Equal norms have a spread of zero, where the gradient of the root is infinite.
+    spread = norms.var(dim=-1, keepdim=True).clamp_min(1e-12).sqrt()
+    return functional.softmax(norms / spread, dim=-1)
+
+
+def straight_through(hard: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+    """`hard`, exactly; its gradient where it is 1 is the gradient of `score`."""
+    return hard + hard * (score - score.detach())
+
+
+class Mixture(Mechanism):
+    """The router of one layer; calling it gives gates (B, T, heads) and the routed heads' probabilities."""
+
+    rules = MixtureRules
+    recorded = {"head_router_scores": 1}
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        self.shared_heads: int = settings["shared_heads"]
+        self.selected_heads: int = settings["active_heads"] - self.shared_heads
+        self.routed = self.shared = self.balance = None
+        if settings["router"] == "two_stage":
+            self.routed = RouterMap(layout.hidden_size, layout.output_heads - self.shared_heads)
+            if self.shared_heads:
+                self.shared = RouterMap(layout.hidden_size, self.shared_heads)
+                self.balance = RouterMap(layout.hidden_size, 2)
+
+    def forward(self, hidden_states: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
+        if self.routed is None:
+            probabilities = query_norm_scores(query[:, self.shared_heads :])
+        else:
+            probabilities = self.routed(hidden_states)
+        chosen = probabilities.topk(self.selected_heads, dim=-1).indices
+        selected = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+        shared, routed_weight = self._shared(hidden_states, probabilities)
+        if self.settings["gate"] == "binary":
+            routed = straight_through(selected, routed_weight * probabilities)
+            shared = straight_through(torch.ones_like(shared), shared)
+        elif self.settings["gate_scale"] == "paper":
+            routed = routed_weight * probabilities * selected
+        else:
+            kept = probabilities * selected
+            routed = routed_weight * self.selected_heads * kept / kept.sum(-1, keepdim=True)
+            if self.balance is not None:
+                routed, shared = 2 * routed, 2 * self.shared_heads * shared
+        return torch.cat([shared, routed], dim=-1), probabilities
+
+    def _shared(self, hidden_states: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+        """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
+        if self.shared is None or self.balance is None:
+            return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
+        first, second = self.balance(hidden_states).split(1, dim=-1)
+        return first * self.shared(hidden_states), second
+
+    def before_rope(self, state: AttentionState) -> None:
+        """Route by the hidden states or by the raw queries."""
+        state.gates, _ = self(state.hidden_states, state.query)
+
+    def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
+        """Let the function skip heads whose gate is zero."""
+        if not is_plain_sdpa(implementation):
+            return None
+        shared, active = self.shared_heads, self.shared_heads + self.selected_heads
+        state.attention_kwargs = {"gates": state.gates, "shared_heads": shared, "active_heads": active}
+        own = str(implementation).startswith("crosshead_mixture")
+        return implementation if own else "crosshead_mixture"
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Multiply each head's output by its gate."""
+        if state.gates is None:
+            raise RuntimeError("mixture has no gates: before_rope was not called for this state")
+        return output * local_heads(state.gates, output.shape[2]).unsqueeze(-1).to(output.dtype)
+
+    @classmethod
+    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: torch.Tensor | None) -> AuxiliaryLoss | None:
+        """The balance loss."""
+        if not (scores := outputs.get("head_router_scores")):
+            return None
+        layers = map(config.mixers_of_layer, range(config.num_hidden_layers))
+        # From the config: wrappers such as peft's hold copies of the modules.
+        routing = [layer["mixture"] for layer in layers if "mixture" in layer]
+        selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
+        if len(selected) != len(scores):
+            raise ValueError(
+                f"the model recorded head router scores of {len(scores)} layers, but its config routes in "
+                f"{len(selected)}: for a truncated model, set num_hidden_layers and mixers.mixture.layers accordingly"
+            )
+        value = balance_loss(scores, selected, attention_mask)
+        return AuxiliaryLoss("balance_loss", value, config.mixers["mixture"]["balance_weight"])
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """The routers; heads that do not count are computed all the same."""
+        return weight_count(self) * call.queries
+
+
+def balance_loss(
+    scores: Sequence[torch.Tensor], selected: Sequence[int], attention_mask: torch.Tensor | None
+) -> torch.Tensor:
+    """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
+
+    `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
+    `selected` is how many heads each layer selects. A mask (B, T) takes padding out of both means.
+    """
+    losses = []
+    for probabilities, count in zip(scores, selected, strict=True):
+        tokens = token_weights(probabilities, attention_mask).unsqueeze(-1)
+        chosen = probabilities.topk(count, dim=-1).indices
+        frequency = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+        # Sums and not matrix products, which autocast would round.
+        mean_probability = (tokens * probabilities).sum((0, 1))
+        mean_frequency = (tokens * frequency).sum((0, 1))
+        losses.append((mean_probability * mean_frequency).sum().to(scores[0].device))
+    return torch.stack(losses).mean()
+
+
+def token_weights(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The weight of each token (B, T) in a mean: zero for padding."""
+    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+        weights = scores.new_ones(scores.shape[:2])
+    elif attention_mask.shape != scores.shape[:2]:
+        raise ValueError(
+            f"attention_mask of shape {tuple(attention_mask.shape)} does not say which of the "
+            f"{tuple(scores.shape[:2])} tokens are padding: use one of that shape"
+        )
+    else:
+        weights = attention_mask.to(scores)
+    return weights / weights.sum().clamp_min(1)
+
+
+def mixture_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    gates: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of all heads; the gates (B, T, H) come after it. crosshead's own function skips gates of zero."""
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+
+
+register_backend("crosshead_mixture", mixture_attention_forward)

@@ -1,0 +1,269 @@
+"""Talking-Heads: maps across heads on the attention logits and on the attention weights.
+
+`L = P_l J` over the query/key heads' logits, mask, softmax, `U = P_w W`, then values. The mask comes after the first
+map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads` differs
+from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the latter
+are cached with the keys.
+
+Under "eager", "crosshead_talking_eager" materialises all weights and returns them; under "sdpa", "crosshead_talking"
+works in blocks, in memory that grows linearly with the sequence. Other implementations cannot mix heads.
+
+Paper: "Talking-Heads Attention", section 4 and appendix A.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers import initialization as init
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.utils.generic import maybe_autocast
+
+from ..backends import is_plain_sdpa, register_backend
+from ..ops import (
+    apply_mask,
+    attention_logits,
+    causal_mask,
+    eager_attention_forward,
+    head_map_init,
+    weigh_values,
+    widened,
+)
+from ..options import Integer, Subset
+from .base import (
+    AttentionState,
+    CallSizes,
+    HeadLayout,
+    LinearMap,
+    Mechanism,
+    ParameterModule,
+    Rules,
+    Settings,
+    package_only,
+    weight_count,
+)
+from .talking_blocks import talking_blocks
+
+STAGES = ("logits", "weights")
+
+
+class TalkingRules(Rules):
+    """The options of talking."""
+
+    options = {
+        "on": Subset(("logits", "weights")),
+        "softmax_heads": Integer(),
+        "dynamic": Subset(("query_logits", "key_logits", "query_weights", "key_weights"), (), may_be_empty=True),
+    }
+    replaces_attention = True
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Head counts meet, and dynamic terms have a static map to add to."""
+        on, heads = settings["on"], settings.get("softmax_heads")
+        if heads not in (None, layout.query_heads) and len(on) < 2:
+            raise ValueError(
+                f"mixers.talking.softmax_heads={heads} needs a map on both sides of the softmax, but "
+                f"mixers.talking.on={on!r}: allowed is {layout.query_heads}, or on=['logits', 'weights']"
+            )
+        for name in settings["dynamic"]:
+            if name.split("_")[1] not in on:
+                raise ValueError(
+                    f"mixers.talking.dynamic={name!r} adds to the static map of {name.split('_')[1]!r}, which "
+                    f"mixers.talking.on={on!r} does not have"
+                )
+
+    @classmethod
+    @package_only
+    def starts_neutral(cls, settings: Settings, layout: HeadLayout) -> bool:
+        """Static maps between equal head counts start as the identity."""
+        return not settings["dynamic"] and settings.get("softmax_heads") in (None, layout.query_heads)
+
+
+class HeadMap(ParameterModule):
+    """A map across heads (to x from), the same for every query and key."""
+
+    def __init__(self, to_heads: int, from_heads: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(to_heads, from_heads))
+
+    def initialise(self, std: float) -> None:
+        """Start as a regrouping of heads; copies get noise, or they would always stay equal."""
+        start = head_map_init(*self.weight.shape, device=self.weight.device)
+        if self.weight.shape[0] > self.weight.shape[1]:
+            start = start + std * torch.randn_like(start)
+        init.copy_(self.weight, start.to(self.weight.dtype))
+
+    def forward(self, like: torch.Tensor) -> torch.Tensor:
+        """A copy of the matrix, in the widened dtype of a tensor."""
+        return self.weight.to(widened(like.dtype), copy=True)
+
+
+class DynamicHeadMap(LinearMap):
+    """A map across heads (to x from) made from a token's input."""
+
+    def __init__(self, hidden_size: int, to_heads: int, from_heads: int) -> None:
+        super().__init__(hidden_size, to_heads * from_heads)
+        self.from_heads = from_heads
+
+    def initialise(self, std: float) -> None:
+        """Start small: the paper trains well only with 0.1 / sqrt(hidden size x heads mapped from)."""
+        init.normal_(self.weight, mean=0.0, std=0.1 * (self.weight.shape[1] * self.from_heads) ** -0.5)
+
+
+class Talking(Mechanism):
+    """Static and dynamic maps on logits and weights."""
+
+    rules = TalkingRules
+
+    def __init__(self, layout: HeadLayout, settings: Settings) -> None:
+        super().__init__(layout, settings)
+        heads = settings.get("softmax_heads") or layout.query_heads
+        self.sizes = {"logits": (heads, layout.query_heads), "weights": (layout.output_heads, heads)}
+        for stage in settings["on"]:
+            self.add_module(stage, HeadMap(*self.sizes[stage]))
+        for name in settings["dynamic"]:
+            self.add_module(name, DynamicHeadMap(layout.hidden_size, *self.sizes[name.split("_")[1]]))
+
+    @classmethod
+    def check_implementation(cls, implementation: str | None) -> None:
+        """Only implementations that this file replaces as a whole."""
+        if implementation is not None and implementation != "eager" and not is_plain_sdpa(implementation):
+            replaced = " (it is not transformers' own 'sdpa' here)" if implementation == "sdpa" else ""
+            raise ValueError(
+                f"attn_implementation={implementation!r}{replaced} cannot run 'talking', which mixes the attention "
+                "weights of all heads: use 'sdpa', 'eager' or 'crosshead_talking'"
+            )
+
+    def before_rope(self, state: AttentionState) -> None:
+        """Make the keys' maps, which the cache holds."""
+        for name in self.settings["dynamic"]:
+            if name.startswith("key"):
+                state.key_side_data[f"talking.{name}"] = getattr(self, name)(state.key_value_input)
+
+    def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
+        """Talking-heads attention, in blocks unless "eager"."""
+        self.check_implementation(implementation)
+        for stage in self.settings["on"]:
+            static, made = getattr(self, stage)(state.query)[None, None], self._dynamic(f"query_{stage}", state)
+            state.attention_kwargs[f"{stage}_map"] = static if made is None else static + made
+            state.attention_kwargs[f"{stage}_key_map"] = self._dynamic(f"key_{stage}", state)
+        if implementation in (None, "eager"):
+            return "crosshead_talking_eager"
+        return implementation if str(implementation).startswith("crosshead_talking") else "crosshead_talking"
+
+    def _dynamic(self, name: str, state: AttentionState) -> torch.Tensor | None:
+        """The maps (B, tokens, to, from) that a dynamic term adds; None where it is off."""
+        if name not in self.settings["dynamic"]:
+            return None
+        made = state.key_side_data.get(f"talking.{name}")
+        made = getattr(self, name)(state.hidden_states) if made is None else made
+        return made.view(*made.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(made.dtype))
+
+    @package_only
+    def cached_numbers(self) -> int:
+        """The keys' maps."""
+        return sum(getattr(self, name).weight.shape[0] for name in self.settings["dynamic"] if name.startswith("key"))
+
+    @package_only
+    def multiplications(self, call: CallSizes) -> int:
+        """Static and dynamic maps on every pair of query and key, and the projections that make dynamic ones."""
+        pairs = call.queries * call.keys
+        total = sum(weight_count(getattr(self, stage)) * pairs for stage in self.settings["on"])
+        for name in self.settings["dynamic"]:
+            made, tokens = getattr(self, name), call.queries if name.startswith("query") else call.new_keys
+            total += weight_count(made) * tokens + made.weight.shape[0] * pairs
+        return total
+
+    @package_only
+    def learnt(self) -> dict[str, torch.Tensor]:
+        """The maps, and their product, which is the map across heads without the softmax between them."""
+        matrices = super().learnt()
+        if set(self.settings["on"]) == set(STAGES):
+            matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
+        return matrices
+
+
+def mix_heads(maps: torch.Tensor | None, key_maps: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
+    """Map (B, from, T, S) across heads by maps (B or 1, T or 1, to, from) and those of keys (B, S, to, from)."""
+    if maps is None:
+        return given
+    with maybe_autocast(given.device.type, enabled=False):  # logits and weights stay wide
+        if maps.shape[:2] == (1, 1):
+            mixed = torch.einsum("ij,bjts->bits", maps[0, 0], given)
+        else:
+            mixed = torch.einsum("btij,bjts->bits", maps, given)
+        return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, given)
+
+
+def talking_eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    logits_map: torch.Tensor | None = None,
+    logits_key_map: torch.Tensor | None = None,
+    weights_map: torch.Tensor | None = None,
+    weights_key_map: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
+    if logits_map is None and weights_map is None:
+        options = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return eager_attention_forward(module, query, key, value, attention_mask, **options)
+    logits = attention_logits(query, key, scaling)
+    logits = apply_mask(mix_heads(logits_map, logits_key_map, logits.to(widened(logits.dtype))), attention_mask)
+    weights = mix_heads(weights_map, weights_key_map, functional.softmax(logits, dim=-1)).to(value.dtype)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    return weigh_values(weights, value), weights
+
+
+def talking_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    logits_map: torch.Tensor | None = None,
+    logits_key_map: torch.Tensor | None = None,
+    weights_map: torch.Tensor | None = None,
+    weights_key_map: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The same in blocks of queries, except for a single query, for dropout and under `torch.func`."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if logits_map is None and weights_map is None:
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    maps = {"logits_map": logits_map, "logits_key_map": logits_key_map}
+    maps |= {"weights_map": weights_map, "weights_key_map": weights_key_map}
+    queries, keys, kind = query.shape[2], key.shape[2], query.device.type
+    if queries == 1 or dropout or _under_torch_func():
+        if attention_mask is None and causal and queries > 1:
+            attention_mask = causal_mask(queries, keys, query.device)
+        options = {"scaling": scaling, "dropout": dropout, **maps}
+        return talking_eager_attention_forward(module, query, key, value, attention_mask, **options)[0], None
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
+    maps |= {f"{stage}_map": identity for stage in STAGES if maps[f"{stage}_map"] is None}
+    output = talking_blocks(
+        query.to(dtype), key.to(dtype), value.to(dtype), **maps, mask=attention_mask, scaling=scaling, causal=causal
+    )
+    return output, None
+
+
+def _under_torch_func() -> bool:
+    """Whether `torch.func` transforms the call, which cannot differentiate an operator of our own."""
+    active = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return active is not None and not torch.compiler.is_compiling() and bool(active())
+
+
+register_backend("crosshead_talking", talking_attention_forward)
+register_backend("crosshead_talking_eager", talking_eager_attention_forward)

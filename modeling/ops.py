@@ -1,0 +1,118 @@
+"""Arithmetic that the mechanisms share. Softmax and norms never run below float32; float64 stays float64."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of softmax and norms: float32, or float64 where the input is float64."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`1 / rms(x)` over the last dimension, which is kept with size 1, in the widened dtype."""
+    return torch.rsqrt(x.to(widened(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
+
+
+def rms_normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """`x / rms(x)` over the last dimension, in the dtype of `x`."""
+    return (x.to(widened(x.dtype)) * inverse_rms(x, eps)).to(x.dtype)
+
+
+class HeadRMSNorm(nn.Module):
+    """RMSNorm over the features of one head, with one weight vector for all heads; as stock, but float64 stays."""
+
+    def __init__(self, head_dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(head_dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`weight * x / rms(x)`."""
+        return self.weight * rms_normalised(x, self.eps)
+
+
+def head_map_init(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
+    """The (rows, columns) map across heads that learnt maps start from: the identity where both are equal.
+
+    With more rows, neighbours are copies of one column; with fewer, each is the average of neighbouring columns.
+    """
+    many, few = max(rows, columns), min(rows, columns)
+    membership = functional.one_hot(torch.arange(many, device=device) * few // many, few).to(torch.float64)
+    return membership if rows >= columns else membership.T / membership.sum(0).unsqueeze(-1)
+
+
+def apply_mask(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    """Logits (B, H, T, S) under an additive mask, or a boolean one that is True where a key is visible.
+
+    The result is widened: in half precision, the smallest number plus a logit would overflow to minus infinity.
+    """
+    logits = logits.to(widened(logits.dtype))
+    if mask is None:
+        return logits
+    if mask.dtype == torch.bool:
+        return logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
+    return logits + mask
+
+
+def add_position_bias(mask: torch.Tensor | None, bias: torch.Tensor, causal: bool) -> torch.Tensor:
+    """An additive mask from a bias (B or 1, H, T, S) and the layer's own mask; causal counts where that is None."""
+    if mask is None and causal and bias.shape[2] > 1:
+        mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)
+    if mask is None:
+        return bias
+    return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """(queries, keys): True where query `t` sees keys up to `t`, as scaled_dot_product_attention counts them."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
+
+
+def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(B, groups, S, d) -> (B, heads, S, d): head `i` reads group `i * groups // heads`."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def attention_logits(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+    """(B, H, T, S), before any mask."""
+    return torch.matmul(query, repeat_heads(key, query.shape[1]).transpose(2, 3)) * scaling
+
+
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """(B, H, T, S), in the dtype of the queries."""
+    return functional.softmax(apply_mask(attention_logits(query, key, scaling), mask), dim=-1).to(query.dtype)
+
+
+def weigh_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Outputs (B, T, H, d) from weights (B, H, T, S) and grouped values."""
+    return torch.matmul(weights, repeat_heads(value, weights.shape[1])).transpose(1, 2).contiguous()
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The stock eager attention, bit for bit, but float64 stays float64 and a row without keys stays finite."""
+    weights = attention_weights(query, key, attention_mask, scaling)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    return weigh_values(weights, value), weights
+
+
+def local_heads(per_head: torch.Tensor, heads: int) -> torch.Tensor:
+    """The part of (..., all heads) that belongs to this process, which has `heads` of them (tensor parallelism)."""
+    parts = per_head.shape[-1] // heads
+    if parts == 1:
+        return per_head
+    return per_head.narrow(-1, torch.distributed.get_rank() % parts * heads, heads)
