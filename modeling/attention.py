@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .cache import split_heads, update_cache
 from .configuration import shared_layout
 from .mechanisms import MECHANISMS
-from .mechanisms.base import AttentionState, HeadLayout, Mechanism
+from .mechanisms.base import AttentionState, HeadLayout
 from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward
 
 
@@ -58,17 +58,12 @@ class CrossheadAttention(nn.Module):
         self.mapping_order = sorted(settings, key=lambda name: MECHANISMS[name].maps_last)
         self.output_order = sorted(settings, key=lambda name: not MECHANISMS[name].rules.replaces_attention)
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
-        self.wide_cache = not replaced and any(
-            mechanism.wide_cache for mechanism in self._mechanisms(self.output_order)
-        )
+        self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
     def _resize(self, projection: str, heads: int, size: int, layout: HeadLayout) -> None:
         if heads != layout.key_value_heads:
             has_bias = getattr(self, projection).bias is not None
             setattr(self, projection, nn.Linear(layout.hidden_size, heads * size, bias=has_bias))
-
-    def _mechanisms(self, names: list[str]) -> list[Mechanism]:
-        return [self.mixers[name] for name in names]  # type: ignore[misc]
 
     def forward(
         self,
@@ -92,8 +87,9 @@ class CrossheadAttention(nn.Module):
         value = split_heads(self.v_proj(source), self.value_dim)
         state = AttentionState(hidden_states, source, query, key, value)
 
-        for mechanism in self._mechanisms(self.mapping_order):
-            mechanism.before_rope(state)
+        mechanisms: Any = self.mixers
+        for name in self.mapping_order:
+            mechanisms[name].before_rope(state)
         if self.has_key_norm:
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
@@ -103,8 +99,8 @@ class CrossheadAttention(nn.Module):
         if position_bias is not None:
             attention_mask = add_position_bias(attention_mask, position_bias, self.is_causal)
         implementation = self._attention_function(state, attention_mask is not None, kwargs)
-        for mechanism in self._mechanisms(self.output_order):
-            mechanism.after_cache(state)
+        for name in self.output_order:
+            mechanisms[name].after_cache(state)
 
         attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
             implementation, eager_attention_forward
@@ -122,15 +118,16 @@ class CrossheadAttention(nn.Module):
             **kwargs,
         )
         attn_output = attn_output.reshape(*input_shape, -1, self.output_dim)
-        for mechanism in self._mechanisms(self.output_order):
-            attn_output = mechanism.head_outputs(attn_output, state)
+        for name in self.output_order:
+            attn_output = mechanisms[name].head_outputs(attn_output, state)
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
         paged = kwargs.get("cache") is not None
-        for name, mechanism in zip(self.output_order, self._mechanisms(self.output_order), strict=True):
+        for name in self.output_order:
+            mechanism: Any = self.mixers[name]
             if paged and mechanism.rules.replaces_attention:
                 raise ValueError(
                     f"continuous batching cannot run {name!r} (layer {self.layer_idx}): its paged cache is updated "

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, PREFIX, register_backend
-from ..ops import attention_weights, rms_normalised, weigh_values, widened
+from ..ops import attention_weights, weigh_values, widened
 from ..options import Flag
 from .base import AttentionState, CallSizes, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
@@ -95,7 +96,7 @@ class Differential(Mechanism, ParameterModule):
         """Norm each pair's output."""
         if not self.settings["norm"]:
             return output
-        return (1 - self.lambda_init) * rms_normalised(output, self.layout.norm_eps)
+        return (1 - self.lambda_init) * functional.rms_norm(output, output.shape[-1:], eps=self.layout.norm_eps)
 
     @package_only
     def multiplications(self, call: CallSizes) -> int:

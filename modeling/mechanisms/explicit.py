@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from ..backends import ENGINES, is_plain_sdpa, register_backend
-from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, widened
+from ..ops import apply_mask, head_map_init, inverse_rms, widened
 from ..options import Count, Flag, Subset
 from .base import (
     AttentionState,
@@ -124,7 +124,7 @@ class Explicit(Mechanism):
         components = {"key": layout.key_components, "value": layout.value_components}
         for side in settings["on"]:
             self.add_module(side, HeadCombination(layout.key_value_heads, components[side]))
-        self.norm = HeadRMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
+        self.norm = nn.RMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
         self.wide_cache = len(settings["on"]) == 2
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
 
@@ -247,14 +247,14 @@ def one_wide_head(components: torch.Tensor) -> torch.Tensor:
 
 def fold_map(query: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
     """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head."""
-    by_head = scalars.to(query.dtype).repeat_interleave(query.shape[1] // len(scalars), dim=0)  # (H, h')
-    return (query.unsqueeze(3) * by_head[:, None, :, None]).flatten(3)
+    by_head = query.unflatten(1, (len(scalars), -1)).unsqueeze(4)  # (B, h, group, T, 1, d)
+    return (by_head * scalars.to(query.dtype)[:, None, None, :, None]).flatten(4).flatten(1, 2)
 
 
 def unfold_outputs(output: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
     """(B, T, H, h' d) -> (B, T, H, d): the components of each output, summed with the scalars of its value head."""
-    by_head = scalars.to(output.dtype).repeat_interleave(output.shape[2] // len(scalars), dim=0)
-    return torch.matmul(by_head[:, None, :], output.unflatten(3, (scalars.shape[1], -1))).squeeze(3)
+    by_head = output.unflatten(3, (scalars.shape[1], -1)).unflatten(2, (len(scalars), -1))  # (B, T, h, group, h', d)
+    return torch.matmul(scalars.to(output.dtype)[:, None, None, :], by_head).flatten(2, 3).squeeze(3)
 
 
 def attend_one_head(

@@ -149,26 +149,25 @@ class Mixture(Mechanism):
             probabilities = query_norm_scores(query[:, self.shared_heads :])
         else:
             probabilities = self.routed(hidden_states)
-        chosen = probabilities.topk(self.selected_heads, dim=-1).indices
-        selected = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
+        chosen = probabilities.topk(self.selected_heads, dim=-1)
         shared, routed_weight = self._shared(hidden_states, probabilities)
         if self.settings["gate"] == "binary":
+            selected = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
             routed = straight_through(selected, routed_weight * probabilities)
-            shared = straight_through(torch.ones_like(shared), shared)
-        elif self.settings["gate_scale"] == "paper":
-            routed = routed_weight * probabilities * selected
-        else:
-            kept = probabilities * selected
-            routed = routed_weight * self.selected_heads * kept / kept.sum(-1, keepdim=True)
-            if self.balance is not None:
-                routed, shared = 2 * routed, 2 * self.shared_heads * shared
+            return torch.cat([straight_through(torch.ones_like(shared), shared), routed], dim=-1), probabilities
+        gates = routed_weight * chosen.values
+        if self.settings["gate_scale"] == "unit":
+            branches = 1 if self.balance is None else 2
+            gates = gates * (branches * self.selected_heads / chosen.values.sum(-1, keepdim=True))
+            shared = shared if self.balance is None else branches * self.shared_heads * shared
+        routed = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates)
         return torch.cat([shared, routed], dim=-1), probabilities
 
     def _shared(self, hidden_states: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
         if self.shared is None or self.balance is None:
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
-        first, second = self.balance(hidden_states).split(1, dim=-1)
+        first, second = self.balance(hidden_states).chunk(2, dim=-1)
         return first * self.shared(hidden_states), second
 
     def before_rope(self, state: AttentionState) -> None:

@@ -1,0 +1,56 @@
+"""A real vLLM on the CPU generates with our models as transformers does: `make test-vllm` sets it up and runs this."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_models import CASES, REFUSED, SPLIT, write_model
+
+ROOT = Path(__file__).parents[2]
+PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
+TOLERANCE = 1e-3
+"""Of a log-probability."""
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not PYTHON.is_file(), reason="vLLM is not installed: `make test-vllm` does it"),
+]
+RUNS = [(name, mode, 1) for name in CASES for mode in ("eager", "compiled")] + [(name, "eager", 2) for name in SPLIT]
+
+
+def run(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[str]:
+    """vLLM in a process of its own, outside the repository and without crosshead."""
+    worker = Path(__file__).with_name("vllm_worker.py")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    return subprocess.run(
+        [PYTHON, str(worker), str(folder), mode, str(processes)],
+        cwd=folder.parent,
+        env=environment | {"HF_MODULES_CACHE": str(folder.parent / "modules"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+
+
+@pytest.mark.parametrize(("name", "mode", "processes"), RUNS, ids=lambda value: str(value))
+def test_same_tokens_and_probabilities(name: str, mode: str, processes: int, tmp_path: Path) -> None:
+    write_model(name, tmp_path / name)
+    done = run(tmp_path / name, mode, processes)
+    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
+    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
+    for ours, wanted in zip(found, json.loads((tmp_path / name / "expected.json").read_text()), strict=True):
+        assert ours["tokens"] == wanted["tokens"]
+        assert ours["logprobs"] == pytest.approx(wanted["logprobs"], abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_mechanisms_are_refused_in_one_sentence(name: str, tmp_path: Path) -> None:
+    write_model(name, tmp_path / name)
+    (tmp_path / name / "expected.json").write_text(json.dumps([{"prompt": [1, 2], "tokens": [3]}]))
+    done = run(tmp_path / name, "eager", 1)
+    assert done.returncode != 0
+    assert f"attn_implementation='vllm' cannot run '{name}'" in done.stdout + done.stderr
