@@ -28,6 +28,7 @@ from crosshead.modeling import (
     CrossheadQwen3MoeForSequenceClassification,
     CrossheadQwen3MoeModel,
 )
+from crosshead.modeling.kernels import register_kernels
 from crosshead.registration import register
 
 __version__ = version("crosshead")
@@ -35,6 +36,7 @@ __version__ = version("crosshead")
 FAMILIES = BACKBONES
 """Each configuration -> its backbone, language model and sequence classifier."""
 
+register_kernels()
 for _config, _models in FAMILIES.items():
     register(_config, *_models)
 

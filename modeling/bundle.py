@@ -294,8 +294,8 @@ def _import_from(module: str, names: Iterable[str]) -> str:
 def _header(contents: str) -> str:
     return (
         f"crosshead {version('crosshead')}: {contents}.\n\n"
-        "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model needs\n"
-        "to load with torch and transformers alone.\n"
+        "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
+        "needs, to load with torch and transformers alone.\n"
     )
 
 

@@ -1,11 +1,8 @@
-"""Decoding under a mixture on a GPU, by Triton: `routed_decode` asks for it where that can run.
+"""Decoding under a mixture on a GPU, by Triton.
 
 The keys are divided among programs, as one token has too few heads to keep a GPU busy. Nothing waits for the GPU to
-say which heads are needed, and to `torch.compile` the whole is one operator, named after this module because each
-copy of the code that a process loads, with a published model, needs its own. It has no gradients.
+say which heads are needed, and to `torch.compile` the whole is one operator. It has no gradients.
 """
-
-import re
 
 import torch
 
@@ -18,7 +15,7 @@ from .decode_kernels_triton import attend_to_part, join_parts
 from .routed_triton import FACTORS
 from .where_triton_runs import product_precision
 
-NAMESPACE = re.sub(r"\W", "_", __name__)
+NAMESPACE = "crosshead_triton_routed_decode_triton"
 PART, PARTS = 512, 32
 """Keys of one program, and so many of such parts are joined at a time; guesses that await measuring."""
 AT_ONCE = 2**14

@@ -1,12 +1,10 @@
-"""Attention for chosen queries alone on a GPU, by Triton: `routed_attention` asks for it where that can run.
+"""Attention for chosen queries alone on a GPU, by Triton.
 
 Each head meets the keys with the queries that chose it alone, forward and backward; the scores of a block never leave
 the chip, and of the weights the backward pass needs one number for each query. Nothing waits for the GPU to say how
-many queries there are, and to autograd and `torch.compile` the whole is one operator, named after this module because
-each copy of the code that a process loads, with a published model, needs its own.
+many queries there are, and to autograd and `torch.compile` the whole is one operator.
 """
 
-import re
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -24,7 +22,7 @@ from .routed_kernels_triton import attend, list_tokens
 from .visible_triton import seen_keys
 from .where_triton_runs import product_precision
 
-NAMESPACE = re.sub(r"\W", "_", __name__)
+NAMESPACE = "crosshead_triton_routed_triton"
 MOST_TOKENS = 4096
 """That one program looks at at once."""
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

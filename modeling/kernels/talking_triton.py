@@ -1,7 +1,7 @@
-"""Talking-Heads on a GPU, by Triton: the forward pass; `talking_operator` asks for it where that can run.
+"""Talking-Heads on a GPU, by Triton: the forward pass, as an operator.
 
 No logit or weight leaves the chip: memory beside the outputs is two numbers for each query and softmax head. The
-backward pass is that of `talking_gradients`, block by block in torch, from the same saved inputs.
+backward pass is that of `talking_blocks`, block by block in torch, from the same saved inputs.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ try:  # what looks through this file for packages that it must have passes over 
 except ImportError:
     raise
 
-from .talking_blocks import TalkingCall
+from ..mechanisms.talking_blocks import TalkingCall, talking_autograd, talking_blocks, talking_fake, talking_keep
 from .talking_kernels_triton import softmax_norms, weighted_values
 from .visible_triton import seen_keys
 from .where_triton_runs import product_precision
@@ -103,7 +103,7 @@ def _size(call: TalkingCall) -> tuple[int, bool, int]:
     """As in the table of tiles."""
     maps, key_maps = (call.logits_map, call.weights_map), (call.logits_key_map, call.weights_key_map)
     own = any(x.shape[1] > 1 for x in maps) or any(x is not None for x in key_maps)
-    return padded_size(call.most_heads()), own, call.query.element_size()
+    return padded_size(call.heads()), own, call.query.element_size()
 
 
 def _mask(call: TalkingCall) -> tuple[tuple[Any, ...], int]:
@@ -115,3 +115,34 @@ def _mask(call: TalkingCall) -> tuple[tuple[Any, ...], int]:
     hides = mask.dtype == torch.bool
     seen = mask if hides else mask > torch.finfo(mask.dtype).min
     return (seen_keys(seen), mask, *mask.stride(), mask.shape[1]), 1 if hides else 2
+
+
+@torch.library.custom_op("crosshead_triton::talking", mutates_args=())
+def talking_tiles(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    logits_map: torch.Tensor,
+    logits_key_map: torch.Tensor | None,
+    weights_map: torch.Tensor,
+    weights_key_map: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    scaling: float,
+    causal: bool,
+) -> torch.Tensor:
+    """As `talking_blocks`, for a call that `fits`."""
+    call = TalkingCall(
+        query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal
+    )
+    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+        return attend_in_tiles(call)
+
+
+talking_tiles.register_fake(talking_fake)
+talking_tiles.register_autograd(talking_autograd, setup_context=talking_keep)
+
+
+def talking_operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any) -> torch.Tensor:
+    """The kernels where they fit, else `talking_blocks`."""
+    attend = talking_tiles if fits(TalkingCall(query, key, value, **rest)) else talking_blocks
+    return attend(query, key, value, **rest)

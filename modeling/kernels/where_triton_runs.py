@@ -1,17 +1,15 @@
-"""Whether Triton's kernels run on a tensor. Where they do not, the plain ways do the same.
+"""Whether Triton's kernels run on a tensor. Where they do not, "crosshead_*_triton" are the plain functions.
 
-They agree with the plain ways in Triton's interpreter, compile for an H100, and have yet to run on a GPU: until
-`tests/gpu_speed.py` has passed on one, they wait to be asked for, by the environment variable CROSSHEAD_TRITON=1.
+They agree with the plain functions in Triton's interpreter, compile for an H100, and have yet to run on a GPU: until
+`tests/gpu_check.py` has passed on one, `attn_implementation` has to name them.
 
-Files of kernels, `*_triton.py`, are imported behind this question alone, in functions: a model loads without Triton.
+Files of kernels, `*_triton.py`, are imported behind this question alone, in functions: Triton is optional.
 """
 
-import os
 from importlib.util import find_spec
 
 import torch
 
-WANTED = os.environ.get("CROSSHEAD_TRITON") == "1" and find_spec("triton") is not None
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What the kernels take; they add in float32."""
 MOST_FEATURES = 256
@@ -19,8 +17,8 @@ MOST_FEATURES = 256
 
 
 def runs_triton(x: torch.Tensor) -> bool:
-    """On a GPU, with Triton, where it was asked for."""
-    return WANTED and x.device.type == "cuda" and x.dtype in DTYPES
+    """On a GPU, with Triton installed."""
+    return x.device.type == "cuda" and x.dtype in DTYPES and find_spec("triton") is not None
 
 
 def product_precision(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ works in blocks, in memory that grows linearly with the sequence. Other implemen
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -235,6 +236,7 @@ def talking_attention_forward(
     logits_key_map: torch.Tensor | None = None,
     weights_map: torch.Tensor | None = None,
     weights_key_map: torch.Tensor | None = None,
+    operator: Callable[..., torch.Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same in blocks of queries, except for a single query, for dropout and under `torch.func`."""
@@ -245,7 +247,7 @@ def talking_attention_forward(
     maps = {"logits_map": logits_map, "logits_key_map": logits_key_map}
     maps |= {"weights_map": weights_map, "weights_key_map": weights_key_map}
     queries, keys, kind = query.shape[2], key.shape[2], query.device.type
-    if queries == 1 or dropout or _under_torch_func():
+    if queries == 1 or dropout or under_torch_func():
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, keys, query.device)
         options = {"scaling": scaling, "dropout": dropout, **maps}
@@ -253,13 +255,13 @@ def talking_attention_forward(
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
     maps |= {f"{stage}_map": identity for stage in STAGES if maps[f"{stage}_map"] is None}
-    output = talking_blocks(
+    output = operator(
         query.to(dtype), key.to(dtype), value.to(dtype), **maps, mask=attention_mask, scaling=scaling, causal=causal
     )
     return output, None
 
 
-def _under_torch_func() -> bool:
+def under_torch_func() -> bool:
     """Whether `torch.func` transforms the call, which cannot differentiate an operator of our own."""
     active = getattr(torch._C, "_are_functorch_transforms_active", None)
     return active is not None and not torch.compiler.is_compiling() and bool(active())

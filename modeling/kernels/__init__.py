@@ -1,0 +1,22 @@
+"""Faster functions for the registered attention backends; installed with crosshead, never part of a published model.
+
+`register_kernels` runs when crosshead is imported. The functions for CPUs take the place of the plain ones; those by
+Triton have names of their own until a GPU has run them.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
+
+from .triton_backends import mixture_triton_attention, talking_triton_attention
+
+KERNELS = {
+    "crosshead_mixture_triton": mixture_triton_attention,
+    "crosshead_talking_triton": talking_triton_attention,
+}
+
+
+def register_kernels() -> None:
+    """Register each function under its name, in the place of one that a published model has registered."""
+    for name, function in KERNELS.items():
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, sdpa_mask)

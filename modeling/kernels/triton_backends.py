@@ -1,0 +1,69 @@
+"""Attention functions by Triton's kernels, under names of their own: "crosshead_talking_triton" and
+"crosshead_mixture_triton". Where a kernel does not take a call, the plain function does.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..mechanisms.mixture import mixture_attention_forward
+from ..mechanisms.talking import talking_attention_forward, under_torch_func
+from .where_triton_runs import MOST_FEATURES, runs_triton
+
+Outcome = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def mixture_eligible(query: torch.Tensor, mask: torch.Tensor | None, dropout: float) -> bool:
+    """Whether the kernels of `mixture` take a call: one mask for all heads, and no gradient of a single query."""
+    if dropout or under_torch_func() or not runs_triton(query) or query.shape[3] > MOST_FEATURES:
+        return False
+    if mask is not None and (mask.dtype != torch.bool or mask.shape[1] != 1):
+        return False
+    return query.shape[2] > 1 or not torch.is_grad_enabled()
+
+
+def mixture_triton_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    gates: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Outcome:
+    """Attention of the heads whose gates are not zero."""
+    if gates is None or not mixture_eligible(query, attention_mask, dropout):
+        options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, "gates": gates, **kwargs}
+        return mixture_attention_forward(module, query, key, value, attention_mask, **options)
+    mask = None if attention_mask is None else attention_mask[:, 0]
+    if query.shape[2] == 1:
+        from .routed_decode_triton import attend_to_chosen
+
+        return attend_to_chosen(query, key, value, gates != 0, mask, scaling), None
+    from .routed_triton import attend_chosen
+
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    return attend_chosen(query, key, value, gates != 0, mask, scaling, causal), None
+
+
+def talking_triton_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> Outcome:
+    """Attention with mixed heads; the kernels take the forward pass of several queries."""
+    if runs_triton(query):
+        from .talking_triton import talking_operator
+
+        kwargs["operator"] = talking_operator
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    return talking_attention_forward(module, query, key, value, attention_mask, **options)
