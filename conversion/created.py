@@ -59,10 +59,10 @@ def mixed_shapes(config: Any, shapes: Shapes) -> Shapes:
     return mixed
 
 
-def layer_components(config: Any, layer: int) -> tuple[dict[str, int], int]:
+def layer_components(config: Any, layer: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
     """What one layer caches for a token: the heads of its key and value projections, and the numbers beside them."""
     with torch.device("meta"):
-        modules: Any = layer_mixers(config, layer).to(getattr(config, "dtype", None) or torch.float32)
+        modules: Any = layer_mixers(config, layer).to(dtype)
     return component_heads(config, layer), sum(mixer.cached_numbers() for mixer in modules.values())
 
 

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import Settings
@@ -68,10 +70,10 @@ def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
     return replace(found, logits=None) if family_of(config).experts else found
 
 
-def cache_bytes(config: Any, itemsize: int) -> int:
-    """Bytes of key/value cache for each token."""
+def cache_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of key/value cache for each token, with weights of a dtype."""
     total = 0
     for layer, layout in enumerate(config.layouts()):
-        components, beside = layer_components(config, layer)
-        total += (sum(components.values()) * layout.head_dim + beside) * itemsize
+        components, beside = layer_components(config, layer, dtype)
+        total += (sum(components.values()) * layout.head_dim + beside) * dtype.itemsize
     return total

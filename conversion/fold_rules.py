@@ -81,6 +81,11 @@ def refuse_talking(settings: Settings, layout: HeadLayout) -> str | None:
     return "stock attention has no map across heads on logits or weights"
 
 
+def refuse_gating(settings: Settings, layout: HeadLayout) -> str | None:
+    """A gate that has moved depends on the input."""
+    return "its gates depend on the input; it only folds while its weight is zero, where every gate is 1"
+
+
 def refuse_differential(settings: Settings, layout: HeadLayout) -> str | None:
     """Stock attention has one softmax a head."""
     return "stock attention does not subtract one softmax from another"
@@ -92,5 +97,6 @@ FOLD_RULES: dict[str, FoldRule] = {
     "mixture": FoldRule(refuse_mixture, keep),
     "talking": FoldRule(refuse_talking, keep),
     "differential": FoldRule(refuse_differential, keep),
+    "gating": FoldRule(refuse_gating, keep),
 }
 """Mechanism -> its way back; one without an entry does not fold."""

@@ -137,7 +137,7 @@ def measure(
 
 def needs_weights(config: Any) -> bool:
     """Whether a mechanism replaces the backend's attention, and so agrees to the bit on the eager one alone."""
-    return any(name == "talking" for name in getattr(config, "mixers", ()))
+    return "talking" in getattr(config, "mixers", ())
 
 
 def folder_of(checkpoint: Source) -> Path | None:
@@ -173,7 +173,7 @@ def cache_of(config: Any, checkpoint: Source) -> int:
     stored = next(entry.dtype for name, entry in checkpoint.store.entries.items() if name.endswith("k_proj.weight"))
     family = FAMILIES[config.model_type.removeprefix(PREFIX)]
     mixed = config if hasattr(config, "mixers") else family.mixed.from_dict(config.to_dict() | {"mixers": {}})
-    return cache_bytes(mixed, DTYPES[stored].itemsize)
+    return cache_bytes(mixed, DTYPES[stored])
 
 
 def reloaded(source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor) -> dict[str, Any]:

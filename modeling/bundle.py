@@ -78,7 +78,7 @@ def code_files(config: Any) -> dict[str, str]:
 @cache
 def _code_files(backbone: str, prefix: str, mechanisms: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
-    first = bundle.closure([bundle.config_class])
+    first = bundle.closure([bundle.config_class], calling=False)
     endings = ("Model", "ForCausalLM", "ForSequenceClassification")
     rest = [each for each in bundle.closure([f"{prefix}{ending}" for ending in endings]) if each not in first]
     contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
@@ -92,6 +92,7 @@ class Bundle:
     def __init__(self, root: str, config_class: str, mechanisms: tuple[str, ...]) -> None:
         self.root, self.config_class = root, config_class
         self.mechanisms = mechanisms
+        self.documented = {_module_of(MECHANISMS[each]) for each in mechanisms}
         self.modules: dict[str, Module] = {}
         self._read(root)
 
@@ -108,8 +109,8 @@ class Bundle:
                 self._read(imported)
         self.modules.setdefault(name, module)
 
-    def closure(self, roots: Iterable[str]) -> list[Definition]:
-        """The definitions that the root names need, in order, with the registrations of their modules."""
+    def closure(self, roots: Iterable[str], calling: bool = True) -> list[Definition]:
+        """The definitions that the root names need, in order, with the registrations of their modules if wanted."""
         found: list[Definition] = []
         waiting = [(self.root, name) for name in roots]
         while waiting:
@@ -117,7 +118,7 @@ class Bundle:
             definition = self._find(module, name)
             if definition is None or definition in found:
                 continue
-            calls = [each for each in self.modules[definition.module].definitions if not each.names]
+            calls = [each for each in self.modules[definition.module].definitions if not each.names and calling]
             new = [each for each in (definition, *calls) if each not in found]
             found += new
             waiting += [(each.module, used) for each in new for used in each.uses]
@@ -135,7 +136,7 @@ class Bundle:
         parts = [f'"""{_header(contents)}"""', self._imports(unique, imported)]
         for module in dict.fromkeys(each.module for each in unique):
             own = [each.text for each in unique if each.module == module]
-            doc = self.modules[module].doc if imported and module.startswith("mechanisms/") else ""
+            doc = self.modules[module].doc if imported and module in self.documented else ""
             title = f"# {module}.py" + (f"\n#\n{indent(doc, '# ', lambda line: True)}" if doc else "")
             parts.append("\n".join(line.rstrip() for line in title.split("\n")))
             parts += own

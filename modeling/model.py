@@ -1,5 +1,6 @@
 """The part that our model classes add to the stock ones, whatever the backbone."""
 
+from collections.abc import Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from transformers.utils.output_capturing import OutputRecorder, maybe_install_ca
 from .attention import CrossheadAttention
 from .losses import CrossheadCausalLMOutput, share_of_batch
 from .mechanisms import MECHANISMS
-from .mechanisms.base import ParameterModule
+from .mechanisms.base import AuxiliaryLoss, ParameterModule
 
 logger = logging.get_logger(__name__)
 
@@ -160,34 +161,30 @@ class CrossheadCausalLM(CrossheadPreTrained):
             head_router_scores=outputs.get("head_router_scores") if output_head_router_scores else None,
         )
 
-    def _losses(
-        self,
-        outputs: Any,
-        logits: torch.Tensor,
-        labels: torch.LongTensor | None,
-        attention_mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
+    def _losses(self, outputs: Any, logits: Any, labels: Any, attention_mask: Any, kwargs: Any) -> dict[str, Any]:
         """The output's losses by name; `loss` is their weighted sum where there are labels."""
         losses: dict[str, Any] = {"loss": None}
         if labels is not None:
             vocabulary = self.config.vocab_size
             losses["loss"] = self.loss_function(logits=logits, labels=labels, vocab_size=vocabulary, **kwargs)
-        for name in self.config.mixers:
-            auxiliary = MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)
-            if auxiliary is not None:
-                losses[auxiliary.name] = auxiliary.value
-            if auxiliary is not None and labels is not None:
-                weight = auxiliary.weight * share_of_batch(labels, kwargs)
-                losses["loss"] = losses["loss"] + weight * auxiliary.value.to(losses["loss"].device)
+        for name, value, weight in self._auxiliary_losses(outputs, attention_mask):
+            losses[name] = value
+            if labels is not None:
+                share = share_of_batch(labels, kwargs)
+                losses["loss"] = losses["loss"] + weight * share * value.to(losses["loss"].device)
         return losses
+
+    def _auxiliary_losses(self, outputs: Any, attention_mask: torch.Tensor | None) -> Iterator[AuxiliaryLoss]:
+        for name in self.config.mixers:
+            if (loss := MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)) is not None:
+                yield loss
 
     def _get_static_cache_init_shape(self) -> Any:
         # The library would allocate the stock model's heads ahead of time; mechanisms store others.
         return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
 
-class CrossheadSequenceClassification(CrossheadPreTrained):
+class CrossheadClassifier(CrossheadPreTrained):
     """The classification head, over our backbone rather than one that an Auto class looks up.
 
     Its loss has no auxiliary term, as that of the stock mixture-of-experts classifier has none.

@@ -1,26 +1,16 @@
-"""What an option of a mechanism may be: parsed when a config is made, refused with the option, the value, the allowed.
+"""The kinds of options of mechanisms: each checks a value when a config is made.
 
-`parse` returns the value in the form a config stores (plain JSON types); `at` picks the value of one layer.
+An error quotes the option, the value and what is allowed. Values are stored as plain JSON types.
 """
 
 from dataclasses import dataclass
 from difflib import get_close_matches
 from sys import float_info
-from typing import Any, Protocol
-
-
-class Option(Protocol):
-    """One option of one mechanism."""
-
-    def parse(self, name: str, value: Any, layers: int) -> Any:
-        """Check a value from a config for a model of `layers` layers; None stands for "not given"."""
-
-    def at(self, value: Any, layer: int) -> Any:
-        """The value in one layer."""
+from typing import Any
 
 
 def refuse(name: str, value: Any, allowed: str) -> ValueError:
-    """The error every option raises."""
+    """The error of every option."""
     return ValueError(f"{name}={value!r} is not allowed: {allowed}")
 
 
@@ -36,41 +26,53 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class SameEverywhere:
-    """An option with one value for all layers."""
+class Option:
+    """One option of one mechanism, by default with one value for all layers."""
+
+    default: Any = None
+
+    def parse(self, name: str, value: Any, layers: int) -> Any:
+        """The checked value for a model of `layers` layers; None stands for "not given"."""
+        return self.default if value is None else self.check(name, value, layers)
+
+    def check(self, name: str, value: Any, layers: int) -> Any:
+        """The value as a config stores it, or `ValueError`."""
+        raise NotImplementedError
 
     def at(self, value: Any, layer: int) -> Any:
-        """The value itself."""
+        """The value in one layer."""
         return value
 
 
 @dataclass(frozen=True)
-class Choice(SameEverywhere):
+class Choice(Option):
     """One of several words, the first by default."""
 
     allowed: tuple[str, ...]
 
-    def parse(self, name: str, value: Any, layers: int) -> str:
+    @property
+    def default(self) -> str:  # type: ignore[override]
+        """The first."""
+        return self.allowed[0]
+
+    def check(self, name: str, value: Any, layers: int) -> str:
         """The word."""
-        if value is None:
-            return self.allowed[0]
         if not isinstance(value, str) or value not in self.allowed:
             raise refuse(name, value, f"use one of {', '.join(map(repr, self.allowed))}")
         return value
 
 
 @dataclass(frozen=True)
-class Subset(SameEverywhere):
-    """A list of words, each at most once; all of them by default."""
+class Subset(Option):
+    """A list of words, each at most once."""
 
     allowed: tuple[str, ...]
-    default: tuple[str, ...] | None = None
+    default: tuple[str, ...]
     may_be_empty: bool = False
 
     def parse(self, name: str, value: Any, layers: int) -> list[str]:
         """The words, in the order given."""
-        if value is None:
-            return list(self.allowed if self.default is None else self.default)
+        value = self.default if value is None else value
         words = f"a list of any of {', '.join(map(repr, self.allowed))}"
         if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
             raise refuse(name, value, f"use {words}")
@@ -85,48 +87,43 @@ class Subset(SameEverywhere):
 
 
 @dataclass(frozen=True)
-class Flag(SameEverywhere):
+class Flag(Option):
     """True or false."""
 
     default: bool
 
-    def parse(self, name: str, value: Any, layers: int) -> bool:
+    def check(self, name: str, value: Any, layers: int) -> bool:
         """The flag."""
-        if value is None:
-            return self.default
         if not isinstance(value, bool):
             raise refuse(name, value, "use true or false")
         return value
 
 
 @dataclass(frozen=True)
-class Number(SameEverywhere):
+class Number(Option):
     """A number that is zero or more."""
 
     default: float
 
-    def parse(self, name: str, value: Any, layers: int) -> float:
+    def check(self, name: str, value: Any, layers: int) -> float:
         """The number."""
-        if value is None:
-            return self.default
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
             raise refuse(name, value, "use a number from 0 up")
         return float(value)
 
 
-@dataclass(frozen=True)
-class Integer(SameEverywhere):
+class Integer(Option):
     """A whole number from 1 up; not given by default."""
 
-    def parse(self, name: str, value: Any, layers: int) -> int | None:
+    def check(self, name: str, value: Any, layers: int) -> int:
         """The number."""
-        if value is not None and not (is_whole(value) and value >= 1):
+        if not (is_whole(value) and value >= 1):
             raise refuse(name, value, "use a whole number from 1 up")
-        return value
+        return int(value)
 
 
 @dataclass(frozen=True)
-class Count:
+class Count(Option):
     """A number of heads, for all layers or as a list with one number per layer of the model."""
 
     minimum: int = 1
@@ -134,33 +131,26 @@ class Count:
 
     def parse(self, name: str, value: Any, layers: int) -> int | list[int] | None:
         """The number or the list."""
-        if value is None and not self.required:
-            return None
         allowed = f"a whole number from {self.minimum} up, or a list of {layers} of them, one per layer of the model"
-        if value is None:
+        if value is None and self.required:
             raise ValueError(f"{name} is missing: use {allowed}")
         counts = list(value) if isinstance(value, list | tuple) else [value]
-        if not all(is_whole(count) and count >= self.minimum for count in counts):
+        if value is not None and not all(is_whole(count) and count >= self.minimum for count in counts):
             raise refuse(name, value, f"use {allowed}")
-        if isinstance(value, list | tuple):
-            if len(counts) != layers:
-                raise refuse(name, value, f"it has {len(counts)} numbers, use {allowed}")
-            return counts
-        return value
+        if isinstance(value, list | tuple) and len(counts) != layers:
+            raise refuse(name, value, f"it has {len(counts)} numbers, use {allowed}")
+        return counts if isinstance(value, list | tuple) else value
 
     def at(self, value: Any, layer: int) -> int | None:
         """The layer's number."""
         return value[layer] if isinstance(value, list) else value
 
 
-@dataclass(frozen=True)
-class Layers(SameEverywhere):
+class Layers(Option):
     """The layers a mechanism works in; all by default."""
 
-    def parse(self, name: str, value: Any, layers: int) -> list[int] | None:
+    def check(self, name: str, value: Any, layers: int) -> list[int]:
         """The layer indices in ascending order."""
-        if value is None:
-            return None
         allowed = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
         if not isinstance(value, list | tuple | range) or not value or not all(is_whole(index) for index in value):
             raise refuse(name, value, allowed)

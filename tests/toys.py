@@ -129,5 +129,6 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
     ],
     "talking": [{"talking": {}}, {"talking": {"on": ["logits"]}}],
     "differential": [],
+    "gating": [{"gating": {}}],
 }
 """Configurations that start as the stock model, by mechanism."""

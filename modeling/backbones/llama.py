@@ -3,23 +3,11 @@
 from typing import Any
 
 from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import (
-    LlamaAttention,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaModel,
-    LlamaPreTrainedModel,
-)
+from transformers.models.llama import modeling_llama as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
-from ..model import (
-    RECORDERS,
-    CrossheadBackbone,
-    CrossheadCausalLM,
-    CrossheadPreTrained,
-    CrossheadSequenceClassification,
-)
+from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
 
 class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
@@ -30,31 +18,31 @@ class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadLlamaAttention(CrossheadAttention, LlamaAttention):  # type: ignore[misc]  # forward takes more
-    """LlamaAttention with mechanisms."""
+class CrossheadLlamaAttention(CrossheadAttention, stock.LlamaAttention):  # type: ignore[misc]  # forward takes more
+    """Its attention."""
 
 
-class CrossheadLlamaPreTrainedModel(CrossheadPreTrained, LlamaPreTrainedModel):
-    """The common part of the Llama classes."""
+class CrossheadLlamaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedModel):
+    """The common part of its models."""
 
     config: CrossheadLlamaConfig
     attention_class = CrossheadLlamaAttention
-    _can_record_outputs = {**LlamaPreTrainedModel._can_record_outputs, **RECORDERS}
+    _can_record_outputs = {**stock.LlamaPreTrainedModel._can_record_outputs, **RECORDERS}
 
 
-class CrossheadLlamaModel(CrossheadBackbone, CrossheadLlamaPreTrainedModel, LlamaModel):
-    """LlamaModel with mechanisms."""
+class CrossheadLlamaModel(CrossheadBackbone, CrossheadLlamaPreTrainedModel, stock.LlamaModel):
+    """Its decoder."""
 
 
-class CrossheadLlamaForCausalLM(CrossheadCausalLM, CrossheadLlamaPreTrainedModel, LlamaForCausalLM):
-    """LlamaForCausalLM with mechanisms."""
+class CrossheadLlamaForCausalLM(CrossheadCausalLM, CrossheadLlamaPreTrainedModel, stock.LlamaForCausalLM):
+    """Its language model."""
 
     backbone_class = CrossheadLlamaModel
 
 
 class CrossheadLlamaForSequenceClassification(
-    CrossheadSequenceClassification, CrossheadLlamaPreTrainedModel, LlamaForSequenceClassification
+    CrossheadClassifier, CrossheadLlamaPreTrainedModel, stock.LlamaForSequenceClassification
 ):
-    """LlamaForSequenceClassification with mechanisms."""
+    """Its sequence classifier."""
 
     backbone_class = CrossheadLlamaModel

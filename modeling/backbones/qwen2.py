@@ -3,23 +3,11 @@
 from typing import Any
 
 from transformers import Qwen2Config
-from transformers.models.qwen2.modeling_qwen2 import (
-    Qwen2Attention,
-    Qwen2ForCausalLM,
-    Qwen2ForSequenceClassification,
-    Qwen2Model,
-    Qwen2PreTrainedModel,
-)
+from transformers.models.qwen2 import modeling_qwen2 as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
-from ..model import (
-    RECORDERS,
-    CrossheadBackbone,
-    CrossheadCausalLM,
-    CrossheadPreTrained,
-    CrossheadSequenceClassification,
-)
+from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
 
 class CrossheadQwen2Config(MixersConfig, Qwen2Config):
@@ -30,31 +18,31 @@ class CrossheadQwen2Config(MixersConfig, Qwen2Config):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadQwen2Attention(CrossheadAttention, Qwen2Attention):  # type: ignore[misc]  # forward takes more
-    """Qwen2Attention with mechanisms."""
+class CrossheadQwen2Attention(CrossheadAttention, stock.Qwen2Attention):  # type: ignore[misc]  # forward takes more
+    """Its attention."""
 
 
-class CrossheadQwen2PreTrainedModel(CrossheadPreTrained, Qwen2PreTrainedModel):
-    """The common part of the Qwen2 classes."""
+class CrossheadQwen2PreTrainedModel(CrossheadPreTrained, stock.Qwen2PreTrainedModel):
+    """The common part of its models."""
 
     config: CrossheadQwen2Config
     attention_class = CrossheadQwen2Attention
-    _can_record_outputs = {**Qwen2PreTrainedModel._can_record_outputs, **RECORDERS}
+    _can_record_outputs = {**stock.Qwen2PreTrainedModel._can_record_outputs, **RECORDERS}
 
 
-class CrossheadQwen2Model(CrossheadBackbone, CrossheadQwen2PreTrainedModel, Qwen2Model):
-    """Qwen2Model with mechanisms."""
+class CrossheadQwen2Model(CrossheadBackbone, CrossheadQwen2PreTrainedModel, stock.Qwen2Model):
+    """Its decoder."""
 
 
-class CrossheadQwen2ForCausalLM(CrossheadCausalLM, CrossheadQwen2PreTrainedModel, Qwen2ForCausalLM):
-    """Qwen2ForCausalLM with mechanisms."""
+class CrossheadQwen2ForCausalLM(CrossheadCausalLM, CrossheadQwen2PreTrainedModel, stock.Qwen2ForCausalLM):
+    """Its language model."""
 
     backbone_class = CrossheadQwen2Model
 
 
 class CrossheadQwen2ForSequenceClassification(
-    CrossheadSequenceClassification, CrossheadQwen2PreTrainedModel, Qwen2ForSequenceClassification
+    CrossheadClassifier, CrossheadQwen2PreTrainedModel, stock.Qwen2ForSequenceClassification
 ):
-    """Qwen2ForSequenceClassification with mechanisms."""
+    """Its sequence classifier."""
 
     backbone_class = CrossheadQwen2Model

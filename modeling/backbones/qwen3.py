@@ -3,23 +3,11 @@
 from typing import Any
 
 from transformers import Qwen3Config
-from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3Attention,
-    Qwen3ForCausalLM,
-    Qwen3ForSequenceClassification,
-    Qwen3Model,
-    Qwen3PreTrainedModel,
-)
+from transformers.models.qwen3 import modeling_qwen3 as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
-from ..model import (
-    RECORDERS,
-    CrossheadBackbone,
-    CrossheadCausalLM,
-    CrossheadPreTrained,
-    CrossheadSequenceClassification,
-)
+from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
 
 class CrossheadQwen3Config(MixersConfig, Qwen3Config):
@@ -31,31 +19,31 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadQwen3Attention(CrossheadAttention, Qwen3Attention):  # type: ignore[misc]  # forward takes more
-    """Qwen3Attention with mechanisms."""
+class CrossheadQwen3Attention(CrossheadAttention, stock.Qwen3Attention):  # type: ignore[misc]  # forward takes more
+    """Its attention."""
 
 
-class CrossheadQwen3PreTrainedModel(CrossheadPreTrained, Qwen3PreTrainedModel):
-    """The common part of the Qwen3 classes."""
+class CrossheadQwen3PreTrainedModel(CrossheadPreTrained, stock.Qwen3PreTrainedModel):
+    """The common part of its models."""
 
     config: CrossheadQwen3Config
     attention_class = CrossheadQwen3Attention
-    _can_record_outputs = {**Qwen3PreTrainedModel._can_record_outputs, **RECORDERS}
+    _can_record_outputs = {**stock.Qwen3PreTrainedModel._can_record_outputs, **RECORDERS}
 
 
-class CrossheadQwen3Model(CrossheadBackbone, CrossheadQwen3PreTrainedModel, Qwen3Model):
-    """Qwen3Model with mechanisms."""
+class CrossheadQwen3Model(CrossheadBackbone, CrossheadQwen3PreTrainedModel, stock.Qwen3Model):
+    """Its decoder."""
 
 
-class CrossheadQwen3ForCausalLM(CrossheadCausalLM, CrossheadQwen3PreTrainedModel, Qwen3ForCausalLM):
-    """Qwen3ForCausalLM with mechanisms."""
+class CrossheadQwen3ForCausalLM(CrossheadCausalLM, CrossheadQwen3PreTrainedModel, stock.Qwen3ForCausalLM):
+    """Its language model."""
 
     backbone_class = CrossheadQwen3Model
 
 
 class CrossheadQwen3ForSequenceClassification(
-    CrossheadSequenceClassification, CrossheadQwen3PreTrainedModel, Qwen3ForSequenceClassification
+    CrossheadClassifier, CrossheadQwen3PreTrainedModel, stock.Qwen3ForSequenceClassification
 ):
-    """Qwen3ForSequenceClassification with mechanisms."""
+    """Its sequence classifier."""
 
     backbone_class = CrossheadQwen3Model

@@ -6,7 +6,7 @@ tokens of each expert (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy 
 bias of zero, the router is the stock one, bit for bit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,27 +15,12 @@ from torch.nn import functional
 from transformers import Qwen3MoeConfig
 from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.qwen3_moe.modeling_qwen3_moe import (
-    Qwen3MoeAttention,
-    Qwen3MoeForCausalLM,
-    Qwen3MoeForSequenceClassification,
-    Qwen3MoeModel,
-    Qwen3MoePreTrainedModel,
-    Qwen3MoeSparseMoeBlock,
-    Qwen3MoeTopKRouter,
-    load_balancing_loss_func,
-)
+from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
-from ..losses import share_of_batch
-from ..model import (
-    RECORDERS,
-    CrossheadBackbone,
-    CrossheadCausalLM,
-    CrossheadPreTrained,
-    CrossheadSequenceClassification,
-)
+from ..mechanisms.base import AuxiliaryLoss
+from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
 # Stock checkpoints store experts one by one, the model holds them fused. The library's rule for that goes by model
 # type, so ours needs an entry, also where this code runs as remote code.
@@ -69,11 +54,11 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
         return content
 
 
-class CrossheadQwen3MoeAttention(CrossheadAttention, Qwen3MoeAttention):  # type: ignore[misc]  # forward takes more
-    """Qwen3MoeAttention with mechanisms."""
+class CrossheadQwen3MoeAttention(CrossheadAttention, stock.Qwen3MoeAttention):  # type: ignore[misc]  # forward takes more
+    """Its attention."""
 
 
-class BiasedRouter(Qwen3MoeTopKRouter):
+class BiasedRouter(stock.Qwen3MoeTopKRouter):
     """The stock router with a bias for each expert, in float32 whatever the dtype of the model."""
 
     e_score_correction_bias: torch.Tensor
@@ -102,12 +87,12 @@ class BiasedRouter(Qwen3MoeTopKRouter):
         return self
 
 
-class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, Qwen3MoePreTrainedModel):
-    """The common part of the Qwen3-MoE classes."""
+class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, stock.Qwen3MoePreTrainedModel):
+    """The common part of its models."""
 
     config: CrossheadQwen3MoeConfig
     attention_class = CrossheadQwen3MoeAttention
-    _can_record_outputs = {**Qwen3MoePreTrainedModel._can_record_outputs, **RECORDERS}
+    _can_record_outputs = {**stock.Qwen3MoePreTrainedModel._can_record_outputs, **RECORDERS}
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -118,24 +103,24 @@ class CrossheadQwen3MoePreTrainedModel(CrossheadPreTrained, Qwen3MoePreTrainedMo
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
         # The library looks for a decorator in the file of the class; the experts are the stock ones.
-        return Qwen3MoePreTrainedModel._can_set_experts_implementation()
+        return stock.Qwen3MoePreTrainedModel._can_set_experts_implementation()
 
 
-class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel, Qwen3MoeModel):
-    """Qwen3MoeModel with mechanisms, and with a bias for each expert where the config says so."""
+class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeModel):
+    """Its decoder, with a bias for each expert where the config says so."""
 
     def post_init(self) -> None:
         """Replace routers before the initial values are set."""
         if self.config.expert_bias:
             for layer in self.layers:
-                if isinstance(layer.mlp, Qwen3MoeSparseMoeBlock):
+                if isinstance(layer.mlp, stock.Qwen3MoeSparseMoeBlock):
                     layer.mlp.gate = BiasedRouter(self.config)
             self._keep_in_fp32_modules_strict = [EXPERT_BIAS]
         super().post_init()
 
 
-class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForCausalLM):
-    """Qwen3MoeForCausalLM with mechanisms.
+class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeForCausalLM):
+    """Its language model.
 
     The experts' balance loss is the stock one, over all tokens of a call. Where a batch is accumulated over calls,
     each call's counts by its share of the tokens; the stock model would add it up as often as there are calls.
@@ -149,29 +134,17 @@ class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTraine
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
 
-    def _losses(
-        self,
-        outputs: Any,
-        logits: torch.Tensor,
-        labels: torch.LongTensor | None,
-        attention_mask: torch.Tensor | None,
-        kwargs: dict[str, Any],
-    ) -> dict[str, Any]:
-        losses = super()._losses(outputs, logits, labels, attention_mask, kwargs)
-        if outputs.router_logits is None:
-            return losses
-        aux_loss: Any = load_balancing_loss_func(
-            outputs.router_logits, self.num_experts, self.num_experts_per_tok, attention_mask
-        )
-        if labels is not None:
-            weight = self.router_aux_loss_coef * share_of_batch(labels, kwargs)
-            losses["loss"] = losses["loss"] + weight * aux_loss.to(losses["loss"].device)
-        return losses | {"aux_loss": aux_loss}
+    def _auxiliary_losses(self, outputs: Any, attention_mask: torch.Tensor | None) -> Iterator[AuxiliaryLoss]:
+        yield from super()._auxiliary_losses(outputs, attention_mask)
+        if outputs.router_logits is not None:
+            counts = self.num_experts, self.num_experts_per_tok
+            value: Any = stock.load_balancing_loss_func(outputs.router_logits, *counts, attention_mask)
+            yield AuxiliaryLoss("aux_loss", value, self.router_aux_loss_coef)
 
 
 class CrossheadQwen3MoeForSequenceClassification(
-    CrossheadSequenceClassification, CrossheadQwen3MoePreTrainedModel, Qwen3MoeForSequenceClassification
+    CrossheadClassifier, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeForSequenceClassification
 ):
-    """Qwen3MoeForSequenceClassification with mechanisms."""
+    """Its sequence classifier."""
 
     backbone_class = CrossheadQwen3MoeModel

@@ -142,7 +142,7 @@ talking_tiles.register_fake(talking_fake)
 talking_tiles.register_autograd(talking_autograd, setup_context=talking_keep)
 
 
-def talking_operator(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **rest: Any) -> torch.Tensor:
-    """The kernels where they fit, else `talking_blocks`."""
-    attend = talking_tiles if fits(TalkingCall(query, key, value, **rest)) else talking_blocks
-    return attend(query, key, value, **rest)
+def talking_operator(*call: Any) -> torch.Tensor:
+    """The kernels where they fit, else `talking_blocks`, whose arguments these are."""
+    attend = talking_tiles if fits(TalkingCall(*call)) else talking_blocks
+    return attend(*call)

@@ -56,8 +56,6 @@ def talking_triton_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float,
-    dropout: float = 0.0,
     **kwargs: Any,
 ) -> Outcome:
     """Attention with mixed heads; the kernels take the forward pass of several queries."""
@@ -65,5 +63,4 @@ def talking_triton_attention(
         from .talking_triton import talking_operator
 
         kwargs["operator"] = talking_operator
-    options = {"scaling": scaling, "dropout": dropout, **kwargs}
-    return talking_attention_forward(module, query, key, value, attention_mask, **options)
+    return talking_attention_forward(module, query, key, value, attention_mask, **kwargs)

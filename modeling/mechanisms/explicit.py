@@ -49,7 +49,7 @@ class ExplicitRules(Rules):
     """The options of explicit."""
 
     options = {
-        "on": Subset(("key", "value")),
+        "on": Subset(("key", "value"), ("key", "value")),
         "key_heads": Count(),
         "value_heads": Count(),
         "norm": Flag(True),

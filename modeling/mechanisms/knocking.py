@@ -31,7 +31,7 @@ class KnockingRules(Rules):
 
     options = {
         "form": Choice(("mlp", "linear", "gate")),
-        "on": Subset(("query", "key", "value"), default=("value",)),
+        "on": Subset(("query", "key", "value"), ("value",)),
         "init": Choice(("identity", "random")),
     }
 

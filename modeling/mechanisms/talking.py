@@ -12,7 +12,7 @@ Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -53,7 +53,7 @@ class TalkingRules(Rules):
     """The options of talking."""
 
     options = {
-        "on": Subset(("logits", "weights")),
+        "on": Subset(STAGES, STAGES),
         "softmax_heads": Integer(),
         "dynamic": Subset(("query_logits", "key_logits", "query_weights", "key_weights"), (), may_be_empty=True),
     }
@@ -146,10 +146,12 @@ class Talking(Mechanism):
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Talking-heads attention, in blocks unless "eager"."""
         self.check_implementation(implementation)
-        for stage in self.settings["on"]:
-            static, made = getattr(self, stage)(state.query)[None, None], self._dynamic(f"query_{stage}", state)
-            state.attention_kwargs[f"{stage}_map"] = static if made is None else static + made
-            state.attention_kwargs[f"{stage}_key_map"] = self._dynamic(f"key_{stage}", state)
+        maps: list[torch.Tensor | None] = []
+        for stage in STAGES:
+            static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None
+            made = self._dynamic(f"query_{stage}", state)
+            maps += [static if static is None or made is None else static + made, self._dynamic(f"key_{stage}", state)]
+        state.attention_kwargs = {"head_maps": HeadMaps(*maps)}
         if implementation in (None, "eager"):
             return "crosshead_talking_eager"
         return implementation if str(implementation).startswith("crosshead_talking") else "crosshead_talking"
@@ -186,6 +188,17 @@ class Talking(Mechanism):
         return matrices
 
 
+class HeadMaps(NamedTuple):
+    """The maps across heads of one call, in the widened dtype; None where there is none."""
+
+    logits: torch.Tensor | None
+    """(B or 1, T or 1, to, from)."""
+    logits_by_key: torch.Tensor | None
+    """(B, S, to, from): what each key adds."""
+    weights: torch.Tensor | None
+    weights_by_key: torch.Tensor | None
+
+
 def mix_heads(maps: torch.Tensor | None, key_maps: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
     """Map (B, from, T, S) across heads by maps (B or 1, T or 1, to, from) and those of keys (B, S, to, from)."""
     if maps is None:
@@ -206,19 +219,17 @@ def talking_eager_attention_forward(
     attention_mask: torch.Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    logits_map: torch.Tensor | None = None,
-    logits_key_map: torch.Tensor | None = None,
-    weights_map: torch.Tensor | None = None,
-    weights_key_map: torch.Tensor | None = None,
+    head_maps: HeadMaps | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logits, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
-    if logits_map is None and weights_map is None:
+    if head_maps is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return eager_attention_forward(module, query, key, value, attention_mask, **options)
     logits = attention_logits(query, key, scaling)
-    logits = apply_mask(mix_heads(logits_map, logits_key_map, logits.to(widened(logits.dtype))), attention_mask)
-    weights = mix_heads(weights_map, weights_key_map, functional.softmax(logits, dim=-1)).to(value.dtype)
+    logits = mix_heads(head_maps.logits, head_maps.logits_by_key, logits.to(widened(logits.dtype)))
+    weights = functional.softmax(apply_mask(logits, attention_mask), dim=-1)
+    weights = mix_heads(head_maps.weights, head_maps.weights_by_key, weights).to(value.dtype)
     weights = functional.dropout(weights, p=dropout, training=module.training)
     return weigh_values(weights, value), weights
 
@@ -230,35 +241,28 @@ def talking_attention_forward(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    dropout: float = 0.0,
     is_causal: bool | None = None,
-    logits_map: torch.Tensor | None = None,
-    logits_key_map: torch.Tensor | None = None,
-    weights_map: torch.Tensor | None = None,
-    weights_key_map: torch.Tensor | None = None,
+    head_maps: HeadMaps | None = None,
     operator: Callable[..., torch.Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """The same in blocks of queries, except for a single query, for dropout and under `torch.func`."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if logits_map is None and weights_map is None:
-        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+    if head_maps is None:
+        options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    maps = {"logits_map": logits_map, "logits_key_map": logits_key_map}
-    maps |= {"weights_map": weights_map, "weights_key_map": weights_key_map}
-    queries, keys, kind = query.shape[2], key.shape[2], query.device.type
-    if queries == 1 or dropout or under_torch_func():
+    causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
+    queries, kind = query.shape[2], query.device.type
+    if queries == 1 or kwargs.get("dropout") or under_torch_func():
         if attention_mask is None and causal and queries > 1:
-            attention_mask = causal_mask(queries, keys, query.device)
-        options = {"scaling": scaling, "dropout": dropout, **maps}
+            attention_mask = causal_mask(queries, key.shape[2], query.device)
+        options = {"scaling": scaling, "head_maps": head_maps, **kwargs}
         return talking_eager_attention_forward(module, query, key, value, attention_mask, **options)[0], None
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
-    maps |= {f"{stage}_map": identity for stage in STAGES if maps[f"{stage}_map"] is None}
-    output = operator(
-        query.to(dtype), key.to(dtype), value.to(dtype), **maps, mask=attention_mask, scaling=scaling, causal=causal
-    )
-    return output, None
+    logits_map = identity if head_maps.logits is None else head_maps.logits
+    weights_map = identity if head_maps.weights is None else head_maps.weights
+    maps = logits_map, head_maps.logits_by_key, weights_map, head_maps.weights_by_key
+    return operator(query.to(dtype), key.to(dtype), value.to(dtype), *maps, attention_mask, scaling, causal), None
 
 
 def under_torch_func() -> bool:

@@ -96,7 +96,7 @@ def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
     model = toys.mixed_model(backbone, toys.CASES[case])
     cache = model(toys.tokens(batch=1, length=5)).past_key_values
     held = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
-    assert cache_bytes(model.config, itemsize=4) * 5 == held
+    assert cache_bytes(model.config, torch.float32) * 5 == held
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import crosshead
-from crosshead.conversion import fold_layers, job, mix_layers, reload, verify
+from crosshead.conversion import fold_layers, mix_layers, reload, verify
 from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.fold_rules import FOLD_RULES, FoldRule
 from crosshead.conversion.store import Entry
+from crosshead.modeling import bundle
 from tiers import grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
@@ -166,16 +167,15 @@ def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):
 
 
 def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
-    copy_code = job.copy_code
+    code_files = bundle.code_files
 
-    def copy(folder):
-        copy_code(folder)
-        code = folder / "knocking.py"
-        right = code.read_text(encoding="utf-8")
-        code.write_text(right.replace("return self.down(2 *", "return self.down(2.01 *"), encoding="utf-8")
-        assert code.read_text(encoding="utf-8") != right
+    def changed(config):
+        right = code_files(config)
+        wrong = {name: text.replace("return self.down(2 *", "return self.down(2.01 *") for name, text in right.items()}
+        assert wrong != right
+        return wrong
 
-    monkeypatch.setattr(job, "copy_code", copy)
+    monkeypatch.setattr(bundle, "code_files", changed)
     with pytest.raises(ConversionError, match="logits"):
         crosshead.convert(write_stock(tmp_path / "source"), tmp_path / "made", {"knocking": {}})
     assert not (tmp_path / "made").exists()

@@ -20,7 +20,6 @@ from crosshead.evals.inspect_layer import (
 from crosshead.evals.inspect_matrices import joined, matrix_records
 from crosshead.evals.inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 from crosshead.evals.inspect_watch import watching
-from crosshead.modeling import mixed_attention
 from tiers import grid
 
 LENGTH = 9
@@ -53,12 +52,6 @@ def random_maps(heads=3, size=7, seed=0):
     logits = torch.randn(heads, size, size, generator=torch.Generator().manual_seed(seed))
     hidden = torch.ones(size, size).triu(1).bool()
     return logits.mul(2).masked_fill(hidden, -torch.inf).softmax(-1)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_folds(monkeypatch):
-    """As where a layer is watched."""
-    monkeypatch.setattr(mixed_attention, "folds", lambda *_: False)
 
 
 def see(backbone, mixers):

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from crosshead.modeling.backbones.qwen3_moe import BIAS
+from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 from crosshead.recipes.dry_run import dry_run
 from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.expert_balance import ExpertBalance, read_everywhere
@@ -110,7 +110,7 @@ def test_without_a_rate_nothing_moves():
 
 
 def trained_biases(recipe):
-    return {name: tensor for name, tensor in weights(recipe).items() if BIAS in name}
+    return {name: tensor for name, tensor in weights(recipe).items() if EXPERT_BIAS in name}
 
 
 def told(recipe):

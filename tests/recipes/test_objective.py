@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from crosshead.modeling.balance import balance_loss
+from crosshead.modeling.mechanisms.mixture import balance_loss
 from crosshead.recipes.distilling import attention_errors, attention_outputs
 from crosshead.recipes.objective import Objective, evaluated
 from crosshead.recipes.packing import NOT_PREDICTED
