@@ -103,7 +103,7 @@ class CrossheadAttention(nn.Module):
             mechanisms[name].after_cache(state)
 
         attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            implementation, eager_attention_forward
+            implementation or "eager", eager_attention_forward
         )
         attn_output, attn_weights = attention_interface(
             self,

@@ -219,7 +219,7 @@ def _definition(module: str, node: ast.stmt, lines: list[str]) -> Definition:
     start = min([node.lineno, *(each.lineno for each in decorators)]) - 1
     while start and lines[start - 1].startswith("#"):
         start -= 1
-    marked = [each for each in ast.walk(node) if _is_marked(each)]
+    marked: list[Any] = [each for each in ast.walk(node) if _is_marked(each)]
     text = lines[start : node.end_lineno]
     for each in sorted(marked, key=lambda each: -each.lineno):
         first = min(part.lineno for part in each.decorator_list) - 1 - start

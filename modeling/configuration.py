@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers.utils import logging
 
@@ -171,17 +171,18 @@ class MixersConfig(ConfigBase):
         """The mechanisms of one layer with their complete options, in the order they apply."""
         return layer_settings(self.mixers or {}, layer)
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
+    def tensor_parallel_plan(self) -> dict[str, str]:
         """The stock plan of tensor parallelism, without attention: mechanisms work across all heads.
 
         Serving engines split heads, so there attention stays in the plan where every mechanism can be split.
         """
-        plan: dict[str, str] = super().base_model_tp_plan
+        plan = super().base_model_tp_plan or {}
         split = all(RULES[name].splits_heads(options) for name, options in (self.mixers or {}).items())
         if split and self._attn_implementation in ENGINES:
             return plan
         return {module: style for module, style in plan.items() if ".self_attn." not in module}
+
+    base_model_tp_plan: ClassVar[Any] = property(tensor_parallel_plan)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

@@ -35,13 +35,14 @@ class HeadRMSNorm(nn.Module):
         return self.weight * rms_normalised(x, self.eps)
 
 
-def head_map_init(rows: int, columns: int, device: torch.device | None = None) -> torch.Tensor:
-    """The (rows, columns) map across heads that learnt maps start from: the identity where both are equal.
+def head_map_init(weight: torch.Tensor) -> torch.Tensor:
+    """The map across heads that a weight (rows, columns) starts from: the identity where both are equal.
 
     With more rows, neighbours are copies of one column; with fewer, each is the average of neighbouring columns.
     """
-    many, few = max(rows, columns), min(rows, columns)
-    membership = functional.one_hot(torch.arange(many, device=device) * few // many, few).to(torch.float64)
+    (rows, columns), many, few = weight.shape, max(weight.shape), min(weight.shape)
+    member_of = torch.arange(many, device=weight.device) * few // many
+    membership = functional.one_hot(member_of, few).to(torch.float64)
     return membership if rows >= columns else membership.T / membership.sum(0).unsqueeze(-1)
 
 

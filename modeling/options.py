@@ -51,7 +51,7 @@ class Choice(Option):
     allowed: tuple[str, ...]
 
     @property
-    def default(self) -> str:  # type: ignore[override]
+    def default(self) -> str:
         """The first."""
         return self.allowed[0]
 

@@ -18,7 +18,7 @@ class CrossheadQwen2Config(MixersConfig, Qwen2Config):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadQwen2Attention(CrossheadAttention, stock.Qwen2Attention):  # type: ignore[misc]  # forward takes more
+class CrossheadQwen2Attention(CrossheadAttention, stock.Qwen2Attention):
     """Its attention."""
 
 

@@ -19,7 +19,7 @@ class CrossheadQwen3Config(MixersConfig, Qwen3Config):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadQwen3Attention(CrossheadAttention, stock.Qwen3Attention):  # type: ignore[misc]  # forward takes more
+class CrossheadQwen3Attention(CrossheadAttention, stock.Qwen3Attention):
     """Its attention."""
 
 

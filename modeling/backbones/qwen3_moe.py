@@ -54,7 +54,7 @@ class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
         return content
 
 
-class CrossheadQwen3MoeAttention(CrossheadAttention, stock.Qwen3MoeAttention):  # type: ignore[misc]  # forward takes more
+class CrossheadQwen3MoeAttention(CrossheadAttention, stock.Qwen3MoeAttention):
     """Its attention."""
 
 

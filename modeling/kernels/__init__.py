@@ -4,12 +4,15 @@
 Triton have names of their own until a GPU has run them.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from .triton_backends import mixture_triton_attention, talking_triton_attention
 
-KERNELS = {
+KERNELS: dict[str, Callable[..., Any]] = {
     "crosshead_mixture_triton": mixture_triton_attention,
     "crosshead_talking_triton": talking_triton_attention,
 }

@@ -57,6 +57,10 @@ class Differential(Mechanism, ParameterModule):
     """The layer's lambda; calling it computes the number."""
 
     rules = DifferentialRules
+    lambda_q1: nn.Parameter
+    lambda_k1: nn.Parameter
+    lambda_q2: nn.Parameter
+    lambda_k2: nn.Parameter
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)

@@ -104,7 +104,7 @@ class HeadCombination(ParameterModule):
 
     def initialise(self, std: float) -> None:
         """Each head starts as one component; neighbours share one where there are fewer."""
-        init.copy_(self.weight, head_map_init(*self.weight.shape, device=self.weight.device).to(self.weight.dtype))
+        init.copy_(self.weight, head_map_init(self.weight).to(self.weight.dtype))
 
     def forward(self, components: torch.Tensor | None) -> torch.Tensor:
         """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""

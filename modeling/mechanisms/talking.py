@@ -91,7 +91,7 @@ class HeadMap(ParameterModule):
 
     def initialise(self, std: float) -> None:
         """Start as a regrouping of heads; copies get noise, or they would always stay equal."""
-        start = head_map_init(*self.weight.shape, device=self.weight.device)
+        start = head_map_init(self.weight)
         if self.weight.shape[0] > self.weight.shape[1]:
             start = start + std * torch.randn_like(start)
         init.copy_(self.weight, start.to(self.weight.dtype))

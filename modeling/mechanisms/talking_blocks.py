@@ -1,13 +1,12 @@
 """Talking-Heads attention in memory linear in the sequence length: one block of queries at a time.
 
-A block has queries of one or several sequences. Its logits and weights lie in memory that the next block uses again;
-the backward pass computes them anew. The whole is one operator, because `torch.compile` would unroll the loop over
-blocks, anew for each length. Its name contains that of this module, because each copy of this code that a process
-loads, with a published model, needs an operator of its own.
+The logits and weights of a block lie in memory that the next block uses again; the backward pass computes them anew.
+The whole is one operator, because `torch.compile` would unroll the loop over blocks, anew for each length. Its name
+contains that of this module, because each copy of this code in a process, as models publish it, needs its own.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +16,11 @@ from transformers.utils.generic import maybe_autocast
 from ..ops import widened
 
 TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES = 2**23, (16, 64)
-"""On the CPU: numbers in all that is held of a block, fewest and most queries of it. Measured with 16 heads and 4,096
-tokens on two cores: larger blocks leave the cache, smaller ones cost more in calls than in products."""
+"""On the CPU: numbers in all tensors held of a block, fewest and most queries of it; measured on two cores with 16
+heads and 4,096 tokens, where smaller blocks cost more calls and larger ones leave the cache."""
 TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES = 2**26, (16, 128)
-"""On other devices: numbers in one tensor of a block (256 MB in float32), queries of each sequence in it. Chosen by
-counted launches, 8 sequences of 2,048 tokens with 32 heads: 16 blocks; not timed on a GPU."""
+"""On other devices: numbers in one tensor of a block (256 MB in float32), queries of each sequence in it; from launches
+counted with 8 sequences of 2,048 tokens and 32 heads, which 16 blocks have; not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
 """Tensors with a number for each head, query and key of a block that a pass holds at a time."""
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -29,185 +28,110 @@ TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
 @dataclass(frozen=True)
 class TalkingBlock:
-    """Some queries of each sequence, and the keys that they meet."""
+    """Some queries of each sequence of a part, and the keys that they meet."""
 
     queries: slice
     keys: slice
-    blind: bool
-    """Whether some query may see no key; it then weighs every key alike."""
+    blind: bool = False
+    """Whether, by a boolean mask, some query may see no key: it weighs every key alike, without a gradient."""
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """(sequences x queries, ...) as (sequences, queries, ...)."""
-        return x.unflatten(0, (-1, self.queries.stop - self.queries.start))
-
-    def query_part(self, x: torch.Tensor) -> torch.Tensor:
-        """What (sequences, T or 1, ...) has for the queries."""
-        return x[:, self.queries] if x.shape[1] > 1 else x
+        return x.view(-1, self.queries.stop - self.queries.start, *x.shape[1:])
 
     def by_head(self, x: torch.Tensor) -> torch.Tensor:
         """(sequences x queries, heads, keys) as (heads x sequences, queries, keys)."""
         return self.rows(x).permute(2, 0, 1, 3).flatten(0, 1)
 
+    def query_part(self, x: torch.Tensor) -> torch.Tensor:
+        """What (sequences, T or 1, ...) has for the queries."""
+        return x[:, self.queries] if x.shape[1] > 1 else x
+
 
 @dataclass(frozen=True)
 class TalkingMaps:
-    """Maps across heads of some sequences, or the sums of their gradients."""
+    """Maps across heads, or sums of their gradients: (sequences or 1, T or 1, to, from), and what each key adds."""
 
     by_query: torch.Tensor
-    """(sequences or 1, T or 1, to, from)."""
     by_key: torch.Tensor | None
-    """(sequences, S, to, from): what each key adds."""
+    """(sequences, S, to, from)."""
 
-    def of(self, items: slice) -> "TalkingMaps":
-        """The maps of some sequences."""
-        by_query = self.by_query[items] if len(self.by_query) > 1 else self.by_query
-        return TalkingMaps(by_query, None if self.by_key is None else self.by_key[items])
-
-    def scaled(self, factor: float) -> "TalkingMaps":
-        """The maps times a number."""
-        return TalkingMaps(self.by_query * factor, None if self.by_key is None else self.by_key * factor)
-
-    def turned(self) -> "TalkingMaps":
-        """The transposed maps, which gradients go through."""
-        return TalkingMaps(self.by_query.mT, None if self.by_key is None else self.by_key.mT)
-
-    def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Map (sequences x queries, from, keys) into `out`, (sequences x queries, to, keys)."""
-        maps = block.query_part(self.by_query).expand(*block.rows(given).shape[:2], -1, -1).flatten(0, 1)
-        torch.bmm(maps, given, out=out)
-        if self.by_key is not None:
-            block.rows(out).add_(torch.einsum("nsij,nmjs->nmis", self.by_key[:, block.keys], block.rows(given)))
+    def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """Map (sequences x queries, from, keys) into `out` (sequences x queries, to, keys), or a gradient back."""
+        by_query, by_key = (x.mT if back and x is not None else x for x in (self.by_query, self.by_key))
+        sequences, queries = block.rows(given).shape[:2]
+        torch.bmm(block.query_part(by_query).expand(sequences, queries, -1, -1).flatten(0, 1), given, out=out)
+        if by_key is not None:
+            block.rows(out).add_(torch.einsum("nsij,nmjs->nmis", by_key[:, block.keys], block.rows(given)))
         return out
 
     def add(self, block: TalkingBlock, grad: torch.Tensor, given: torch.Tensor) -> None:
-        """Add the gradients of maps that were applied to `given`, from that of the result."""
+        """Add the gradients of maps that were applied to `given`, from the gradient of the result."""
         total = block.query_part(self.by_query)
         total += block.rows(torch.bmm(grad, given.mT)).sum_to_size(total.shape)
         if self.by_key is not None:
             self.by_key[:, block.keys] += torch.einsum("nmis,nmjs->nsij", block.rows(grad), block.rows(given))
 
 
-@dataclass(frozen=True)
-class TalkingCall:
-    """The arguments of `talking_blocks`."""
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    logits_map: torch.Tensor
-    logits_key_map: torch.Tensor | None
-    weights_map: torch.Tensor
-    weights_key_map: torch.Tensor | None
-    mask: torch.Tensor | None
-    scaling: float
-    causal: bool
-
-    def heads(self) -> int:
-        """The most of queries, softmax and outputs."""
-        return max(*self.logits_map.shape[2:], *self.weights_map.shape[2:])
-
-    def parts(self, held: int) -> Iterator[tuple[slice, "TalkingPart"]]:
-        """Sequences that share blocks, by the tensors that are held of a block."""
-        count, size = talking_block_size(self, held)
-        numbers = self.heads() * count * size * self.key.shape[2]
-        memory = self.query.new_empty(held, numbers, dtype=widened(self.query.dtype))
-        for start in range(0, len(self.query), count):
-            items = slice(start, min(start + count, len(self.query)))
-            yield items, TalkingPart(self, items, size, memory)
-
-
-def talking_block_size(call: TalkingCall, held: int) -> tuple[int, int]:
-    """How many sequences share a block, and how many queries of each it has at most."""
-    (batch, _, queries, _), row = call.query.shape, call.heads() * call.key.shape[2]
-    if call.query.device.type == "cpu":  # one sequence: its block may fit the cache, and leaves out what it hides
-        fewest, most = TALKING_CPU_QUERIES
-        return 1, min(queries, max(fewest, min(most, TALKING_CPU_NUMBERS // (held * row))))
-    fewest, most = TALKING_GPU_QUERIES
-    size = min(queries, max(fewest, min(most, TALKING_GPU_NUMBERS // row)))
-    return max(1, min(batch, TALKING_GPU_NUMBERS // (row * size))), size
-
-
-def talking_side_by_side(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(sequences, groups, tokens, features) as (heads x sequences, tokens, features), copied for heads of a group."""
-    count, groups, tokens, features = x.shape
-    copies = x.transpose(0, 1).unsqueeze(1).expand(groups, heads // groups, count, tokens, features)
-    return copies.reshape(heads * count, tokens, features).contiguous()
-
-
 class TalkingPart:
-    """Some sequences of a call, and what is computed of a block of their queries.
+    """The sequences of a call that share blocks, and what is computed of a block.
 
-    Queries, keys and values lie as (heads x sequences, tokens, features), so that one batched product has all heads
-    and sequences. Logits and weights are (sequences x queries, heads, keys), as a batched product with maps needs.
+    Queries, keys and values are (heads x sequences, tokens, features), so that one batched product has all heads and
+    sequences. Logits and weights are (sequences x queries, heads, keys), which a batched product with maps needs.
     """
 
-    def __init__(self, call: TalkingCall, items: slice, size: int, memory: torch.Tensor) -> None:
-        self.count, self.size, self.memory = items.stop - items.start, size, memory
-        self.query = talking_side_by_side(call.query[items], call.query.shape[1])
-        self.key = talking_side_by_side(call.key[items], call.query.shape[1])
-        self.value = talking_side_by_side(call.value[items], call.weights_map.shape[2])
-        logits_maps = TalkingMaps(call.logits_map, call.logits_key_map).of(items)
-        self.logits_maps = logits_maps.scaled(call.scaling)
-        self.weights_maps = TalkingMaps(call.weights_map, call.weights_key_map).of(items)
-        self.mask = call.mask[items] if call.mask is not None and len(call.mask) > 1 else call.mask
-        self.triangle = None
-        if call.mask is None and call.causal:
-            self.triangle = torch.ones(size, size, dtype=torch.bool, device=memory.device).tril()
+    def __init__(
+        self, tensors: Sequence[Any], items: slice, size: int, memory: torch.Tensor, scaling: float, causal: bool
+    ) -> None:
+        query, key, value = (x[items] for x in tensors[:3])
+        logits_map, logits_key_map, weights_map, weights_key_map, mask = talking_items(tensors[3:], items)
+        self.sequences, self.size, self.memory = len(query), size, memory
+        self.query = talking_by_head(query, query.shape[1])
+        self.key, self.value = talking_by_head(key, query.shape[1]), talking_by_head(value, weights_map.shape[2])
+        scaled_key_map = None if logits_key_map is None else logits_key_map * scaling
+        self.logits_maps = TalkingMaps(logits_map * scaling, scaled_key_map)
+        self.weights_maps = TalkingMaps(weights_map, weights_key_map)
+        self.mask = None if mask is None else mask.transpose(1, 2)  # (sequences or 1, T or 1, heads or 1, S)
+        ones = query.new_ones(size, size, dtype=torch.bool) if mask is None and causal else None
+        self.triangle = None if ones is None else ones.tril()
         self.lowest, self.zero = memory.new_full((), torch.finfo(memory.dtype).min), memory.new_zeros(())
 
     def blocks(self) -> Iterator[TalkingBlock]:
-        """All blocks. On the CPU the mask is read, to leave out keys that it hides from all queries of a block."""
-        queries, keys = self.query.shape[1], self.key.shape[1]
-        for start in range(0, queries, self.size):
-            part = slice(start, min(start + self.size, queries))
-            if self.mask is None:
-                last = keys if self.triangle is None else min(part.stop, keys)
-                yield TalkingBlock(part, slice(0, last), blind=False)
-            elif self.mask.device.type == "cpu":
-                yield TalkingBlock(part, *talking_mask_span(self.mask_part(part, slice(0, keys))))
-            else:  # reading it would wait for the device
-                yield TalkingBlock(part, slice(0, keys), blind=True)
-
-    def mask_part(self, queries: slice, keys: slice) -> torch.Tensor:
-        """The mask as (sequences or 1, queries or 1, heads or 1, keys)."""
-        assert self.mask is not None
-        mask = self.mask[:, :, queries] if self.mask.shape[2] > 1 else self.mask
-        return mask[..., keys].transpose(1, 2)
+        """All blocks. On the CPU a mask is read, for the keys that a block meets; a GPU would have to be waited for."""
+        tokens, keys = self.query.shape[1], self.key.shape[1]
+        for start in range(0, tokens, self.size):
+            part = slice(start, min(start + self.size, tokens))
+            block = TalkingBlock(part, slice(0, keys if self.triangle is None else min(part.stop, keys)))
+            if self.mask is not None and self.mask.device.type == "cpu":
+                block = TalkingBlock(part, *talking_mask_span(block.query_part(self.mask)))
+            elif self.mask is not None:
+                block = TalkingBlock(part, block.keys, blind=self.mask.dtype == torch.bool)
+            yield block
 
     def take(self, index: int, block: TalkingBlock, heads: int, by_head: bool = False) -> torch.Tensor:
-        """Memory for (sequences x queries, heads, keys), ordered by heads first where asked."""
-        rows = self.count * (block.queries.stop - block.queries.start)
-        shape = (heads, rows, -1) if by_head else (rows, heads, -1)
-        taken = self.memory[index, : heads * rows * (block.keys.stop - block.keys.start)].view(shape)
-        return taken.transpose(0, 1) if by_head else taken
+        """Memory for (sequences x queries, heads, keys), with heads or with queries as its outer order."""
+        rows, keys = self.sequences * (block.queries.stop - block.queries.start), block.keys.stop - block.keys.start
+        taken = self.memory[index, : heads * rows * keys]
+        return taken.view(heads, rows, keys).transpose(0, 1) if by_head else taken.view(rows, heads, keys)
 
     def products(self, index: int, block: TalkingBlock, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
-        """Products of rows (heads x sequences, queries, features) with columns of as many heads, of the keys."""
-        found = self.take(index, block, len(rows) // self.count, by_head=True)
-        out = block.by_head(found)
-        if rows.dtype == out.dtype:
-            torch.bmm(rows, columns.mT, out=out)
+        """Products (sequences x queries, heads, keys) of the block's queries, or rows as many, with those of keys."""
+        rows, columns = rows[:, block.queries], columns[:, block.keys].mT
+        found = self.take(index, block, len(rows) // self.sequences, by_head=True)
+        if rows.dtype == found.dtype:
+            torch.bmm(rows, columns, out=block.by_head(found))
         else:
-            out.copy_(torch.bmm(rows, columns.mT))
+            block.by_head(found).copy_(torch.bmm(rows, columns))
         return found
 
-    def logits(self, block: TalkingBlock) -> torch.Tensor:
-        """Logits before scaling and the first map, in memory 0."""
-        return self.products(0, block, self.query[:, block.queries], self.key[:, block.keys])
-
-    def weights(self, block: TalkingBlock, logits: torch.Tensor, index: int) -> torch.Tensor:
-        """Weights before the second map, in memory of that index; memory 1 is used."""
-        mixed = self.logits_maps.apply(block, logits, self.take(1, block, self.logits_maps.by_query.shape[2]))
-        self.hide(block, block.rows(mixed), self.lowest)
-        return torch.softmax(mixed, dim=-1, out=self.take(index, block, mixed.shape[1]))
-
     def hide(self, block: TalkingBlock, logits: torch.Tensor, lowest: torch.Tensor) -> None:
-        """Replace, in place, what the mask hides of logits (sequences, queries, heads, keys); add an additive mask."""
+        """Apply the mask in place: a boolean one puts `lowest` where a key is hidden, an additive one is added."""
+        logits = block.rows(logits)
         if self.triangle is not None:
             logits = logits[..., block.queries.start :]
             visible = self.triangle[: logits.shape[1], None, : logits.shape[3]]
         elif self.mask is not None:
-            visible = self.mask_part(block.queries, block.keys)
+            visible = block.query_part(self.mask)[..., block.keys]
         else:
             return
         if visible.dtype == torch.bool:
@@ -215,95 +139,130 @@ class TalkingPart:
         else:
             logits += visible
 
-    def mixed_weights(self, block: TalkingBlock, weights: torch.Tensor) -> torch.Tensor:
-        """Weights after the second map, in memory 1, as (heads x sequences, queries, keys) of the values' dtype."""
-        out = self.take(1, block, self.weights_maps.by_query.shape[2], by_head=self.count > 1)
-        return block.by_head(self.weights_maps.apply(block, weights, out)).to(self.value.dtype)
+    def weights(self, block: TalkingBlock, logits: torch.Tensor, index: int) -> torch.Tensor:
+        """Weights before the second map, in memory of that index; memory 1 is overwritten."""
+        heads = self.logits_maps.by_query.shape[2]
+        mixed = self.logits_maps.apply(block, logits, self.take(1, block, heads))
+        self.hide(block, mixed, self.lowest)
+        return torch.softmax(mixed, dim=-1, out=self.take(index, block, heads))
 
-    def attend(self) -> torch.Tensor:
-        """Outputs (heads, sequences, queries, features)."""
-        output = self.value.new_empty(len(self.value), self.query.shape[1], self.value.shape[2])
+    def mix(self, maps: TalkingMaps, block: TalkingBlock, given: torch.Tensor, back: bool = False) -> torch.Tensor:
+        """What maps make, in memory 1, as (heads x sequences, queries, keys) in the dtype of values."""
+        out = self.take(1, block, maps.by_query.shape[3 if back else 2], by_head=self.sequences > 1)
+        return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
+
+    def outputs(self) -> torch.Tensor:
+        """Outputs (heads x sequences, T, features)."""
+        out = self.value.new_empty(len(self.value), self.query.shape[1], self.value.shape[2])
         for block in self.blocks():
-            weights = self.weights(block, self.logits(block), 0)
-            torch.bmm(self.mixed_weights(block, weights), self.value[:, block.keys], out=output[:, block.queries])
-        return output.unflatten(0, (-1, self.count))
+            weights = self.weights(block, self.products(0, block, self.query, self.key), 0)
+            mixed = self.mix(self.weights_maps, block, weights)
+            torch.bmm(mixed, self.value[:, block.keys], out=out[:, block.queries])
+        return out
+
+    def gradients(self, output: torch.Tensor, logits: TalkingMaps, weights: TalkingMaps) -> list[torch.Tensor]:
+        """Gradients of queries, keys and values from that of the outputs; those of the maps are added to their sums."""
+        query = torch.empty_like(self.query)
+        key, value = (torch.zeros_like(x, dtype=self.memory.dtype) for x in (self.key, self.value))
+        for block in self.blocks():
+            given = self.products(0, block, self.query, self.key)
+            attention = self.weights(block, given, 2)
+            mixed = self.mix(self.weights_maps, block, attention)
+            talking_add_products(value[:, block.keys], mixed.mT, output[:, block.queries])
+            grad = self.products(1, block, output, self.value)  # of the weights after the second map
+            weights.add(block, grad, attention)
+            grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), back=True)
+            product = torch.mul(grad, attention, out=self.take(1, block, attention.shape[1]))
+            grad.sub_(product.sum(-1, keepdim=True)).mul_(attention)  # of the logits after the first map
+            if block.blind:
+                self.hide(block, grad, self.zero)
+            logits.add(block, grad, given)
+            mixed = self.mix(self.logits_maps, block, grad, back=True)
+            torch.bmm(mixed, self.key[:, block.keys], out=query[:, block.queries])
+            talking_add_products(key[:, block.keys], mixed.mT, self.query[:, block.queries])
+        return [query, key, value]
+
+
+def talking_items(tensors: Sequence[torch.Tensor | None], items: slice) -> list[Any]:
+    """What tensors (B or 1, ...) have for some sequences."""
+    return [x if x is None or len(x) == 1 else x[items] for x in tensors]
+
+
+def talking_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+    """(sequences, groups, tokens, features) as (heads x sequences, tokens, features), a copy for each head of a group."""
+    sequences, groups, tokens, features = x.shape
+    copies = x.transpose(0, 1).unsqueeze(1).expand(groups, heads // groups, sequences, tokens, features)
+    return copies.reshape(heads * sequences, tokens, features).contiguous()
 
 
 def talking_mask_span(mask: torch.Tensor) -> tuple[slice, bool]:
-    """The keys that some row of a mask (..., keys) shows, and whether a row shows none: then all keys count."""
+    """The keys that some row of a mask (..., keys) shows, all where a row shows none; whether one does, if boolean."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     if not visible.any(-1).all():
-        return slice(0, mask.shape[-1]), True
+        return slice(0, mask.shape[-1]), mask.dtype == torch.bool
     columns = visible.flatten(0, -2).any(0).nonzero()
     return slice(int(columns[0]), int(columns[-1]) + 1), False
 
 
-class TalkingGradients:
-    """Sums of the gradients of some sequences, as their `TalkingPart` has them."""
-
-    def __init__(self, part: TalkingPart, logits_maps: TalkingMaps, weights_maps: TalkingMaps) -> None:
-        self.part, self.logits_maps, self.weights_maps = part, logits_maps, weights_maps
-        self.query = torch.empty_like(part.query)
-        self.key, self.value = (torch.zeros_like(x, dtype=part.memory.dtype) for x in (part.key, part.value))
-
-    def add(self, block: TalkingBlock, output: torch.Tensor) -> None:
-        """Add those of a block, from those of the outputs (heads x sequences, queries, features)."""
-        part, keys = self.part, block.keys
-        logits = part.logits(block)  # memory 0
-        weights = part.weights(block, logits, 2)
-        talking_add_products(self.value[:, keys], part.mixed_weights(block, weights), output)  # memory 1, until here
-
-        grad = part.products(1, block, output, part.value[:, keys])  # of the mixed weights
-        self.weights_maps.add(block, grad, weights)
-        grad = part.weights_maps.turned().apply(block, grad, part.take(3, block, weights.shape[1]))
-        product = torch.mul(grad, weights, out=part.take(1, block, weights.shape[1]))
-        grad.sub_(product.sum(-1, keepdim=True)).mul_(weights)  # of the mixed logits
-        if block.blind and part.mask is not None and part.mask.dtype == torch.bool:  # elsewhere hidden ones have none
-            part.hide(block, block.rows(grad), part.zero)
-        self.logits_maps.add(block, grad, logits)
-        out = part.take(1, block, logits.shape[1], by_head=part.count > 1)
-        grad = block.by_head(part.logits_maps.turned().apply(block, grad, out)).to(part.key.dtype)
-        torch.bmm(grad, part.key[:, keys], out=self.query[:, block.queries])
-        talking_add_products(self.key[:, keys], grad, part.query[:, block.queries])
-
-
 def talking_add_products(total: torch.Tensor, maps: torch.Tensor, rows: torch.Tensor) -> None:
-    """Add the sums of rows (heads, queries, features) that maps (heads, queries, keys) weigh, for each key."""
+    """Add batched products to a total that may have a wider dtype."""
     if rows.dtype == total.dtype:
-        total.baddbmm_(maps.mT, rows)
+        total.baddbmm_(maps, rows)
     else:
-        total += torch.bmm(maps.mT, rows)
+        total += torch.bmm(maps, rows)
 
 
-def talking_forward(call: TalkingCall) -> torch.Tensor:
-    """Outputs (B, T, heads, features)."""
-    batch, _, queries, _ = call.query.shape
-    output = call.value.new_empty(batch, queries, call.weights_map.shape[2], call.value.shape[3])
-    for items, part in call.parts(TALKING_HELD_FORWARD):
-        output[items] = part.attend().permute(1, 2, 0, 3)
+def talking_block_size(device: str, batch: int, queries: int, row: int, held: int) -> tuple[int, int]:
+    """How many sequences share a block, and the queries of each, from the numbers in a row of one query."""
+    if device == "cpu":  # one sequence, of which the block may fit the cache and leave out the keys that it hides
+        fewest, most = TALKING_CPU_QUERIES
+        return 1, min(queries, max(fewest, min(most, TALKING_CPU_NUMBERS // (held * row))))
+    fewest, most = TALKING_GPU_QUERIES
+    size = min(queries, max(fewest, min(most, TALKING_GPU_NUMBERS // row)))
+    return max(1, min(batch, TALKING_GPU_NUMBERS // (row * size))), size
+
+
+def talking_parts(
+    tensors: Sequence[Any], scaling: float, causal: bool, held: int
+) -> Iterator[tuple[slice, TalkingPart]]:
+    """The sequences of a call in parts, which use the same memory for so many tensors of a block."""
+    (batch, _, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
+    row = keys * max(*tensors[3].shape[2:], *tensors[5].shape[2:])
+    sequences, size = talking_block_size(tensors[0].device.type, batch, queries, row, held)
+    memory = tensors[0].new_empty(held, sequences * size * row, dtype=widened(tensors[0].dtype))
+    for start in range(0, batch, sequences):
+        items = slice(start, start + sequences)
+        yield items, TalkingPart(tensors, items, size, memory, scaling, causal)
+
+
+def talking_forward(tensors: Sequence[Any], scaling: float, causal: bool) -> torch.Tensor:
+    """Outputs (B, T, heads, features) from the tensors of `talking_blocks`, in its order."""
+    output = talking_fake(*tensors)
+    for items, part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
+        output[items] = part.outputs().unflatten(0, (-1, part.sequences)).permute(1, 2, 0, 3)
     return output
 
 
-def talking_backward(call: TalkingCall, grad_output: torch.Tensor) -> list[torch.Tensor]:
-    """Gradients of the seven tensors before the mask; an empty one of what is None."""
-    heads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (call.query, call.key, call.value)]
-    wide = widened(call.query.dtype)
-    given = (call.logits_map, call.logits_key_map), (call.weights_map, call.weights_key_map)
-    maps = [TalkingMaps(*(None if x is None else torch.zeros_like(x, dtype=wide) for x in pair)) for pair in given]
-    for items, part in call.parts(TALKING_HELD_BACKWARD):
-        found = TalkingGradients(part, *(each.of(items) for each in maps))
-        output = talking_side_by_side(grad_output[items].transpose(1, 2), grad_output.shape[2])
-        for block in part.blocks():
-            found.add(block, output[:, block.queries])
-        for total, side in zip(heads, (found.query, found.key, found.value), strict=True):
-            groups = side.view(total.shape[1], -1, part.count, *total.shape[2:])
+def talking_backward(
+    grad_output: torch.Tensor, tensors: Sequence[Any], scaling: float, causal: bool
+) -> list[torch.Tensor]:
+    """Gradients of the tensors before the mask; those of maps are wide, and empty where there is no map."""
+    totals = talking_gradients_fake(grad_output, tensors)
+    for total in totals[3:]:
+        total.zero_()
+    for items, part in talking_parts(tensors, scaling, causal, TALKING_HELD_BACKWARD):
+        output = talking_by_head(grad_output[items].transpose(1, 2), grad_output.shape[2])
+        maps = talking_items([x if x.numel() else None for x in totals[3:]], items)
+        found = part.gradients(output, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:]))
+        for total, heads in zip(totals, found, strict=False):
+            groups = heads.view(total.shape[1], -1, part.sequences, *total.shape[2:])
             total[items] = groups.sum(1).transpose(0, 1)
-    maps[0] = maps[0].scaled(call.scaling)  # the scaling is in the first maps
-    flat = [x for each in maps for x in (each.by_query, each.by_key)]
-    return [*heads, *(call.query.new_empty(0, dtype=wide) if x is None else x for x in flat)]
+    for total in totals[3:5]:  # of maps that the scaling went into
+        total *= scaling
+    return totals
 
 
-@torch.library.custom_op(f"{TALKING_NAMESPACE}::blocks", mutates_args=())
+@torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", mutates_args=())
 def talking_blocks(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -318,60 +277,45 @@ def talking_blocks(
 ) -> torch.Tensor:
     """Outputs (B, T, heads, features) of queries (B, H, T, d), keys (B, groups, S, d), values (B, groups, S, features).
 
-    Maps are (B or 1, T or 1, to, from), those of keys (B, S, to, from), all in the widened dtype. The mask is
-    (B or 1, softmax heads or 1, T or 1, S), True where a key is visible, or additive. Without a mask, `causal` shows
-    query `t` the keys up to `t`. A query that sees no key weighs every key alike, as in eager attention.
+    Maps are (B or 1, T or 1, to, from), those of keys (B, S, to, from), in the widened dtype. The mask is (B or 1,
+    softmax heads or 1, T or 1, S), True where a key is visible, or additive. Without one, `causal` shows query `t` the
+    keys up to `t`. A query that sees no key weighs every key alike, as in eager attention.
     """
-    call = TalkingCall(
-        query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal
-    )
+    tensors = [query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask]
     with maybe_autocast(query.device.type, enabled=False):
-        return talking_forward(call)
+        return talking_forward(tensors, scaling, causal)
 
 
-@torch.library.custom_op(f"{TALKING_NAMESPACE}::gradients", mutates_args=())
+@torch.library.custom_op(f"{TALKING_NAMESPACE}::talking_gradients", mutates_args=())
 def talking_gradients(
-    grad_output: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    logits_map: torch.Tensor,
-    logits_key_map: torch.Tensor | None,
-    weights_map: torch.Tensor,
-    weights_key_map: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    scaling: float,
-    causal: bool,
+    grad_output: torch.Tensor, tensors: Sequence[torch.Tensor | None], scaling: float, causal: bool
 ) -> list[torch.Tensor]:
-    """What `talking_backward` returns, as an operator."""
-    call = TalkingCall(
-        query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal
-    )
-    with maybe_autocast(query.device.type, enabled=False):
-        return talking_backward(call, grad_output)
+    """The backward pass, as an operator."""
+    with maybe_autocast(grad_output.device.type, enabled=False):
+        return talking_backward(grad_output, tensors, scaling, causal)
 
 
 def talking_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The shape of the outputs."""
+    """Outputs without their numbers."""
     return value.new_empty(query.shape[0], query.shape[2], rest[2].shape[2], value.shape[3])
 
 
-def talking_gradients_fake(grad_output: torch.Tensor, *call: Any) -> list[torch.Tensor]:
-    """The shapes of the gradients."""
-    heads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in call[:3]]
-    wide = widened(call[0].dtype)
-    return [*heads, *(call[0].new_empty(0 if x is None else x.shape, dtype=wide) for x in call[3:7])]
+def talking_gradients_fake(grad_output: torch.Tensor, tensors: Sequence[Any], *rest: Any) -> list[torch.Tensor]:
+    """Gradients without their numbers."""
+    wide = widened(tensors[0].dtype)
+    maps = (tensors[0].new_empty(0 if x is None else x.shape, dtype=wide) for x in tensors[3:7])
+    return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]), *maps]
 
 
 def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    """Save the inputs for the backward pass."""
+    """Save what the backward pass needs."""
     ctx.save_for_backward(*inputs[:8])
     ctx.rest = inputs[8:]
 
 
 def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the inputs that need one."""
-    found = talking_gradients(grad_output, *ctx.saved_tensors, *ctx.rest)
+    found = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
     used = (grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False))
     return (*used, None, None, None)
 

@@ -22,6 +22,7 @@ NEUTRAL = {
     "talking": {"talking": {}},
     "mixture": {"mixture": {"active_heads": "100%", "shared_heads": 1}},
     "two_stage": {"mixture": {"active_heads": "100%", "router": "two_stage"}},
+    "gating": {"gating": {}},
     "together": {
         "knocking": {"layers": [0]},
         "explicit": {},

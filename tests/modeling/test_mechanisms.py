@@ -12,7 +12,7 @@ from crosshead.modeling.mechanisms.differential import lambda_start
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionCall, HeadLayout, HeadStates
 from crosshead.modeling.ops import HeadRMSNorm, apply_mask, rms_normalised
-from crosshead.modeling.ops import regrouping
+from crosshead.modeling.ops import head_map_init
 from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
 from toys import lopsided, mixed_model, tokens
 
@@ -151,8 +151,8 @@ def test_lambda_starts_as_the_paper_says() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), ((4, 4), (6, 4), (4, 6), (3, 1), (1, 3), (5, 2)))
-def test_regrouping_goes_up_and_down(rows: int, columns: int) -> None:
-    there, back = regrouping(rows, columns), regrouping(columns, rows)
+def test_head_maps_go_up_and_down(rows: int, columns: int) -> None:
+    there, back = (head_map_init(torch.empty(*shape)) for shape in ((rows, columns), (columns, rows)))
     few = min(rows, columns)
     round_trip = back @ there if columns == few else there @ back
     assert torch.allclose(round_trip, torch.eye(few, dtype=torch.float64))
