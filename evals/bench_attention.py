@@ -8,14 +8,19 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosshead.modeling.cache import split_heads
-from crosshead.modeling.mechanisms.base import AttentionCall, HeadStates, Mixer
+from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
+from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism, Settings
 
 from .bench_pairs import Run
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """From query, key and value (B, heads, T, d) to outputs (B, T, H, d)."""
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+"""An attention function, as transformers registers them."""
 SEED = 0
 COLD_BYTES = 2**28
 """Of the rival's keys and values, in all turns together: more than a processor's cache holds."""
@@ -72,21 +77,41 @@ def layers_in_turn(
 
     def made() -> torch.Tensor:
         if side_by_side:
-            return split_heads(torch.randn(batch, tokens, heads * head_dim), heads)
+            return split_heads(torch.randn(batch, tokens, heads * head_dim), head_dim)
         return torch.randn(batch, heads, tokens, head_dim)
 
     return cycle([(made(), made()) for _ in range(turns)])
 
 
-def mixed(mixer: Mixer, states: HeadStates, mask: torch.Tensor | None = None, eager: bool = False) -> torch.Tensor:
-    """As a layer with this mechanism alone attends; without a mask, each query sees the keys up to its own."""
+def in_one_layer(name: str, options: Settings, layout: HeadLayout) -> Mechanism:
+    """A mechanism as it stands alone in a layer of this shape, in evaluation."""
+    settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
+    return MECHANISMS[name](shared_layout(settings, layout), settings[name]).eval()
 
-    def run(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return stock(query, key, value, mask), None
 
-    call = AttentionCall(run, eager, mask, states.query.shape[-1] ** -0.5, 0.0, plain=not eager)
-    attended = None if mixer.owns_attention else mixer.attend_cached(states, call)
-    if attended is None:
-        mixer.on_cached(states)
-        attended = mixer.attend(states, call) or run(states.query, states.key, states.value)
-    return attended[0]
+def mixed(
+    mechanism: Mechanism,
+    state: AttentionState,
+    mask: torch.Tensor | None = None,
+    implementation: str = "sdpa",
+    function: Forward | None = None,
+) -> torch.Tensor:
+    """As a layer with this mechanism alone attends; without a mask, each query sees the keys up to its own.
+
+    It runs the registered function that the mechanism names, or another one with the same arguments.
+    """
+    state.function = mechanism.attention_function(state, implementation, mask is not None)
+    mechanism.after_cache(state)
+    layer: Any = SimpleNamespace(
+        num_key_value_groups=state.query.shape[1] // state.key.shape[1], is_causal=True, training=False
+    )
+    if function is None:
+        function = ALL_ATTENTION_FUNCTIONS[state.function or implementation]
+    scaling = state.query.shape[-1] ** -0.5
+    options = {"dropout": 0.0, "scaling": scaling, **state.attention_kwargs}
+    return function(layer, state.query, state.key, state.value, mask, **options)[0]
+
+
+def implementation(name: str, device: torch.device) -> str:
+    """What `attn_implementation` asks for: on a GPU the kernels of a mechanism, elsewhere "sdpa"."""
+    return f"crosshead_{name}_triton" if device.type == "cuda" else "sdpa"

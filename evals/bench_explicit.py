@@ -5,15 +5,13 @@ with one, as for a padded batch, those that share keys become the queries of one
 takes about half as long; of several tokens, it repeats the keys.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from crosshead.modeling.mechanisms.base import HeadLayout, HeadStates
-from crosshead.modeling.mechanisms.explicit import Explicit
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
 
-from .bench_attention import SEED, layers_in_turn, mixed, stock
+from .bench_attention import SEED, in_one_layer, layers_in_turn, mixed, stock
 from .bench_case import TOLD, Case
 from .bench_models import SHAPE, model, next_token
 from .bench_models import STOCK as STOCK_MODEL
@@ -44,12 +42,14 @@ def decoding(
     query = torch.randn(batch, query_heads, 2 if kind == TWO else 1, head_dim)
     heads = key_value_heads // 2 if ours else key_value_heads
     past = layers_in_turn(batch, heads, tokens, head_dim, rivals=key_value_heads, side_by_side=ours)
-    settings = {"on": ["key", "value"], "key_heads": heads, "value_heads": heads, "norm": False}
-    layout = HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim)
-    explicit = Explicit(replace(layout, key_norm_eps=layout.norm_eps if kind == NORMED else None), settings)
+    options = {"key_heads": heads if ours else None, "value_heads": heads if ours else None, "norm": False}
+    eps = 1e-6 if kind == NORMED else None
+    layout = HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim, key_norm_eps=eps)
+    explicit = in_one_layer("explicit", options, layout)
     for scalars in explicit.parameters():
         torch.nn.init.normal_(scalars)
-    beside = {"explicit.inverse_rms": torch.rand(batch, tokens, key_value_heads)} if kind == NORMED else {}
+    numbers = torch.rand(batch, tokens, explicit.cached_numbers())
+    beside = {"explicit.inverse_rms": numbers} if kind == NORMED else {}
     mask = _mask(kind, tokens)
     mask = None if mask is None else mask.expand(batch, 1, -1, -1)
 
@@ -57,7 +57,7 @@ def decoding(
         with torch.no_grad():
             key, value = next(past)
             if ours:
-                return mixed(explicit, HeadStates(query, query, query, key, value, beside), mask)
+                return mixed(explicit, AttentionState(query, query, query, key, value, beside), mask)
             return stock(query, key, value, mask)
 
     return attend

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 
 PACKAGES = ("crosshead", "torch", "transformers", "accelerate", "triton")
-KERNELS = "CROSSHEAD_TRITON"
-"""By which kernels for GPUs are asked for."""
 
 
 def machine() -> dict[str, Any]:
@@ -28,7 +26,6 @@ def machine() -> dict[str, Any]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
-        KERNELS: os.environ.get(KERNELS),
         **{name: _version(name) for name in PACKAGES},
     }
 

@@ -1,4 +1,4 @@
-"""`mixture`'s attention and projections, which leave out what does not count, beside all of it.
+"""`mixture`'s attention, which leaves out what does not count, beside all of it.
 
 Both have the same inputs; routes are drawn at random, which is how a router starts.
 """
@@ -6,13 +6,11 @@ Both have the same inputs; routes are drawn at random, which is how a router sta
 from functools import partial
 
 import torch
-from torch import nn
 
-from crosshead.modeling.chosen_projection import ChosenTokens
-from crosshead.modeling.mechanisms.base import HeadLayout, HeadStates
-from crosshead.modeling.mechanisms.mixture import Mixture
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
+from crosshead.modeling.mechanisms.mixture import mixture_attention_forward
 
-from .bench_attention import SEED, attention, dense, mixed
+from .bench_attention import SEED, attention, dense, implementation, in_one_layer, mixed
 from .bench_case import Case
 from .bench_pairs import Run
 
@@ -29,53 +27,28 @@ def routed(
     shared: int,
     gradients: bool = False,
     padded: bool = False,
+    published: bool = False,
 ) -> Run:
-    """Attention of the queries that are routed to, or of all; where padded, the first keys are not to be seen."""
+    """Attention of the queries that are routed to, or of all; where padded, the first keys are not to be seen.
+
+    `published` takes the function that a published model brings, which runs where crosshead is not installed.
+    """
     mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril() if padded else None
     if mask is not None:
         mask[..., : tokens // 16] = False
     if not ours:
         return attention(partial(dense, mask=mask), tokens, heads, head_dim, gradients)
-    mixture = router(heads, head_dim, active, shared)
+    options = {"active_heads": active, "shared_heads": shared, "router": "query_norm"}
+    mixture = in_one_layer("mixture", options, HeadLayout(heads * head_dim, heads, heads, head_dim))
     gates = routes(tokens, heads, active, shared)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return mixed(mixture, HeadStates(query, key, query, key, value, gates=gates), mask)
+        state = AttentionState(query, key, query, key, value, gates=gates)
+        if published:
+            return mixed(mixture, state, mask, function=mixture_attention_forward)
+        return mixed(mixture, state, mask, implementation("mixture", query.device))
 
     return attention(attend, tokens, heads, head_dim, gradients)
-
-
-def projected(ours: bool, tokens: int, heads: int, head_dim: int, active: int, shared: int, gradients: bool) -> Run:
-    """A layer's queries from hidden states, and hidden states from its outputs, which are zero where not routed to."""
-    torch.manual_seed(SEED)
-    size = heads * head_dim
-    into, out = (nn.Linear(size, size, bias=False).requires_grad_(gradients) for _ in range(2))
-    chosen = routes(tokens, heads, active, shared) != 0
-    hidden, given = torch.randn(2, 1, tokens, size)
-    output = torch.randn(1, tokens, heads, head_dim) * chosen.unsqueeze(-1)
-    to_queries = given * chosen.repeat_interleave(head_dim, -1)
-    inputs = [hidden.requires_grad_(gradients), output.requires_grad_(gradients)]
-
-    @torch.set_grad_enabled(gradients)
-    def both() -> list[torch.Tensor]:
-        if not ours:
-            return [into(hidden), out(output.flatten(2))]
-        kept = ChosenTokens(chosen.flatten(0, 1), shared)
-        return [kept.project_in(into, hidden), kept.project_out(out, output)]
-
-    def run() -> object:
-        found = both()
-        return (
-            torch.autograd.grad(found, [*inputs, into.weight, out.weight], [to_queries, given]) if gradients else found
-        )
-
-    return run
-
-
-def router(heads: int, head_dim: int, active: int, shared: int) -> Mixture:
-    """A layer's."""
-    settings = Mixture.complete({"active_heads": active, "shared_heads": shared, "router": "query_norm"})
-    return Mixture(HeadLayout(heads * head_dim, heads, heads, head_dim, output_heads=heads), settings)
 
 
 def routes(tokens: int, heads: int, active: int, shared: int) -> torch.Tensor:
@@ -93,20 +66,14 @@ def _case(
     shared: int,
     gradients: bool = False,
     padded: bool = False,
+    published: bool = False,
     **targets: float,
 ) -> Case:
     what = f"{active} of 16 heads active, {shared} of them always, {tokens} tokens{', padded' * padded}, forward"
-    what = f"mixture attention, {what}" + " and backward" * gradients
-    shape = HEADS | {"tokens": tokens, "active": active, "shared": shared, "gradients": gradients, "padded": padded}
+    what = f"mixture attention{', without crosshead installed' * published}, {what}" + " and backward" * gradients
+    shape = HEADS | {"tokens": tokens, "active": active, "shared": shared}
+    shape |= {"gradients": gradients, "padded": padded, "published": published}
     return Case(f"mixture-{name}-{tokens}", what, DENSE, routed, shape, targets)
-
-
-def _projections(gradients: bool, active: int) -> Case:
-    shape = HEADS | {"tokens": 4096, "active": active, "shared": active // 2, "gradients": gradients}
-    what = f"mixture's projections of queries and outputs, {active} of 16 heads active, {active // 2} of them always"
-    name = f"mixture-projections-{active}" + "-gradients" * gradients
-    what += ", 4096 tokens, forward" + " and backward" * gradients
-    return Case(name, what, "the same projections of all heads", projected, shape, {})
 
 
 CASES = (
@@ -124,7 +91,5 @@ CASES = (
     _case("gradients", 4096, 8, 4, gradients=True, cpu=0.80, cuda=0.65),
     _case("three-quarters-gradients", 2048, 12, 6, gradients=True),
     _case("most", 2048, 14, 7),
-    _projections(False, 8),
-    _projections(True, 8),
-    _projections(False, 12),
+    _case("published", 4096, 8, 4, published=True, cpu=1.3, cuda=1.3),
 )

@@ -26,6 +26,7 @@ MIXERS: dict[str, dict[str, Any]] = {
     "mixture": {"mixture": {"active_heads": 8, "shared_heads": 4}},
     "talking": {"talking": {}},
     "differential": {"differential": {}},
+    "gating": {"gating": {}},
 }
 """Of the models that are trained, by the name of their case."""
 PAPERS_LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
@@ -102,32 +103,19 @@ def _memory(name: str, mixers: Mapping[str, Any], most: float) -> Case:
 
 _LINEAR = SHAPE | {"tokens": 2048, "mixers": {"knocking": {"form": "linear"}}}
 _MIXTURE = SHAPE | {"tokens": 4096, "mixers": MIXERS["mixture"]}
-_SAME, _LESS = {"cpu": 1.0, "cuda": 1.0}, {"cpu": 0.85, "cuda": 0.85}
+
+
+def _run(name: str, what: str, run: Callable[..., Run], shape: Mapping[str, Any], most: float) -> Case:
+    return Case(name, what, STOCK, run, shape, {"cpu": most, "cuda": most}, within_noise="linear" in name)
+
+
 CASES = (
-    Case(
-        "mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", STOCK, prompt, _MIXTURE, _LESS
-    ),
-    Case(
-        "knocking-linear-prompt",
-        "a prompt of 2048 tokens, knocking linear, in evaluation",
-        STOCK,
-        prompt,
-        _LINEAR,
-        _SAME,
-        within_noise=True,
-    ),
-    Case(
-        "knocking-linear-token",
-        "a token after 2048 others, knocking linear, in evaluation",
-        STOCK,
-        next_token,
-        _LINEAR,
-        _SAME,
-        within_noise=True,
-    ),
+    _run("mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", prompt, _MIXTURE, 0.85),
+    _run("knocking-linear-prompt", "a prompt of 2048 tokens, knocking linear", prompt, _LINEAR, 1.05),
+    _run("knocking-linear-token", "a token after 2048 others, knocking linear", next_token, _LINEAR, 1.1),
     _step("knocking", MIXERS["knocking"], cpu=1.05, cuda=1.02),
     _step("knocking-linear", PAPERS_LINEAR),
-    *(_step(name, MIXERS[name]) for name in ("explicit", "mixture", "talking", "differential")),
+    *(_step(name, MIXERS[name]) for name in ("explicit", "mixture", "talking", "differential", "gating")),
     *(_memory(name, mixers, 1.3 if name == "talking" else 1.05) for name, mixers in MIXERS.items()),
     _memory("knocking-linear", PAPERS_LINEAR, 1.05),
 )

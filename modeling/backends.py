@@ -12,7 +12,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
+logger = logging.get_logger(__name__)
 PREFIX = "crosshead_"
 ENGINES = ("vllm", "vllm_mla", "sglang")
 """Implementations of serving engines: they have a cache of their own, which one call per layer updates."""

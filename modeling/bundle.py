@@ -132,30 +132,38 @@ class Bundle:
 
     def text(self, definitions: list[Definition], contents: str, imported: list[Definition] | None = None) -> str:
         """A file of definitions; those of the other file that it uses are imported."""
-        unique = _without_repeats(definitions, imported or [])
-        parts = [f'"""{_header(contents)}"""', self._imports(unique, imported)]
-        for module in dict.fromkeys(each.module for each in unique):
-            own = [each.text for each in unique if each.module == module]
-            doc = self.modules[module].doc if imported and module in self.documented else ""
-            title = f"# {module}.py" + (f"\n#\n{indent(doc, '# ', lambda line: True)}" if doc else "")
-            parts.append("\n".join(line.rstrip() for line in title.split("\n")))
-            parts += own
-        return _spaced(parts)
+        header = (
+            f'"""crosshead {version("crosshead")}: {contents}.\n\n'
+            "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
+            'needs, to load with torch and transformers alone.\n"""\n\n'
+        )
+        parts = [header + self._imports(definitions, imported)]
+        for module in dict.fromkeys(each.module for each in definitions):
+            title = f"# {module}.py"
+            if imported and module in self.documented:
+                title += f"\n#\n{indent(self.modules[module].doc, '# ', lambda line: True)}".replace("# \n", "#\n")
+            texts = [each.text for each in definitions if each.module == module]
+            parts += [f"{title}\n{texts[0]}", *texts[1:]]
+        return "\n\n\n".join(parts) + "\n"
 
     def _imports(self, definitions: list[Definition], imported: list[Definition] | None) -> str:
         bound: dict[str, tuple[str, str]] = {}
+        known = {name: each.module for each in imported or [] for name in each.names}
         for each in definitions:
+            for name in each.names:
+                if known.setdefault(name, each.module) != each.module:
+                    raise BundleError(f"{name} is defined in {known[name]} and in {each.module}")
             for name in each.uses & self.modules[each.module].others.keys():
                 source = self.modules[each.module].others[name]
-                if bound.setdefault(name, source) != source:
-                    raise BundleError(f"{name} is imported from {bound[name][0]} and from {source[0]}")
-        if clash := bound.keys() & {name for each in definitions for name in each.names}:
-            raise BundleError(f"{', '.join(sorted(clash))}: defined in one module, imported in another")
-        lines = list(_import_lines(bound))
+                if bound.setdefault(name, source) != source or name in known:
+                    raise BundleError(f"{name} of {source[0]} in {each.module} has another meaning elsewhere")
+        modules = {module for module, _ in bound.values()}
+        libraries = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
+        blocks = [_import_lines(bound, modules - libraries), _import_lines(bound, libraries)]
         if imported is not None:
             used = {name for each in definitions for name in each.uses if self._find(each.module, name) in imported}
-            lines.append(_import_from(f".{CONFIGURATION}", used | {self.config_class}))
-        return "\n".join(lines)
+            blocks.append([_import_from(f".{CONFIGURATION}", used | {self.config_class})])
+        return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _module_of(kind: type) -> str:
@@ -172,14 +180,9 @@ def _table(name: str, mechanisms: tuple[str, ...]) -> Definition:
     return Definition("mechanisms/__init__", text, frozenset({name}), uses)
 
 
-@cache
-def _source(name: str) -> str:
-    return (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
-
-
 def read_module(name: str) -> Module:
     """Take a module of the package apart."""
-    source = _source(name)
+    source = (PACKAGE / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(source)
     module = Module(name, ast.get_docstring(tree) or "")
     lines = source.splitlines()
@@ -187,10 +190,10 @@ def read_module(name: str) -> Module:
         if isinstance(node, ast.ImportFrom) and node.level:
             module.ours |= {alias.name: _resolve(name, node.level, node.module or "") for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            module.others |= {each.asname or each.name: (str(node.module), each.name) for each in node.names}
+            module.others |= {each.name: (str(node.module), each.name) for each in node.names}
         elif isinstance(node, ast.Import):
             module.others |= {each.asname or each.name: (each.name, "") for each in node.names}
-        elif _is_string(node) and module.definitions:  # the description of the constant before it
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # describes the constant before it
             module.definitions[-1].text += "\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno])
         elif not _is_marked(node):
             module.definitions.append(_definition(name, node, lines))
@@ -203,10 +206,6 @@ def _resolve(name: str, level: int, target: str) -> str:
         folder = folder.parent
     path = folder / target.replace(".", "/")
     return (path / "__init__" if (PACKAGE / path).is_dir() else path).as_posix()
-
-
-def _is_string(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 def _is_marked(node: ast.AST) -> bool:
@@ -252,61 +251,17 @@ def _single_blanks(lines: list[str]) -> Iterator[str]:
             yield line
 
 
-def _without_repeats(definitions: list[Definition], other: list[Definition]) -> list[Definition]:
-    """Each definition once; `BundleError` where one name stands for two things."""
-    known: dict[str, Definition] = {name: each for each in other for name in each.names}
-    kept = []
-    for each in definitions:
-        for name in each.names:
-            if known.setdefault(name, each).text != each.text:
-                raise BundleError(f"{name} is defined in {known[name].module} and in {each.module}")
-        if not each.names or all(known[name] is each for name in each.names):
-            kept.append(each)
-    return kept
-
-
-def _import_lines(bound: dict[str, tuple[str, str]]) -> Iterator[str]:
-    """Python's own modules first, then libraries, then room for the other file."""
-    modules: dict[tuple[bool, bool, str, str], set[str]] = {}
-    for name, (module, original) in bound.items():
-        told = name if name == (original or module) else f"{original or module} as {name}"
-        alone = told if original and told != name else ""  # renamed imports have a line each
-        library = module.split(".")[0] not in sys.stdlib_module_names
-        modules.setdefault((library, bool(original), module, alone), set()).add(told)
-    before = False
-    for (library, is_from, module, _), names in sorted(modules.items()):
-        if library and not before and len(modules) > 1:
-            yield ""
-        before = library
-        yield _import_from(module, names) if is_from else f"import {names.pop()}"
-    yield ""
+def _import_lines(bound: dict[str, tuple[str, str]], modules: set[str]) -> list[str]:
+    """Whole modules first, then names of modules."""
+    whole = [(name, module) for name, (module, original) in bound.items() if module in modules and not original]
+    lines = sorted(f"import {module}" + (f" as {name}" if name != module else "") for name, module in whole)
+    parts = {module: [name for name, source in bound.items() if source == (module, name)] for module in modules}
+    return lines + [_import_from(module, names) for module, names in sorted(parts.items()) if names]
 
 
 def _import_from(module: str, names: Iterable[str]) -> str:
     ordered = sorted(names, key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     line = f"from {module} import {', '.join(ordered)}"
-    return (
-        line
-        if len(line) <= WIDTH
-        else f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
-    )
-
-
-def _header(contents: str) -> str:
-    return (
-        f"crosshead {version('crosshead')}: {contents}.\n\n"
-        "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
-        "needs, to load with torch and transformers alone.\n"
-    )
-
-
-def _spaced(parts: list[str]) -> str:
-    """One blank line between constants and before a description of a module, two around functions and classes."""
-    text = parts[0] + "\n\n" + parts[1].strip("\n")
-    before = ""
-    for part in parts[2:]:
-        block = part.lstrip("#").startswith(("def ", "class ", "@")) or before.startswith(("def ", "class ", "@"))
-        gap = "\n\n\n" if block or part.startswith("# ") or not before else "\n"
-        text += (gap if not before.startswith("# ") else "\n") + part
-        before = part
-    return text + "\n"
+    if len(line) > WIDTH:
+        line = f"from {module} import (\n" + "".join(f"    {name},\n" for name in ordered) + ")"
+    return line

@@ -9,10 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers.utils import logging
-
 from .access_tokens import without_tokens
-from .backends import ENGINES
+from .backends import ENGINES, logger
 from .mechanisms import RULES
 from .mechanisms.base import HeadLayout, Settings, package_only
 from .options import Layers, unknown
@@ -23,7 +21,6 @@ else:
     # A plain class at run time: as a configuration of its own it would override the stock fields' defaults.
     ConfigBase = object
 
-logger = logging.get_logger(__name__)
 AUTO_CLASSES = {
     "AutoModel": "Model",
     "AutoModelForCausalLM": "ForCausalLM",

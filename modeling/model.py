@@ -10,16 +10,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
 from .attention import CrossheadAttention
+from .backends import logger
 from .losses import CrossheadCausalLMOutput, share_of_batch
 from .mechanisms import MECHANISMS
 from .mechanisms.base import AuxiliaryLoss, ParameterModule
-
-logger = logging.get_logger(__name__)
 
 if TYPE_CHECKING:
     ModelBase = PreTrainedModel

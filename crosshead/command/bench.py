@@ -22,7 +22,9 @@ app = typer.Typer(
 Names = Annotated[list[str] | None, typer.Argument(help="Names from the list above; all if none is named.")]
 Device = Annotated[
     Literal["cpu", "cuda"],
-    typer.Option(help="cpu in float32, cuda in bfloat16; with Triton's kernels where CROSSHEAD_TRITON=1 is set."),
+    typer.Option(
+        help="cpu in float32; cuda in bfloat16, attention alone by Triton's kernels where Triton is installed."
+    ),
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; of memory, 3 at most.")]
 Out = Annotated[Path | None, typer.Option(help="Also write all figures, machine and versions as JSON.")]
@@ -51,18 +53,20 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
         14 heads active, 7 of these always, where dense attention is as quick
     mixture-gradients-2048, mixture-gradients-4096, mixture-three-quarters-gradients-2048
         8 heads active, 4 of these always, forward and backward; 12 and 6
-    mixture-projections-8, mixture-projections-8-gradients, mixture-projections-12
-        projections of queries and outputs, 4096 tokens; 8 or 12 heads active; beside those of all heads
+    mixture-published-4096
+        8 heads active, 4 of these always, by the function that a published model brings
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
         4096 tokens; beside eager attention that mixes heads too
     talking-forward-beside-sdpa, talking-gradients-beside-sdpa
     talking-forward-memory-beside-sdpa, talking-gradients-memory-beside-sdpa
         the same, beside stock attention, which does not
+    talking-published-beside-sdpa
+        by the function that a published model brings
     mixture-prompt, knocking-linear-prompt, knocking-linear-token
         a prompt of 4096 or 2048 tokens, a token after 2048; beside the stock model
-    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
+    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
     knocking-step-memory, knocking-linear-step-memory, explicit-step-memory
-    mixture-step-memory, talking-step-memory, differential-step-memory
+    mixture-step-memory, talking-step-memory, differential-step-memory, gating-step-memory
         a training step of a model, 2048 tokens; beside the stock model
 
     A figure takes half a minute or less on two cores; eager attention, steps and memory one to three minutes; all of
@@ -77,7 +81,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
 
 @app.command(cls=StrictCommand)
 def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
-    """Decoding one token with `explicit`, or with `mixture`; beside stock attention on all heads.
+    """Decoding one token with `explicit`; and what each mechanism costs beside arithmetic.
 
     Each name is a figure, with the tokens that the new one meets. `explicit` has half as many components as KV heads.
 
@@ -106,9 +110,9 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
         the same with 16 query heads and 16 KV heads of 64
     cache
         bytes of that model's cache
-    mixture-2k, mixture-8k, mixture-32k
-    mixture-2k-batch-8, mixture-8k-batch-8, mixture-32k-batch-8
-        `mixture` with 8 of 16 heads of 64 active, 4 of them always
+    host-knocking-linear, host-knocking-mlp, host-explicit, host-mixture, host-talking, host-differential
+    host-gating
+        a token after 16 others, a model with 8 layers of 64, on one thread; beside the stock model
 
     A figure takes ten seconds on two cores, all of them six minutes, and 5 GB of memory. Times mean
     something only where nothing else runs. For example:
@@ -127,7 +131,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     Models have two layers of 1024, and a text 2048 tokens. Each name is a figure:
 
     \b
-    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step
+    knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
 
     torch needs a C++ compiler for it (g++, or what CXX names). A figure takes a minute on two cores. Times
     mean something only where nothing else runs. For example:

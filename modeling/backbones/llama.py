@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import transformers.models.llama.modeling_llama as stock
 from transformers import LlamaConfig
-from transformers.models.llama import modeling_llama as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import transformers.models.qwen2.modeling_qwen2 as stock
 from transformers import Qwen2Config
-from transformers.models.qwen2 import modeling_qwen2 as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+import transformers.models.qwen3.modeling_qwen3 as stock
 from transformers import Qwen3Config
-from transformers.models.qwen3 import modeling_qwen3 as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig

@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import transformers.initialization as init
+import transformers.models.qwen3_moe.modeling_qwen3_moe as stock
 from torch import nn
 from torch.nn import functional
 from transformers import Qwen3MoeConfig
-from transformers import initialization as init
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.qwen3_moe import modeling_qwen3_moe as stock
 
 from ..attention import CrossheadAttention
 from ..configuration import MixersConfig

@@ -1,11 +1,11 @@
 """Differential attention: the second head of a pair is subtracted from the first.
 
-Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair
-`p // group size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight
-over its `2d` features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per
-layer. "crosshead_differential" computes it by ordinary attention, of first and of second heads with each half of the
-values: four calls with half of the heads, so that flash and flex attention work and nothing is copied.
-There is no neutral start, and no dropout: the paper defines none for a difference of weights.
+Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair `p // group
+size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight over its `2d`
+features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per layer.
+"crosshead_differential" computes it by ordinary attention, of first and of second heads with each half of the
+values: four calls with half of the heads, so that flash and flex attention work and nothing is copied. There is no
+neutral start, and no dropout: the paper defines none for a difference of weights.
 
 Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
 """
@@ -15,9 +15,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import nn
 from torch.nn import functional
-from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -1,10 +1,11 @@
 """Multi-head Explicit Attention (MEA): keys and values as scalar combinations of component heads.
 
-`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and feature.
-The cache holds the components. RoPE commutes with the combination, so cached components are rotated already. A
-per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token and combined
-head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts as grouped
-attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's output.
+`K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and
+feature. The cache holds the components. RoPE commutes with the combination, so cached components are rotated
+already. A per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token
+and combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts
+as grouped attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's
+output.
 
 Few queries, as in decoding, attend to the components as one wide head (`explicit_attention_forward`).
 
@@ -15,14 +16,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import nn
 from torch.nn import functional
-from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging
 
-from ..backends import ENGINES, is_plain_sdpa, register_backend
+from ..backends import ENGINES, is_plain_sdpa, logger, register_backend
 from ..ops import apply_mask, head_map_init, inverse_rms, widened
 from ..options import Count, Flag, Subset
 from .base import (
@@ -37,7 +37,6 @@ from .base import (
     weight_count,
 )
 
-logger = logging.get_logger(__name__)
 FOLDED_ROWS = 16
 """Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
 FOLDED_TOKENS = 2
@@ -59,18 +58,14 @@ class ExplicitRules(Rules):
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
         """Component heads fit the backbone; the norm meets one head's features."""
         for side in ("key", "value"):
-            option, heads = f"{side}_heads", settings.get(f"{side}_heads")
-            if heads is None:
-                continue
-            if side not in settings["on"]:
-                raise ValueError(
-                    f"mixers.explicit.{option}={heads} needs '{side}' in mixers.explicit.on={settings['on']!r}"
-                )
-            if heads > layout.key_value_heads:
-                raise ValueError(
-                    f"mixers.explicit.{option}={heads} is more than the model's {layout.key_value_heads} "
-                    f"key/value heads: allowed are 1 to {layout.key_value_heads}"
-                )
+            heads, given = (
+                settings.get(f"{side}_heads"),
+                f"mixers.explicit.{side}_heads={settings.get(f'{side}_heads')}",
+            )
+            if heads and side not in settings["on"]:
+                raise ValueError(f"{given} needs '{side}' in mixers.explicit.on={settings['on']!r}")
+            if heads and heads > layout.key_value_heads:
+                raise ValueError(f"{given} is not allowed: the model has {layout.key_value_heads} key/value heads")
         if settings["norm"] and "differential" in layer:
             raise ValueError(
                 "mixers.explicit.norm=True cannot be used with 'differential', which norms pairs of heads itself: "

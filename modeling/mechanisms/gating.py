@@ -3,11 +3,12 @@
 `o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, where every gate is 1: the
 model starts with the outputs of the stock one.
 
-Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for the neutral start.
+Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for the neutral
+start.
 """
 
 import torch
-from transformers import initialization as init
+import transformers.initialization as init
 
 from ..ops import local_heads
 from .base import (

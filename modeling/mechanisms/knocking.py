@@ -2,15 +2,15 @@
 
 linear: `v_i T`; mlp: `2 (v_i U * sigmoid(v_i G)) D`; gate: `2 v_i * sigmoid(v_i G)`. `T`, `U`, `D` start as the
 identity and `G` as zero: the model starts with the outputs of the stock one. The map precedes QK-norm and RoPE, so
-the cache holds mapped heads and every attention backend works. With `explicit`, components are mapped, then combined.
-The gate form and the random start lower quality in the paper; they are here for the comparison.
+the cache holds mapped heads and every attention backend works. With `explicit`, components are mapped, then
+combined. The gate form and the random start lower quality in the paper; they are here for the comparison.
 
 Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 """
 
 import torch
+import transformers.initialization as init
 from torch import nn
-from transformers import initialization as init
 
 from ..options import Choice, Subset
 from .base import (

@@ -1,11 +1,11 @@
 """Mixture-of-Head (MoH): a router decides, per token, which head outputs count and by how much.
 
 The first `shared_heads` always count; of the others, `active_heads - shared_heads` are selected per token. The
-two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 softmax(W_s x)`, selected routed heads
-`a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
+two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 softmax(W_s x)`, selected routed
+heads `a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
 `softmax(||q_i|| / std(||q||))` over the routed heads, shared heads count once. `gate_scale` "unit" renormalises so
-that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1 or
-0, whose gradient is that of the formula's gate; the scale does not apply to it.
+that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1
+or 0, whose gradient is that of the formula's gate; the scale does not apply to it.
 
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 except by the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import transformers.initialization as init
 from torch import nn
 from torch.nn import functional
-from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..backends import is_plain_sdpa, register_backend

@@ -1,9 +1,9 @@
 """Talking-Heads: maps across heads on the attention logits and on the attention weights.
 
 `L = P_l J` over the query/key heads' logits, mask, softmax, `U = P_w W`, then values. The mask comes after the first
-map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads` differs
-from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the latter
-are cached with the keys.
+map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads`
+differs from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the
+latter are cached with the keys.
 
 Under "eager", "crosshead_talking_eager" materialises all weights and returns them; under "sdpa", "crosshead_talking"
 works in blocks, in memory that grows linearly with the sequence. Other implementations cannot mix heads.
@@ -15,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import transformers.initialization as init
 from torch import nn
 from torch.nn import functional
-from transformers import initialization as init
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import maybe_autocast
 

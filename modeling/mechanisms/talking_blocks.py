@@ -16,11 +16,11 @@ from transformers.utils.generic import maybe_autocast
 from ..ops import widened
 
 TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES = 2**23, (16, 64)
-"""On the CPU: numbers in all tensors held of a block, fewest and most queries of it; measured on two cores with 16
-heads and 4,096 tokens, where smaller blocks cost more calls and larger ones leave the cache."""
-TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES = 2**26, (16, 128)
-"""On other devices: numbers in one tensor of a block (256 MB in float32), queries of each sequence in it; from launches
-counted with 8 sequences of 2,048 tokens and 32 heads, which 16 blocks have; not timed."""
+"""Numbers in all tensors that are held of a block, fewest and most queries of each sequence in it. Measured on two
+cores with 16 heads and 4,096 tokens: smaller blocks cost more calls, larger ones leave the cache."""
+TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES = 2**28, (16, 128)
+"""The same on other devices: 1 GB in float32. From launches counted for 8 sequences of 2,048 tokens and 32 heads, which
+have 16 blocks; not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
 """Tensors with a number for each head, query and key of a block that a pass holds at a time."""
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -58,11 +58,12 @@ class TalkingMaps:
 
     def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Map (sequences x queries, from, keys) into `out` (sequences x queries, to, keys), or a gradient back."""
-        by_query, by_key = (x.mT if back and x is not None else x for x in (self.by_query, self.by_key))
-        sequences, queries = block.rows(given).shape[:2]
-        torch.bmm(block.query_part(by_query).expand(sequences, queries, -1, -1).flatten(0, 1), given, out=out)
-        if by_key is not None:
-            block.rows(out).add_(torch.einsum("nsij,nmjs->nmis", by_key[:, block.keys], block.rows(given)))
+        turn = (lambda x: x.mT) if back else (lambda x: x)
+        part = block.query_part(turn(self.by_query))
+        torch.bmm(part.expand(*block.rows(given).shape[:2], -1, -1).flatten(0, 1), given, out=out)
+        if self.by_key is not None:
+            by_key = turn(self.by_key[:, block.keys])
+            block.rows(out).add_(torch.einsum("nsij,nmjs->nmis", by_key, block.rows(given)))
         return out
 
     def add(self, block: TalkingBlock, grad: torch.Tensor, given: torch.Tensor) -> None:
@@ -97,7 +98,7 @@ class TalkingPart:
         self.lowest, self.zero = memory.new_full((), torch.finfo(memory.dtype).min), memory.new_zeros(())
 
     def blocks(self) -> Iterator[TalkingBlock]:
-        """All blocks. On the CPU a mask is read, for the keys that a block meets; a GPU would have to be waited for."""
+        """All blocks. On the CPU a mask tells which keys a block meets; on a GPU, reading it would wait for the device."""
         tokens, keys = self.query.shape[1], self.key.shape[1]
         for start in range(0, tokens, self.size):
             part = slice(start, min(start + self.size, tokens))
@@ -152,16 +153,16 @@ class TalkingPart:
         return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
 
     def outputs(self) -> torch.Tensor:
-        """Outputs (heads x sequences, T, features)."""
+        """Outputs (heads, sequences, T, features)."""
         out = self.value.new_empty(len(self.value), self.query.shape[1], self.value.shape[2])
         for block in self.blocks():
             weights = self.weights(block, self.products(0, block, self.query, self.key), 0)
             mixed = self.mix(self.weights_maps, block, weights)
             torch.bmm(mixed, self.value[:, block.keys], out=out[:, block.queries])
-        return out
+        return out.view(-1, self.sequences, *out.shape[1:])
 
     def gradients(self, output: torch.Tensor, logits: TalkingMaps, weights: TalkingMaps) -> list[torch.Tensor]:
-        """Gradients of queries, keys and values from that of the outputs; those of the maps are added to their sums."""
+        """Gradients of queries, keys and values from that of outputs; those of maps are added to the given sums."""
         query = torch.empty_like(self.query)
         key, value = (torch.zeros_like(x, dtype=self.memory.dtype) for x in (self.key, self.value))
         for block in self.blocks():
@@ -189,7 +190,7 @@ def talking_items(tensors: Sequence[torch.Tensor | None], items: slice) -> list[
 
 
 def talking_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
-    """(sequences, groups, tokens, features) as (heads x sequences, tokens, features), a copy for each head of a group."""
+    """(sequences, groups, tokens, features) as (heads x sequences, tokens, features), copied for heads of a group."""
     sequences, groups, tokens, features = x.shape
     copies = x.transpose(0, 1).unsqueeze(1).expand(groups, heads // groups, sequences, tokens, features)
     return copies.reshape(heads * sequences, tokens, features).contiguous()
@@ -212,14 +213,14 @@ def talking_add_products(total: torch.Tensor, maps: torch.Tensor, rows: torch.Te
         total += torch.bmm(maps, rows)
 
 
-def talking_block_size(device: str, batch: int, queries: int, row: int, held: int) -> tuple[int, int]:
-    """How many sequences share a block, and the queries of each, from the numbers in a row of one query."""
-    if device == "cpu":  # one sequence, of which the block may fit the cache and leave out the keys that it hides
-        fewest, most = TALKING_CPU_QUERIES
-        return 1, min(queries, max(fewest, min(most, TALKING_CPU_NUMBERS // (held * row))))
-    fewest, most = TALKING_GPU_QUERIES
-    size = min(queries, max(fewest, min(most, TALKING_GPU_NUMBERS // row)))
-    return max(1, min(batch, TALKING_GPU_NUMBERS // (row * size))), size
+def talking_block_size(device: str, batch: int, queries: int, row: int) -> tuple[int, int]:
+    """How many sequences share a block, and the queries of each, from the numbers that are held for one query."""
+    numbers, (fewest, most) = TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES
+    if device != "cpu":
+        numbers, (fewest, most) = TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES
+    size = min(queries, max(fewest, min(most, numbers // row)))
+    # On the CPU a block of one sequence may fit the cache, and leaves out the keys that the mask hides from it.
+    return 1 if device == "cpu" else max(1, min(batch, numbers // (row * size))), size
 
 
 def talking_parts(
@@ -228,7 +229,7 @@ def talking_parts(
     """The sequences of a call in parts, which use the same memory for so many tensors of a block."""
     (batch, _, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
     row = keys * max(*tensors[3].shape[2:], *tensors[5].shape[2:])
-    sequences, size = talking_block_size(tensors[0].device.type, batch, queries, row, held)
+    sequences, size = talking_block_size(tensors[0].device.type, batch, queries, held * row)
     memory = tensors[0].new_empty(held, sequences * size * row, dtype=widened(tensors[0].dtype))
     for start in range(0, batch, sequences):
         items = slice(start, start + sequences)
@@ -239,7 +240,7 @@ def talking_forward(tensors: Sequence[Any], scaling: float, causal: bool) -> tor
     """Outputs (B, T, heads, features) from the tensors of `talking_blocks`, in its order."""
     output = talking_fake(*tensors)
     for items, part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
-        output[items] = part.outputs().unflatten(0, (-1, part.sequences)).permute(1, 2, 0, 3)
+        output[items] = part.outputs().permute(1, 2, 0, 3)
     return output
 
 
@@ -275,7 +276,7 @@ def talking_blocks(
     scaling: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Outputs (B, T, heads, features) of queries (B, H, T, d), keys (B, groups, S, d), values (B, groups, S, features).
+    """Outputs (B, T, heads, features) of queries (B, H, T, d) over keys (B, groups, S, d) and values of as many heads.
 
     Maps are (B or 1, T or 1, to, from), those of keys (B, S, to, from), in the widened dtype. The mask is (B or 1,
     softmax heads or 1, T or 1, S), True where a key is visible, or additive. Without one, `causal` shows query `t` the
