@@ -18,6 +18,7 @@ from .published_folder import (
     check_record,
     copy_files,
     drop_tokens,
+    forget_loading,
     record_file,
     store_digest,
     versions,
@@ -105,6 +106,7 @@ def run_job(
         stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
         digests = write_weights(job, prepared, stage, progress)
         copy_files(job.source.files, stage.folder)
+        forget_loading(stage.folder)
         prepared.config.save_pretrained(stage.folder)
         left_out = drop_tokens(job.source.config, stage.folder)
         stock = not hasattr(prepared.config, "mixers")

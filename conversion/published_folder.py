@@ -15,6 +15,7 @@ import torch
 import transformers
 from transformers import AutoConfig
 
+from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
 from crosshead.modeling.bundle import code_files
 from crosshead.modeling.configuration import MixersConfig
@@ -25,6 +26,7 @@ from .store import TensorStore
 from .work_folder import is_fixed
 
 CONFIG, RECORD = "config.json", "conversion.json"
+TOKENIZER = "tokenizer_config.json"
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files of words, any of which may look like anything."""
 Advance = Callable[[int], None]
@@ -38,6 +40,15 @@ def copy_files(files: list[Path], folder: Path) -> None:
             shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
         else:
             shutil.copyfile(file, folder / file.name)
+
+
+def forget_loading(folder: Path) -> None:
+    """Leave out of the tokenizer's settings how somebody once loaded it, which would hold for all who load it."""
+    path = folder / TOKENIZER
+    content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    kept = {name: value for name, value in content.items() if name not in LOADING}
+    if kept != content:
+        write_json(path, kept)
 
 
 def add_older_names(path: Path, config: Any) -> None:
@@ -59,11 +70,18 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
 def foreign_code(folder: Path) -> str | None:
     """The first file of code in a folder that this crosshead would not have written there."""
     found = sorted(folder.rglob("*.py"))
-    if not found:
-        return None
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    own = code_files(config) if isinstance(config, MixersConfig) else {}
-    return next((file.name for file in found if own.get(file.name) != file.read_text(encoding="utf-8")), None)
+    own = own_code(folder) if found else {}
+    texts = ((file.name, file.read_text(encoding="utf-8", errors="replace")) for file in found)
+    return next((name for name, text in texts if own.get(name) != text), None)
+
+
+def own_code(folder: Path) -> dict[str, str]:
+    """The code that this crosshead would have written there, by the configuration; none where that is not ours."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception:  # it may be broken in many ways
+        return {}
+    return code_files(config) if isinstance(config, MixersConfig) else {}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

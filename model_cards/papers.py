@@ -84,5 +84,16 @@ MECHANISMS: Mapping[str, Mechanism] = {
         year="2024",
         arxiv="2410.05258",
     ),
+    "gating": Mechanism(
+        title="Headwise gated attention",
+        does="Each head's output is multiplied by a gate that is made of the layer's input.",
+        limits="The gates cost a little work for every token, in training and in use; the KV cache keeps its size.",
+        key="qiu2025gated",
+        paper="Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free",
+        authors="Qiu, Zihan and Wang, Zekun and Zheng, Bo and Huang, Zeyu and Wen, Kaiyue and Yang, Songlin and "
+        "Men, Rui and Yu, Le and Huang, Fei and Huang, Suozhi and Liu, Dayiheng and Zhou, Jingren and Lin, Junyang",
+        year="2025",
+        arxiv="2505.06708",
+    ),
 }
 """By the name in a config's `mixers`."""

@@ -111,7 +111,7 @@ def use(facts: Facts) -> Iterator[str]:
     load = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}"{trusted})',
+        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}"{trusted.replace("True", "False")})',
         f'model = AutoModelForCausalLM.from_pretrained("{facts.name}"{trusted})',
         'tokens = tokenizer("Two heads are", return_tensors="pt")',
         "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))",

@@ -44,6 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
     "mixture": {"mixture": {"active_heads": 12, "shared_heads": 4}},
     "talking": {"talking": {}},
     "differential": {"differential": {}},
+    "gating": {"gating": {}},
 }
 """What is measured, by name."""
 

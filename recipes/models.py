@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.access_tokens import without_tokens
 
 from .errors import RecipeError, one_line
@@ -36,6 +37,8 @@ def load_tokenizer(recipe: Recipe) -> Any:
     # Some become words of the vocabulary when they are read, so they cannot be left out of the result.
     if without_tokens(tokenizer.init_kwargs)[1]:
         raise RecipeError(f"the tokenizer of {key}={name} holds an access token: take it out of tokenizer_config.json")
+    for state in LOADING:  # it would be saved with the rest
+        tokenizer.init_kwargs.pop(state, None)
     return tokenizer
 
 

@@ -15,10 +15,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from crosshead.modeling.routed_decode_triton import attend_to_chosen
-from crosshead.modeling.routed_triton import attend_chosen
-from crosshead.modeling.talking_blocks import TalkingCall
-from crosshead.modeling.talking_triton import TILES, attend_in_tiles, fits
+from crosshead.modeling.kernels.routed_decode_triton import attend_to_chosen
+from crosshead.modeling.kernels.routed_triton import attend_chosen
+from crosshead.modeling.kernels.talking_triton import TILES, TalkingCall, attend_in_tiles, fits
 
 TOKENS, PAST, HEADS, GROUPS = 61, 1101, 8, 2
 """Odd counts, for which the compiler can take nothing for granted."""

@@ -1,19 +1,29 @@
-"""What the tests cannot show without an accelerator: every attention backend there, in half precision and compiled.
+"""The checks that need a GPU, in two calls of at most 8 minutes each.
 
-usage: python tests/gpu_check.py
+usage: python tests/gpu_check.py correct OUT.json
+       python tests/gpu_check.py speed OUT.json
 
-Prints a line per check and exits with 1 if one failed; without an accelerator it says so and exits with 0.
+`correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache, and
+random calls of every registered function, by Triton where there are kernels, compared with float64. `speed`: times,
+memory and launches (`tests/gpu_speed.py`). Prints a line per check, writes all figures, and exits with 1 if one
+failed; without a GPU it says so and exits with 0.
 """
 
+import json
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import StaticCache
 from transformers.utils import is_flash_attn_2_available
 
+from random_calls import checks
 from toys import BACKBONES, CASES, mixed_model, tokens
 
+CALLS, LONGEST = 200, 700
+"""Random calls of each function and dtype, and their longest text."""
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 PADDED = torch.tensor([[1] * 32, [0] * 12 + [1] * 20])
 
@@ -21,8 +31,9 @@ PADDED = torch.tensor([[1] * 32, [0] * 12 + [1] * 20])
 def backends(case: str) -> list[str]:
     """The backends that can run a case here, beside eager."""
     if "talking" in case:
-        return ["sdpa"]
-    return ["sdpa", "flex_attention", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
+        return ["sdpa", "crosshead_talking_triton"]
+    found = ["sdpa", "flex_attention", *(["flash_attention_2"] if is_flash_attn_2_available() else [])]
+    return [*found, "crosshead_mixture_triton"] if "mixture" in case else found
 
 
 def logits(backbone: str, case: str, backend: str, dtype: torch.dtype) -> torch.Tensor:
@@ -72,27 +83,46 @@ def decodes(backbone: str, case: str) -> bool:
     return torch.equal(model.generate(ids, past_key_values=static, **options), model.generate(ids, **options))
 
 
-def main() -> int:
-    """Run every check; the number of failures decides the exit status."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing checked")
-        return 0
-    torch.backends.cuda.matmul.allow_tf32 = False
-    failed = 0
+def correct() -> dict[str, Any]:
+    """Run every check of a model and of the functions: outcomes by name."""
+    outcomes: dict[str, str] = {}
     for backbone in BACKBONES:
         for case in CASES:
-            checks = [*forwards(backbone, case), ("train", lambda b=backbone, c=case: trains(b, c))]
-            checks.append(("static decoding", lambda b=backbone, c=case: decodes(b, c)))
-            for name, check in checks:
+            found = [*forwards(backbone, case), ("train", lambda b=backbone, c=case: trains(b, c))]
+            found.append(("static decoding", lambda b=backbone, c=case: decodes(b, c)))
+            for name, check in found:
                 try:
                     outcome = "ok" if check() else "DIFFERS"
                 except Exception as error:
                     outcome = f"FAILED {type(error).__name__}: {str(error).splitlines()[0]}"
-                failed += outcome != "ok"
+                outcomes[f"{backbone} {case} {name}"] = outcome
                 print(f"{backbone:9} {case:32} {name:28} {outcome}", flush=True)
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}: {failed} failed")
+    for name, worst, holds in checks("cuda", LONGEST, CALLS):
+        outcomes[f"random calls: {name}"] = f"{'ok' if holds else 'DIFFERS'}: {worst:.2e}"
+        print(f"random calls: {name:28} {worst:.2e} {'ok' if holds else 'DIFFERS'}", flush=True)
+    return outcomes
+
+
+def main(what: str, out: Path) -> int:
+    """Run one of the two; whether something failed decides the exit status."""
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing checked")
+        return 0
+    torch.backends.cuda.matmul.allow_tf32 = False
+    if what == "correct":
+        found = correct()
+        failed = sum(not outcome.startswith("ok") for outcome in found.values())
+    else:
+        from gpu_speed import speed
+
+        found, failed = speed(), 0
+    machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    out.write_text(json.dumps({"machine": machine, what: found}, indent=2) + "\n", encoding="utf-8")
+    print(f"{machine['device']}, torch {machine['torch']}: {failed} failed")
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) != 3 or sys.argv[1] not in ("correct", "speed"):
+        raise SystemExit(__doc__)
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

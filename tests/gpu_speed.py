@@ -1,19 +1,11 @@
-"""The kernels on a GPU: that they are exact, then what they take beside their rivals.
+"""Times, memory and launches of our attention functions on a GPU, compared with their baselines.
 
-usage: CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json [ROUNDS [CALLS]]
-
-Random calls (500 of each mechanism in float32 and in bfloat16, unless told otherwise) are compared with the plain
-computation in float64: outputs and, but for `mixture`'s decoding, gradients. Then every case of `crosshead bench
-attention` and `decode` with a target on a GPU, and all of `talking`, are measured in turn with their rivals: as
-called, which is what a loop of calls takes; and those of attention alone by the GPU's own clock once the work has been
-handed over, which is what the kernels take. Prints tables, writes all figures, and exits with 1 where a call differs,
-or where the kernels cannot be asked for; without a GPU it says so and exits with 0.
+Every case of `crosshead bench` with a target on a GPU, and all of `talking`, in turn with its baseline: as called,
+which is the time of a loop of calls; and the cases of attention alone by the GPU's own clock once the work is queued,
+which is the time of the kernels. `tests/gpu_check.py speed` runs this.
 """
 
-import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,12 +16,10 @@ from crosshead.evals.bench_mixture import CASES as MIXTURE
 from crosshead.evals.bench_pairs import Reading, Run, in_turn
 from crosshead.evals.bench_run import bench, bench_lines
 from crosshead.evals.bench_talking import CASES as TALKING
-from crosshead.modeling.where_triton_runs import runs_triton
-from random_calls import checks
+from crosshead.modeling.mechanisms.talking import HeadMaps
+from random_calls import attend
 
-ROUNDS, CALLS = 20, 500
-LONGEST = 700
-"""Of the random calls."""
+ROUNDS = 20
 LONGER = 8192
 LEAD = 20_000_000
 """Cycles that the GPU waits, so that work is handed over before it begins: some 10 ms."""
@@ -77,29 +67,29 @@ def queued(report: dict[str, Any], rounds: int) -> dict[str, Any]:
     return {"device": "cuda, queued", "cases": found, "machine": report["machine"]}
 
 
-def main(out: Path, rounds: int = ROUNDS, calls: int = CALLS) -> int:
-    """Check, measure, print and write."""
-    if not torch.cuda.is_available():
-        print("no CUDA device: nothing checked")
-        return 0
-    if not runs_triton(torch.zeros(1, device="cuda")):
-        print("the kernels cannot be asked for: install triton, and set CROSSHEAD_TRITON=1")
-        return 1
-    torch.backends.cuda.matmul.allow_tf32 = False
-    found = []
-    for name, worst, holds in checks("cuda", LONGEST, calls):
-        print(f"{name:20} {worst:.2e} {'ok' if holds else 'DIFFERS'}", flush=True)
-        found.append({"name": name, "calls": calls, "worst": worst, "holds": holds})
+def launches() -> dict[str, int]:
+    """Kernels that one layer of `talking` starts at batch 8, 32 heads, 2,048 tokens, forward and backward."""
+    heads = [torch.randn(8, 32, 2048, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+    maps = [torch.eye(32, device="cuda")[None, None].requires_grad_() for _ in range(2)]
+    head_maps = HeadMaps(maps[0], None, maps[1], None)
+    counts = {}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as forward:
+        output = attend("crosshead_talking", *heads, None, head_maps=head_maps)
+        torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as backward:
+        output.sum().backward()
+        torch.cuda.synchronize()
+    for name, profile in (("forward", forward), ("backward", backward)):
+        counts[name] = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in profile.events())
+    return counts
+
+
+def speed(rounds: int = ROUNDS) -> dict[str, Any]:
+    """Measure and print; the figures."""
     called = bench(cases(), rounds, "cuda")
     by_its_clock = queued(called, rounds)
     for report in (called, by_its_clock):
         print("", *bench_lines(report), sep="\n", flush=True)
-    report = {"checks": found, "called": called, "queued": by_its_clock}
-    out.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(check["holds"] for check in found) else 1
-
-
-if __name__ == "__main__":
-    if not 2 <= len(sys.argv) <= 4:
-        raise SystemExit(__doc__)
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:])))
+    counts = launches()
+    print(f"launches of a layer of talking, batch 8, 32 heads, 2,048 tokens: {counts}", flush=True)
+    return {"called": called, "queued": by_its_clock, "launches": counts}

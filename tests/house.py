@@ -31,11 +31,11 @@ PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
 OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft", "scipy"}
 KERNELS = "_triton"
 """How the names of files end that need Triton: they import it in a `try`, and only functions import them."""
+FASTER = "modeling/kernels/"
+"""Functions that are installed with crosshead, and not saved with a model."""
 FILE_LINES = 300
 FUNCTION_LINES = 60
 
-# What transformers' saver takes for a relative import, in code, docstrings and comments alike.
-SAVER_IMPORT = re.compile(r"^\s*(?:from\s+\.(\S+)\s+import|import\s+\.(\S+))", re.MULTILINE)
 MACHINE_PATH = re.compile(r"(?<![\w.:/})\]>])/(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp)\b")
 PRUNED = {"build", "dist", "__pycache__"}
 
@@ -123,25 +123,21 @@ def arrows(source: Source) -> list[str]:
     return found
 
 
-def portable(source: Source, siblings: set[str] | None = None) -> list[str]:
-    """modeling/ travels to the Hub: flat, torch, transformers, the standard library and `from .x import y` alone."""
+def portable(source: Source) -> list[str]:
+    """What of modeling/ travels to the Hub needs torch, transformers and itself alone; never the kernels."""
     if source.folder != "modeling":
         return []
-    known = siblings if siblings is not None else {path.stem for path in (ROOT / "modeling").glob("*.py")}
-    found = [] if source.path.count("/") == 1 else ["modeling/ is flat: no file in a folder below it"]
-    relative = [node for node in ast.walk(source.tree) if isinstance(node, ast.ImportFrom) and node.level]
-    for node in relative:
-        if node.level > 1 or not node.module or "." in node.module:
-            found.append(f"line {node.lineno}: the Hub saver follows `from .x import y` alone")
-    found += kernels(source)
+    faster = source.path.startswith(FASTER)
+    found = kernels(source)
     for node, name, level in imports(source.tree):
         if not level and name.split(".")[0] not in PORTABLE | {"triton"}:
             found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
-    for match in SAVER_IMPORT.finditer(source.text):
-        module = match[1] or match[2]
-        if module not in known - {"__init__"}:
-            line = source.text.count("\n", 0, match.start(match.lastindex or 0)) + 1
-            found.append(f"line {line}: the Hub saver would look for modeling/{module}.py, even from a docstring")
+        if level and "kernels" in name.split(".") and not faster:
+            found.append(f"line {node.lineno}: `{name}` is in {FASTER}, which no published model has")
+        if level and isinstance(node, ast.ImportFrom) and node.module is None and not faster:
+            found.append(
+                f"line {node.lineno}: the writer of the code follows `from .x import y`, not `from . import x`"
+            )
     return found
 
 

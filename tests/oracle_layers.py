@@ -147,11 +147,13 @@ def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = N
         assert (found[name] - gradient).abs().max() < GRADIENT_TOLERANCE, name
 
 
-def assert_sdpa_agrees(mixers: dict[str, Any], heads: tuple[int, int], padding: tuple[int, int] | None) -> None:
+def assert_sdpa_agrees(
+    mixers: dict[str, Any], heads: tuple[int, int], padding: tuple[int, int] | None, implementation: str = "sdpa"
+) -> None:
     """A layer of so many query and key/value heads under SDPA, with a mask, or without where nothing is padded."""
     sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
     layer = Layer("Qwen3", mixers, padding or (0, 0), **sizes)
-    layer.attention.config._attn_implementation = "sdpa"
+    layer.attention.config._attn_implementation = implementation
     mask = None if padding is None else layer.allowed[:, None]
 
     def run() -> torch.Tensor:

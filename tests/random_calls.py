@@ -1,29 +1,45 @@
-"""Random calls of what has a fast way on a GPU, beside the plain computation in float64: outputs and gradients.
+"""Random calls of the registered attention functions, compared with plain attention in float64.
 
-What decodes without gradients has none to compare.
+Outputs and gradients; functions that decode without gradients have none to compare.
 """
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from crosshead.modeling.mechanisms.talking import HeadMaps
 from crosshead.modeling.ops import repeat_heads
-from crosshead.modeling.explicit_decode import Components, attend_to_components
-from crosshead.modeling.mechanisms.base import AttentionCall
-from crosshead.modeling.routed_attention import routed_attention
-from crosshead.modeling.routed_decode import attend_to_needed
-from crosshead.modeling.talking_operator import talking_attention
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of the norm of what differs, beside the norm of what is wanted."""
 SCALING = 0.2
 FURTHER = 50
 """How much longer than a text the past of a single token may be."""
+TRITON = "_triton"
+"""The ending of names of functions that a GPU runs."""
 Call = Callable[..., torch.Tensor]
 Checked = tuple[Call, Call, list[torch.Tensor]]
 """Ours and the plain computation, and the inputs of both that have gradients."""
+
+
+def uses_triton(x: torch.Tensor) -> bool:
+    """On a GPU."""
+    return x.device.type == "cuda"
+
+
+def attend(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, **options: Any
+) -> torch.Tensor:
+    """The outputs of a registered function; on a GPU, by Triton where there is one."""
+    if uses_triton(query) and name + TRITON in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        name += TRITON
+    layer = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
+    output: torch.Tensor = ALL_ATTENTION_FUNCTIONS[name](layer, query, key, value, mask, scaling=SCALING, **options)[0]
+    return output
 
 
 def a_mask(sizes: tuple[int, int], length: int, device: str) -> torch.Tensor | None:
@@ -59,14 +75,17 @@ def a_mixture(device: str, longest: int) -> Checked:
     batch, heads, length, _ = inputs[0].shape
     shares = torch.tensor(random.choices((0.0, 0.5, 0.75, 1.0), k=heads), device=device)
     chosen = torch.rand(batch, length, heads, device=device) < shares
-    call = AttentionCall(_unused, False, mask, SCALING, 0.0, plain=True)
+    routing = {"gates": chosen.float(), "shared_heads": 0, "active_heads": max(1, heads // 2)}
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
         return (weights @ repeat_heads(value, heads)).transpose(1, 2) * chosen[..., None]
 
-    return lambda q, k, v: routed_attention(q, k, v, chosen, 0, call), plain, inputs
+    def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return attend("crosshead_mixture", query, key, value, mask, **routing) * chosen[..., None]
+
+    return ours, plain, inputs
 
 
 def a_mixture_token(device: str, longest: int) -> Checked:
@@ -78,14 +97,11 @@ def a_mixture_token(device: str, longest: int) -> Checked:
     seen = torch.arange(length, device=device) >= random.randrange(length)
     mask = random.choice((None, seen.expand(batch, 1, 1, length)))
     chosen = torch.rand(batch, 1, heads, device=device) < random.choice((0.1, 0.5))
-    call = AttentionCall(_unused, False, mask, SCALING, 0.0, plain=True)
+    routing = {"gates": chosen.float(), "shared_heads": 0, "active_heads": max(1, heads // 2)}
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            found = attend_to_needed(query, key, value, chosen, call)
-        if found is None:  # where Triton does not run, and most heads are needed
-            raise NotImplementedError("the kernels were not asked for")
-        return found * chosen[..., None]
+            return attend("crosshead_mixture", query, key, value, mask, **routing) * chosen[..., None]
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         logits = SCALING * query @ repeat_heads(key, heads).transpose(2, 3)
@@ -103,6 +119,7 @@ def a_talking(device: str, longest: int) -> Checked:
     of_queries, sizes = (batch, length) if own else (1, 1), ((softmaxes, heads), (heads, softmaxes))
     maps = [torch.randn(*of_queries, *size, device=device) / heads for size in sizes]
     more = [torch.randn(batch, length, *size, device=device) / heads if own else None for size in sizes]
+    head_maps = maps[0], more[0], maps[1], more[1]
     added = torch.zeros(seen.shape, dtype=torch.float64, device=device)
     if mask is not None and random.random() < 0.3:
         added = torch.randn(seen.shape, device=device)
@@ -119,7 +136,7 @@ def a_talking(device: str, longest: int) -> Checked:
         return (weights @ repeat_heads(value, heads)).transpose(1, 2)
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return talking_attention(query, key, value, maps[0], more[0], maps[1], more[1], mask, SCALING, True)
+        return attend("crosshead_talking", query, key, value, mask, head_maps=HeadMaps(*head_maps))
 
     return ours, plain, inputs
 
@@ -127,29 +144,27 @@ def a_talking(device: str, longest: int) -> Checked:
 def an_explicit(device: str, longest: int) -> Checked:
     """A token or two that meet components as a cache holds them; some of the first keys may be padding."""
     batch, groups, tokens = random.randint(1, 2), random.randint(1, 8), random.randint(1, 2)
-    heads, rows, size = random.randint(1, groups), tokens * random.choice((1, 2, 4)), random.choice((64, 128))
+    components, heads, size = random.randint(1, groups), groups * random.choice((1, 2, 4)), random.choice((64, 128))
     length = random.randint(tokens, longest)
-    shapes = ((batch, groups, rows, size), (batch, heads, length, size), (batch, heads, length, size))
+    shapes = ((batch, heads, tokens, size), (batch, components, length, size), (batch, components, length, size))
     inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    scalars = [torch.rand(groups, heads, device=device).bfloat16() for _ in range(2)]
+    scalars = [torch.rand(groups, components, device=device).bfloat16() for _ in range(2)]
     seen = torch.arange(length, device=device) >= random.randrange(length)
     mask = seen.expand(batch, 1, tokens, length)
 
     def ours(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        sides = (Components(x, some.to(x.dtype)) for x, some in zip((key, value), scalars, strict=True))
-        return attend_to_components(SCALING * query, *sides, None, mask)
+        of_keys, of_values = (some.to(query.dtype) for some in scalars)
+        options = {"key_map": of_keys, "value_map": of_values, "implementation": "sdpa"}
+        return attend("crosshead_explicit", query, key, value, mask, **options)
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         of_keys, of_values = (some.double() for some in scalars)
-        logits = SCALING * query @ torch.einsum("ij,bjsd->bids", of_keys, key)
+        keys, values = (torch.einsum("ij,bjsd->bisd", some, x) for some, x in ((of_keys, key), (of_values, value)))
+        logits = SCALING * query @ repeat_heads(keys, heads).transpose(2, 3)
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
-        return weights @ torch.einsum("ij,bjsd->bisd", of_values, value)
+        return (weights @ repeat_heads(values, heads)).transpose(1, 2)
 
     return ours, plain, inputs
-
-
-def _unused(*_: torch.Tensor) -> Any:
-    raise NotImplementedError
 
 
 def error(checked: Checked, dtype: torch.dtype, gradients: bool) -> float:

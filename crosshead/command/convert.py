@@ -40,7 +40,7 @@ def convert(
 ) -> None:
     """Give a Llama or Qwen checkpoint attention heads that work together.
 
-    Mechanisms: knocking, explicit, mixture, talking, differential. For example:
+    Mechanisms: knocking, explicit, mixture, talking, differential, gating. For example:
 
     crosshead convert Qwen/Qwen3-0.6B out --mixer knocking:form=linear,on=query+key+value
 

@@ -15,13 +15,33 @@ try:  # what looks through this file for packages that it must have passes over 
 except ImportError:
     raise
 
-from ..mechanisms.talking_blocks import TalkingCall, talking_autograd, talking_blocks, talking_fake, talking_keep
+from ..mechanisms.talking_blocks import talking_autograd, talking_blocks, talking_fake, talking_keep
 from .talking_kernels_triton import softmax_norms, weighted_values
 from .visible_triton import seen_keys
 from .where_triton_runs import product_precision
 
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 """What the factors of products are, by the dtype of queries, keys and values."""
+
+
+@dataclass(frozen=True)
+class TalkingCall:
+    """The arguments of `talking_blocks`."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    logits_map: torch.Tensor
+    logits_key_map: torch.Tensor | None
+    weights_map: torch.Tensor
+    weights_key_map: torch.Tensor | None
+    mask: torch.Tensor | None
+    scaling: float
+    causal: bool
+
+    def heads(self) -> int:
+        """The most of queries, softmax and outputs."""
+        return max(*self.logits_map.shape[2:], *self.weights_map.shape[2:])
 
 
 @dataclass(frozen=True)

@@ -171,12 +171,13 @@ class Talking(Mechanism):
 
     @package_only
     def multiplications(self, call: CallSizes) -> int:
-        """Static and dynamic maps on every pair of query and key, and the projections that make dynamic ones."""
+        """Maps on each pair of query and key, those of queries joined to the static ones; and how dynamic ones are made."""
         pairs = call.queries * call.keys
         total = sum(weight_count(getattr(self, stage)) * pairs for stage in self.settings["on"])
         for name in self.settings["dynamic"]:
-            made, tokens = getattr(self, name), call.queries if name.startswith("query") else call.new_keys
-            total += weight_count(made) * tokens + made.weight.shape[0] * pairs
+            made, of_queries = getattr(self, name), name.startswith("query")
+            total += weight_count(made) * (call.queries if of_queries else call.new_keys)
+            total += 0 if of_queries else made.weight.shape[0] * pairs
         return total
 
     @package_only

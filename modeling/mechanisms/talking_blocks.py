@@ -18,9 +18,11 @@ from ..ops import widened
 TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES = 2**23, (16, 64)
 """Numbers in all tensors that are held of a block, fewest and most queries of each sequence in it. Measured on two
 cores with 16 heads and 4,096 tokens: smaller blocks cost more calls, larger ones leave the cache."""
+TALKING_CPU_SHARED = 2**18
+"""Numbers up to which sequences share a block there; measured with 4 and 8 heads and up to 128 tokens."""
 TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES = 2**28, (16, 128)
-"""The same on other devices: 1 GB in float32. From launches counted for 8 sequences of 2,048 tokens and 32 heads, which
-have 16 blocks; not timed."""
+"""On other devices (1 GB in float32), where sequences always share blocks. From launches counted for 8 sequences of
+2,048 tokens and 32 heads, which have 16 blocks; not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
 """Tensors with a number for each head, query and key of a block that a pass holds at a time."""
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -58,12 +60,12 @@ class TalkingMaps:
 
     def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Map (sequences x queries, from, keys) into `out` (sequences x queries, to, keys), or a gradient back."""
-        turn = (lambda x: x.mT) if back else (lambda x: x)
-        part = block.query_part(turn(self.by_query))
-        torch.bmm(part.expand(*block.rows(given).shape[:2], -1, -1).flatten(0, 1), given, out=out)
+        maps, rows = block.query_part(self.by_query), block.rows(given)
+        maps = maps.expand(*rows.shape[:2], -1, -1).flatten(0, 1)
+        torch.bmm(maps.mT if back else maps, given, out=out)
         if self.by_key is not None:
-            by_key = turn(self.by_key[:, block.keys])
-            block.rows(out).add_(torch.einsum("nsij,nmjs->nmis", by_key, block.rows(given)))
+            equation = "nsji,nmjs->nmis" if back else "nsij,nmjs->nmis"
+            block.rows(out).add_(torch.einsum(equation, self.by_key[:, block.keys], rows))
         return out
 
     def add(self, block: TalkingBlock, grad: torch.Tensor, given: torch.Tensor) -> None:
@@ -98,7 +100,7 @@ class TalkingPart:
         self.lowest, self.zero = memory.new_full((), torch.finfo(memory.dtype).min), memory.new_zeros(())
 
     def blocks(self) -> Iterator[TalkingBlock]:
-        """All blocks. On the CPU a mask tells which keys a block meets; on a GPU, reading it would wait for the device."""
+        """All blocks. On the CPU a mask tells which keys a block meets; on a GPU reading it would wait for the GPU."""
         tokens, keys = self.query.shape[1], self.key.shape[1]
         for start in range(0, tokens, self.size):
             part = slice(start, min(start + self.size, tokens))
@@ -174,7 +176,8 @@ class TalkingPart:
             weights.add(block, grad, attention)
             grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), back=True)
             product = torch.mul(grad, attention, out=self.take(1, block, attention.shape[1]))
-            grad.sub_(product.sum(-1, keepdim=True)).mul_(attention)  # of the logits after the first map
+            sums = product.sum(-1, keepdim=True)
+            torch.addcmul(product, attention, sums, value=-1, out=grad)  # of the logits after the first map
             if block.blind:
                 self.hide(block, grad, self.zero)
             logits.add(block, grad, given)
@@ -215,12 +218,11 @@ def talking_add_products(total: torch.Tensor, maps: torch.Tensor, rows: torch.Te
 
 def talking_block_size(device: str, batch: int, queries: int, row: int) -> tuple[int, int]:
     """How many sequences share a block, and the queries of each, from the numbers that are held for one query."""
-    numbers, (fewest, most) = TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES
-    if device != "cpu":
-        numbers, (fewest, most) = TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES
+    numbers, shared, (fewest, most) = TALKING_GPU_NUMBERS, TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES
+    if device == "cpu":
+        numbers, shared, (fewest, most) = TALKING_CPU_NUMBERS, TALKING_CPU_SHARED, TALKING_CPU_QUERIES
     size = min(queries, max(fewest, min(most, numbers // row)))
-    # On the CPU a block of one sequence may fit the cache, and leaves out the keys that the mask hides from it.
-    return 1 if device == "cpu" else max(1, min(batch, numbers // (row * size))), size
+    return max(1, min(batch, shared // (row * size))), size
 
 
 def talking_parts(

@@ -27,7 +27,7 @@ KERNELS = {
 
 def launched() -> Iterator[str]:
     """Names of kernels that our files start: `name[grid](...)`."""
-    for path in (TESTS.parent / "modeling").glob("*_triton.py"):
+    for path in (TESTS.parent / "modeling" / "kernels").glob("*_triton.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = node.func if isinstance(node, ast.Call) else None
             if isinstance(called, ast.Subscript) and isinstance(called.value, ast.Name):

@@ -2,7 +2,7 @@
 
 import os
 import random
-from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +14,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 import triton.language as tl
 
-from crosshead.modeling import routed_decode, routed_decode_triton
-from crosshead.modeling.routed_decode import reads_less
-from crosshead.modeling.routed_decode_triton import attend_to_chosen
-from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, call_of, logits_in_parts, plain, routes, seen_under
+from crosshead.modeling.kernels import routed_decode_triton, triton_backends
+from crosshead.modeling.kernels.routed_decode_triton import attend_to_chosen
+from crosshead.modeling.kernels.triton_backends import mixture_eligible
+from routed_cases import MASKS, SCALING, SKIPPING, WINDOW, logits_in_parts, plain, routes, seen_under
 from toys import mixed_model, tokens
 
 pytestmark = pytest.mark.slow
@@ -89,45 +89,44 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return attend_to_chosen(query, key, *rest)
 
     monkeypatch.setattr(routed_decode_triton, "attend_to_chosen", noted)
-    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
-    monkeypatch.setattr(routed_decode, "LEAST_KEYS", 5)
-    monkeypatch.setattr(routed_decode, "GREATEST_PART", 1.0)
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     return seen
 
 
 @torch.no_grad()
-def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, k, call = torch.zeros(1, 4, 1, 8).bfloat16(), torch.zeros(1, 4, 5000, 8).bfloat16(), call_of(None)
-    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
-    assert reads_less(q, k, 0.7, call)
-    assert not reads_less(q, k, 0.8, call)
-    assert not reads_less(q, k[:, :, :4000], 0.7, call)
-    assert not reads_less(torch.cat([q] * 40, dim=-1), k, 0.7, call)
-    assert not reads_less(q, k, 0.7, replace(call, dropout=0.1))
+def test_eligible_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    query, mask = torch.zeros(1, 4, 1, 8).bfloat16(), torch.ones(1, 1, 1, 50, dtype=torch.bool)
+    assert not mixture_eligible(query, mask, 0.0)  # on a CPU
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
+    assert mixture_eligible(query, mask, 0.0) and mixture_eligible(query, None, 0.0)
+    assert not mixture_eligible(torch.cat([query] * 40, dim=-1), mask, 0.0)
+    assert not mixture_eligible(query, mask, 0.1)
+    assert not mixture_eligible(query, mask.float(), 0.0)
+    assert not mixture_eligible(query, mask.expand(-1, 4, -1, -1), 0.0)
     with torch.enable_grad():
-        assert not reads_less(q, k, 0.7, call)
+        assert not mixture_eligible(query, mask, 0.0)
 
 
 @pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
 def test_model(changes: dict[str, Any], asked: list[int]) -> None:
     """Token by token after a prompt, and as a whole."""
-    model, ids = mixed_model("Qwen3", SKIPPING, "sdpa", num_key_value_heads=4, **changes), tokens(2, 16)
+    model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", num_key_value_heads=4, **changes)
+    ids = tokens(2, 16)
     found = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))
-    assert len(asked) == (6 if changes else 12)  # a window of four keys is read whole
+    assert len(asked) == 12
     torch.testing.assert_close(found, model(ids).logits.detach(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.compile
 @torch.no_grad()
 def test_a_compiled_token_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_decode, "runs_triton", lambda x: True)
-    q, k, v, chosen = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, 5000, 8), torch.rand(1, 1, 4) < 0.5
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
+    q, k, v, gates = torch.randn(1, 4, 1, 8), *torch.randn(2, 1, 4, 5000, 8), (torch.rand(1, 1, 4) < 0.5).float()
+    layer = SimpleNamespace(is_causal=True)
 
-    def attend(*heads: torch.Tensor) -> torch.Tensor | None:
-        call = call_of(None)
-        return routed_decode.attend_to_needed(*heads, chosen, call) if reads_less(*heads[:2], 0.5, call) else None
+    def attend(*heads: torch.Tensor) -> torch.Tensor:
+        return triton_backends.mixture_triton_attention(layer, *heads, None, SCALING, gates=gates)[0]
 
     found = torch.compile(attend, fullgraph=True, backend="aot_eager")(q, k, v)
     torch.compiler.reset()
-    assert found is not None
     torch.testing.assert_close(found, attend(q, k, v))

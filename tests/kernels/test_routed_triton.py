@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,9 +14,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 
 import oracle_layers
-from crosshead.modeling import routed_attention, routed_triton
-from crosshead.modeling.routed_attention import pays
-from crosshead.modeling.routed_triton import Tile, attend_chosen
+from crosshead.modeling.kernels import routed_triton, triton_backends
+from crosshead.modeling.kernels.routed_triton import Tile, attend_chosen
 from oracle_layers import assert_sdpa_agrees
 from routed_cases import (
     INPUTS,
@@ -26,7 +24,6 @@ from routed_cases import (
     SCALING,
     SKIPPING,
     WINDOW,
-    call_of,
     check,
     logits_and_gradients,
     logits_in_parts,
@@ -118,23 +115,10 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
         return attend_chosen(q.float(), k.float(), v.float(), *rest).to(q.dtype)
 
     monkeypatch.setattr(routed_triton, "attend_chosen", narrowed)
-    monkeypatch.setattr(routed_attention, "runs_triton", lambda x: True)
-    monkeypatch.setattr(routed_attention, "LEAST_QUERIES_OF_GPU", 2)
-    monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 1.0)
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
     return shapes
-
-
-def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    q, call = torch.zeros(1, 2, 2048, 64).bfloat16(), call_of(None)
-    assert not pays(q, q, 0.5, call)  # on a CPU, in half precision
-    monkeypatch.setattr(routed_attention, "runs_triton", lambda x: True)
-    assert pays(q, q, 0.5, call)
-    assert not pays(q[:, :, :2047], q, 0.5, call)
-    assert not pays(torch.cat([q] * 5, dim=-1), q, 0.5, call)
-    for facts in ({"dropout": 0.1}, {"plain": False}, {"mask": torch.zeros(1, 1, 2048, 2048)}):
-        assert not pays(q, q, 0.5, replace(call, **facts))
 
 
 @pytest.mark.parametrize("padding", ((0, 2), None))
@@ -142,24 +126,24 @@ def test_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", MIXTURES)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[torch.Size]) -> None:
     """Against the oracle, with a mask and without."""
-    assert_sdpa_agrees(MIXTURES[case], heads, padding)
+    assert_sdpa_agrees(MIXTURES[case], heads, padding, "crosshead_mixture_triton")
     assert len(asked) == ("differential" not in case)
 
 
 @pytest.mark.parametrize("kind", INPUTS)
-def test_model(kind: str, asked: list[torch.Size], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model(kind: str, asked: list[torch.Size]) -> None:
     """A whole model, one layer of which has a window, as the library makes its masks."""
-    model = mixed_model("Qwen3", SKIPPING, "sdpa", **WINDOW)
+    model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", **WINDOW)
     found = logits_and_gradients(model, kind)
     assert len(asked) == 2
-    monkeypatch.setattr(routed_attention, "GREATEST_SHARE", 0.0)
+    model.set_attn_implementation("sdpa")
     for ours, dense in zip(found, logits_and_gradients(model, kind), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-3, atol=1e-5 * max(1.0, dense.abs().max().item()))
     assert len(asked) == 2
 
 
 def test_a_prompt_in_parts(asked: list[torch.Size]) -> None:
-    model, ids = mixed_model("Llama", SKIPPING, "sdpa"), tokens(2, 12)
+    model, ids = mixed_model("Llama", SKIPPING, "crosshead_mixture_triton"), tokens(2, 12)
     found = logits_in_parts(model, ids, (5, 6, 1))
     torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-5)
     assert [shape[2] for shape in asked] == [5, 5, 6, 6, 12, 12]
@@ -177,9 +161,8 @@ def test_autocast_gives_its_dtype() -> None:
 
 @pytest.mark.compile
 def test_a_compiled_step_keeps_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routed_attention, "runs_triton", lambda x: True)
-    monkeypatch.setattr(routed_attention, "LEAST_QUERIES_OF_GPU", 2)
-    model = mixed_model("Llama", SKIPPING, "sdpa").train()
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
+    model = mixed_model("Llama", SKIPPING, "crosshead_mixture_triton").train()
     ids, parameters = tokens(), [*model.parameters()]
     expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, parameters)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

@@ -1,7 +1,8 @@
 """`talking`'s kernels, in Triton's interpreter: against the plain computation in float64, and against the oracle."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton.language as tl
 
 import oracle_layers
-from crosshead.modeling import talking_operator, talking_triton
-from crosshead.modeling.talking_blocks import TalkingCall, attend_in_blocks
-from crosshead.modeling.talking_triton import Tile, attend_in_tiles, fits
+from crosshead.modeling.kernels import talking_triton, triton_backends
+from crosshead.modeling.kernels.talking_triton import TalkingCall, Tile, attend_in_tiles, fits
+from crosshead.modeling.mechanisms.talking_blocks import talking_blocks
 from oracle_layers import OPTION_CASES, assert_sdpa_agrees
 from talking_cases import Drawn, Ranges
 from toys import mixed_model, tokens
@@ -26,6 +27,11 @@ RANGES = Ranges(
     batches=(1, 2), shared=(1, 1, 2, 3, 6), features=(2, 5, 20), lengths=(2, 3, 16, 17, 33, *range(4, 41, 3))
 )
 TALKING = {name: mixers for name, mixers in OPTION_CASES.items() if "talking" in mixers}
+
+
+def parts_of(call: TalkingCall) -> list[Any]:
+    """The arguments of `talking_blocks`."""
+    return [getattr(call, part.name) for part in fields(call)]
 
 
 @pytest.fixture
@@ -43,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
         return attend_in_tiles(call).double()
 
     monkeypatch.setattr(talking_triton, "attend_in_tiles", narrowed)
-    monkeypatch.setattr(talking_operator, "runs_triton", lambda x: True)
+    monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
     # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
@@ -75,7 +81,7 @@ def test_many_heads(heads: int, asked: list[TalkingCall]) -> None:
     query, key, value = (torch.randn(1, heads, 20, 4) for _ in range(3))
     maps = torch.randn(2, 1, 1, heads, heads) / heads**0.5
     call = TalkingCall(query, key, value, maps[0], None, maps[1], None, None, 0.5, True)
-    torch.testing.assert_close(attend_in_tiles(call), attend_in_blocks(call), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(attend_in_tiles(call), talking_blocks(*parts_of(call)), rtol=1e-4, atol=1e-5)
 
 
 def test_too_many_heads_are_left_to_the_blocks() -> None:
@@ -93,7 +99,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     of_maps = (maps[0], None, maps[1], None)
     found = attend_in_tiles(TalkingCall(query[:, :, 32:], key, value, *of_maps, mask[:, :, 32:], 0.5, True))
     alone = TalkingCall(*(x[:, :, 32:] for x in (query, key, value)), *of_maps, None, 0.5, True)
-    torch.testing.assert_close(found, attend_in_blocks(alone))
+    torch.testing.assert_close(found, talking_blocks(*parts_of(alone)))
 
 
 @pytest.mark.parametrize("padding", ((0, 2), None))
@@ -101,13 +107,13 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 @pytest.mark.parametrize("case", TALKING)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[TalkingCall]) -> None:
     """Against the oracle, with a mask and without."""
-    assert_sdpa_agrees(TALKING[case], heads, padding)
+    assert_sdpa_agrees(TALKING[case], heads, padding, "crosshead_talking_triton")
     assert len(asked) == 1
 
 
 @pytest.mark.compile
 def test_a_compiled_step_keeps_one_graph(asked: list[TalkingCall]) -> None:
-    model = mixed_model("Llama", {"talking": {}}, "sdpa").train()
+    model = mixed_model("Llama", {"talking": {}}, "crosshead_talking_triton").train()
     ids, parameters = tokens(), [*model.parameters()]
     expected = torch.autograd.grad(model(ids, labels=ids, use_cache=False).loss, parameters)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

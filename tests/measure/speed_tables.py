@@ -18,7 +18,7 @@ SPEEDS = {
     "convert": "Conversion",
 }
 """What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
-ON_A_GPU = "CROSSHEAD_TRITON=1 python tests/gpu_speed.py OUT.json"
+ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
 
 
 def speed_tables(folder: Path = RESULTS) -> str:

@@ -73,6 +73,8 @@ def test_every_shipped_recipe_ends_in_a_model_that_loads_and_scores_what_was_log
     assert model.config.use_cache
     assert model.config.to_dict() == AutoModelForCausalLM.from_pretrained(outcome.model).config.to_dict()
     assert AutoTokenizer.from_pretrained(outcome.model).get_vocab() == load_tokenizer(recipe).get_vocab()
+    settings = json.loads((outcome.model / "tokenizer_config.json").read_text())
+    assert not {"is_local", "local_files_only"} & settings.keys()
     record = json.loads((outcome.model / "training.json").read_text())
     assert record["recipe"]["train"]["tokens"] == recipe.train.tokens and record["processes"] == 1
     assert record["metrics"] == outcome.metrics

@@ -1,0 +1,192 @@
+"""Attention on CPUs that skips heads where their gate is zero.
+
+Each routed head has a list of the queries it counts for, in the order of their tokens. Lists of one length go through
+the flash kernel together, a block of rows at a time: without a mask to the keys that the whole block sees, with a mask
+to the keys behind them. The log-sum-exp of both parts merges their outputs.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..ops import repeat_heads
+from .cpu import additive, flash_kernel, runs_here
+
+# Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
+BLOCK_ROWS = 256
+LEAST_QUERIES = 2048
+GREATEST_SHARE = 0.7
+"""Of all (query, head) pairs, the longest list counted for each routed head."""
+
+
+def mixture_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    gates: torch.Tensor | None = None,
+    shared_heads: int = 0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention (B, T, H, d) with zeros where a gate (B, T, H) is zero; stock attention where skipping does not pay.
+
+    The first `shared_heads` count for every token.
+    """
+    if gates is None or not mixture_eligible(query, key, value, attention_mask, dropout, gates, shared_heads, kwargs):
+        options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
+    selected = gates[..., shared_heads:].transpose(1, 2) != 0
+    parts = [routed_heads(*(x[:, shared_heads:] for x in (query, key, value)), selected, attention_mask, causal, scaling)]
+    if shared_heads:
+        q, k, v = (x[:, :shared_heads] for x in (query, key, value))
+        options = {"attn_mask": attention_mask, "is_causal": causal, "scale": scaling}
+        parts.insert(0, functional.scaled_dot_product_attention(q, k, v, **options))
+    return torch.cat([part.transpose(1, 2) for part in parts], dim=2), None
+
+
+def mixture_eligible(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float,
+    gates: torch.Tensor,
+    shared_heads: int,
+    options: dict[str, Any],
+) -> bool:
+    """Whether skipping works and pays for a call."""
+    batch, heads, tokens, size = query.shape
+    if not runs_here(query, dropout, (torch.float32, torch.float64)) or flash_kernel("_backward") is None:
+        return False
+    if tokens < LEAST_QUERIES or value.shape[-1] != size or gates.shape != (batch, tokens, heads):
+        return False
+    if options.get("position_bias") is not None or options.get("cache") is not None:
+        return False
+    if attention_mask is not None and (
+        attention_mask.dtype != torch.bool or attention_mask.shape[1:] != (1, tokens, key.shape[2])
+    ):
+        return False
+    longest = int(gates[..., shared_heads:].count_nonzero(1).max()) if shared_heads < heads else tokens
+    return shared_heads * tokens + (heads - shared_heads) * longest <= GREATEST_SHARE * heads * tokens
+
+
+def routed_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    selected: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention (B, n, T, d) of the selected (B, n, T) queries, zeros elsewhere; keys and values have n heads."""
+    ends = visible_ends(mask, query.shape[2], key.shape[2], causal).unsqueeze(1).expand_as(selected)
+    selected = selected & (ends > 0)
+    tokens, kept = row_lists(selected)
+    output = torch.zeros_like(query)
+    if not tokens.shape[-1]:
+        return output
+    at = tokens.unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])
+    rows = Rows(tokens, ends.gather(-1, tokens), mask)
+    found: torch.Tensor = BlockAttention.apply(query.gather(2, at), key, value, rows, scaling)
+    return output.scatter_add(2, at, found * kept.unsqueeze(-1))
+
+
+def visible_ends(mask: torch.Tensor | None, tokens: int, keys: int, causal: bool) -> torch.Tensor:
+    """(B or 1, T): the number of keys up to the last one that a token sees."""
+    if mask is not None:
+        behind = mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
+        return (keys - behind) * mask[:, 0].any(-1)
+    ends = torch.arange(1, tokens + 1).clamp_max(keys) if causal else torch.full((tokens,), keys)
+    return ends.unsqueeze(0)
+
+
+def row_lists(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The selected tokens (B, n, L) of each head in order, and which of them count: a short list repeats some."""
+    counts = selected.sum(-1, keepdim=True)
+    longest = int(counts.max())
+    ranks = torch.arange(longest) * counts // max(longest, 1)
+    tokens = torch.argsort(~selected, dim=-1, stable=True).gather(-1, ranks)
+    is_new = torch.diff(ranks, dim=-1, prepend=torch.full_like(counts, -1)) > 0
+    return tokens, is_new & selected.gather(-1, tokens)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The lists of all heads (B, n, L): tokens, and the number of keys up to the last visible one."""
+
+    tokens: torch.Tensor
+    ends: torch.Tensor
+    mask: torch.Tensor | None
+
+    def blocks(self) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
+        """Rows, and the ranges of keys that they meet, with or without a mask; a masked row sees one key at least."""
+        for start in range(0, self.ends.shape[-1], BLOCK_ROWS):
+            rows = slice(start, start + BLOCK_ROWS)
+            least, most = (int(end) for end in self.ends[..., rows].aminmax())
+            common = 0 if self.mask is not None else most if least == most else least - 1
+            ranges = [(slice(0, common), False), (slice(common, most), True)]
+            yield rows, [(keys, masked) for keys, masked in ranges if keys.stop > keys.start]
+
+    def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
+        """The mask to add to the logits (B, n, rows, keys)."""
+        if self.mask is None:
+            visible = torch.arange(keys.start, keys.stop) < self.ends[..., rows].unsqueeze(-1)
+        else:
+            sequence = torch.arange(len(self.tokens)).view(-1, 1, 1) % len(self.mask)
+            visible = self.mask[sequence, 0, self.tokens[..., rows], keys]
+        return additive(visible, dtype)
+
+
+class BlockAttention(torch.autograd.Function):
+    """Attention of the lists (B, n, L, d) to keys and values (B, n, S, d)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scaling: float
+    ) -> torch.Tensor:
+        """Block by block."""
+        attend: Any = flash_kernel()
+        output, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:3])
+        for part, ranges in rows.blocks():
+            found = []
+            for keys, masked in ranges:
+                added = rows.added(part, keys, query.dtype) if masked else None
+                q, k, v = query[:, :, part], key[:, :, keys], value[:, :, keys]
+                found.append(attend(q, k, v, attn_mask=added, scale=scaling))
+            outputs, sums = zip(*found, strict=True)
+            if len(found) == 2:
+                outputs = (outputs[0].lerp_(outputs[1], torch.sigmoid(sums[1] - sums[0]).unsqueeze(-1)),)
+                sums = (torch.logaddexp(*sums),)
+            output[:, :, part], logsumexp[:, :, part] = outputs[0], sums[0]
+        ctx.save_for_backward(query, key, value, output, logsumexp)
+        ctx.rows, ctx.scaling = rows, scaling
+        return output
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Block by block; with the log-sum-exp of all keys, each range has its own share of the gradients."""
+        query, key, value, output, logsumexp = ctx.saved_tensors
+        differentiate: Any = flash_kernel("_backward")
+        totals = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
+        for part, ranges in ctx.rows.blocks():
+            given, q, o, lse = (x[:, :, part] for x in (gradient, query, output, logsumexp))
+            for keys, masked in ranges:
+                added = ctx.rows.added(part, keys, query.dtype) if masked else None
+                k, v = key[:, :, keys], value[:, :, keys]
+                found = differentiate(given, q, k, v, o, lse, 0.0, False, attn_mask=added, scale=ctx.scaling)
+                for total, place, one in zip(totals, (part, keys, keys), found, strict=True):
+                    total[:, :, place] += one
+        return *totals, None, None
