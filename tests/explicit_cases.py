@@ -2,16 +2,26 @@
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import oracles
+from crosshead.modeling.mechanisms.explicit import explicit_attention_forward
 from crosshead.modeling.ops import attention_weights, weigh_values
-from crosshead.modeling.explicit_decode import Components, attend_to_components
 
+Attend = Callable[..., tuple[torch.Tensor, Any]]
 MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
+
+
+@dataclass
+class Components:
+    """Heads (B, heads, S, d), and the scalars (h, heads) that combine them; None where they are not combined."""
+
+    heads: torch.Tensor
+    scalars: torch.Tensor | None
 
 
 @dataclass
@@ -31,17 +41,19 @@ class Case:
         found = [self.query, self.keys.heads, self.values.heads, self.keys.scalars, self.values.scalars, self.scale]
         return [x for x in found if x is not None]
 
-    def ours(self, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    def ours(self, dtype: torch.dtype = torch.float64, attend: Attend = explicit_attention_forward) -> torch.Tensor:
         """(B, T, H, d)."""
 
         def of(x: Any) -> Any:
             return x if x is None or x.dtype == torch.bool else x.to(dtype)
 
-        heads, groups = self.query.shape[1], self.groups
-        rows = of(self.query).reshape(len(self.query), groups, -1, self.query.shape[-1])
-        sides = [Components(of(side.heads), of(side.scalars)) for side in (self.keys, self.values)]
-        output = attend_to_components(rows, *sides, of(self.scale), of(self.mask))
-        return output.reshape(len(output), heads, -1, output.shape[-1]).transpose(1, 2)
+        mask = of(self.mask)
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.clamp_min(torch.finfo(dtype).min)  # as the library makes masks
+        scale = None if self.scale is None else self.scale.squeeze(2).to(torch.promote_types(dtype, torch.float32))
+        maps = {"key_map": of(self.keys.scalars), "value_map": of(self.values.scalars), "key_scale": scale}
+        heads = of(self.query), of(self.keys.heads), of(self.values.heads)
+        return attend(None, *heads, mask, scaling=1.0, implementation="sdpa", **maps)[0]
 
     @property
     def groups(self) -> int:

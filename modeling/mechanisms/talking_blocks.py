@@ -15,14 +15,13 @@ from transformers.utils.generic import maybe_autocast
 
 from ..ops import widened
 
-TALKING_CPU_NUMBERS, TALKING_CPU_QUERIES = 2**23, (16, 64)
-"""Numbers in all tensors that are held of a block, fewest and most queries of each sequence in it. Measured on two
-cores with 16 heads and 4,096 tokens: smaller blocks cost more calls, larger ones leave the cache."""
-TALKING_CPU_SHARED = 2**18
-"""Numbers up to which sequences share a block there; measured with 4 and 8 heads and up to 128 tokens."""
-TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES = 2**28, (16, 128)
-"""On other devices (1 GB in float32), where sequences always share blocks. From launches counted for 8 sequences of
-2,048 tokens and 32 heads, which have 16 blocks; not timed."""
+TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
+"""On the CPU: numbers in all tensors that are held of a block, numbers up to which sequences share a block, fewest and
+most queries of each. Measured with 16 heads and 4,096 tokens, where smaller blocks cost more calls and larger ones
+leave the cache; the second with 4 and 8 heads and up to 128 tokens."""
+TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
+"""The same on other devices; 1 GB in float32. From launches counted for 8 sequences of 2,048 tokens and 32 heads, which
+then have 16 blocks; not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
 """Tensors with a number for each head, query and key of a block that a pass holds at a time."""
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -52,16 +51,15 @@ class TalkingBlock:
 
 @dataclass(frozen=True)
 class TalkingMaps:
-    """Maps across heads, or sums of their gradients: (sequences or 1, T or 1, to, from), and what each key adds."""
+    """Maps (sequences or 1, T or 1, to, from), and (sequences, S, to, from) that keys add; or sums of gradients."""
 
     by_query: torch.Tensor
     by_key: torch.Tensor | None
-    """(sequences, S, to, from)."""
 
     def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
         """Map (sequences x queries, from, keys) into `out` (sequences x queries, to, keys), or a gradient back."""
-        maps, rows = block.query_part(self.by_query), block.rows(given)
-        maps = maps.expand(*rows.shape[:2], -1, -1).flatten(0, 1)
+        rows = block.rows(given)
+        maps = block.query_part(self.by_query).expand(*rows.shape[:2], -1, -1).flatten(0, 1)
         torch.bmm(maps.mT if back else maps, given, out=out)
         if self.by_key is not None:
             equation = "nsji,nmjs->nmis" if back else "nsij,nmjs->nmis"
@@ -83,20 +81,16 @@ class TalkingPart:
     sequences. Logits and weights are (sequences x queries, heads, keys), which a batched product with maps needs.
     """
 
-    def __init__(
-        self, tensors: Sequence[Any], items: slice, size: int, memory: torch.Tensor, scaling: float, causal: bool
-    ) -> None:
+    def __init__(self, tensors: Sequence[Any], items: slice, size: int, memory: torch.Tensor, causal: bool) -> None:
         query, key, value = (x[items] for x in tensors[:3])
         logits_map, logits_key_map, weights_map, weights_key_map, mask = talking_items(tensors[3:], items)
-        self.sequences, self.size, self.memory = len(query), size, memory
+        self.items, self.sequences, self.size, self.memory = items, len(query), size, memory
         self.query = talking_by_head(query, query.shape[1])
         self.key, self.value = talking_by_head(key, query.shape[1]), talking_by_head(value, weights_map.shape[2])
-        scaled_key_map = None if logits_key_map is None else logits_key_map * scaling
-        self.logits_maps = TalkingMaps(logits_map * scaling, scaled_key_map)
+        self.logits_maps = TalkingMaps(logits_map, logits_key_map)
         self.weights_maps = TalkingMaps(weights_map, weights_key_map)
         self.mask = None if mask is None else mask.transpose(1, 2)  # (sequences or 1, T or 1, heads or 1, S)
-        ones = query.new_ones(size, size, dtype=torch.bool) if mask is None and causal else None
-        self.triangle = None if ones is None else ones.tril()
+        self.triangle = query.new_ones(size, size, dtype=torch.bool).tril() if mask is None and causal else None
         self.lowest, self.zero = memory.new_full((), torch.finfo(memory.dtype).min), memory.new_zeros(())
 
     def blocks(self) -> Iterator[TalkingBlock]:
@@ -104,12 +98,11 @@ class TalkingPart:
         tokens, keys = self.query.shape[1], self.key.shape[1]
         for start in range(0, tokens, self.size):
             part = slice(start, min(start + self.size, tokens))
-            block = TalkingBlock(part, slice(0, keys if self.triangle is None else min(part.stop, keys)))
+            met = slice(0, keys if self.triangle is None else min(part.stop, keys))
+            blind = self.mask is not None and self.mask.dtype == torch.bool
             if self.mask is not None and self.mask.device.type == "cpu":
-                block = TalkingBlock(part, *talking_mask_span(block.query_part(self.mask)))
-            elif self.mask is not None:
-                block = TalkingBlock(part, block.keys, blind=self.mask.dtype == torch.bool)
-            yield block
+                met, blind = talking_mask_span(TalkingBlock(part, met).query_part(self.mask))
+            yield TalkingBlock(part, met, blind)
 
     def take(self, index: int, block: TalkingBlock, heads: int, by_head: bool = False) -> torch.Tensor:
         """Memory for (sequences x queries, heads, keys), with heads or with queries as its outer order."""
@@ -176,8 +169,7 @@ class TalkingPart:
             weights.add(block, grad, attention)
             grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), back=True)
             product = torch.mul(grad, attention, out=self.take(1, block, attention.shape[1]))
-            sums = product.sum(-1, keepdim=True)
-            torch.addcmul(product, attention, sums, value=-1, out=grad)  # of the logits after the first map
+            torch.addcmul(product, attention, product.sum(-1, keepdim=True), value=-1, out=grad)  # of mixed logits
             if block.blind:
                 self.hide(block, grad, self.zero)
             logits.add(block, grad, given)
@@ -218,55 +210,23 @@ def talking_add_products(total: torch.Tensor, maps: torch.Tensor, rows: torch.Te
 
 def talking_block_size(device: str, batch: int, queries: int, row: int) -> tuple[int, int]:
     """How many sequences share a block, and the queries of each, from the numbers that are held for one query."""
-    numbers, shared, (fewest, most) = TALKING_GPU_NUMBERS, TALKING_GPU_NUMBERS, TALKING_GPU_QUERIES
-    if device == "cpu":
-        numbers, shared, (fewest, most) = TALKING_CPU_NUMBERS, TALKING_CPU_SHARED, TALKING_CPU_QUERIES
+    numbers, shared, fewest, most = TALKING_CPU_BLOCKS if device == "cpu" else TALKING_GPU_BLOCKS
     size = min(queries, max(fewest, min(most, numbers // row)))
     return max(1, min(batch, shared // (row * size))), size
 
 
-def talking_parts(
-    tensors: Sequence[Any], scaling: float, causal: bool, held: int
-) -> Iterator[tuple[slice, TalkingPart]]:
+def talking_parts(call: Sequence[Any], scaling: float, causal: bool, held: int) -> Iterator[TalkingPart]:
     """The sequences of a call in parts, which use the same memory for so many tensors of a block."""
+    tensors = [*call[:3], *(x if x is None else x * scaling for x in call[3:5]), *call[5:]]
     (batch, _, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
     row = keys * max(*tensors[3].shape[2:], *tensors[5].shape[2:])
     sequences, size = talking_block_size(tensors[0].device.type, batch, queries, held * row)
     memory = tensors[0].new_empty(held, sequences * size * row, dtype=widened(tensors[0].dtype))
     for start in range(0, batch, sequences):
-        items = slice(start, start + sequences)
-        yield items, TalkingPart(tensors, items, size, memory, scaling, causal)
+        yield TalkingPart(tensors, slice(start, start + sequences), size, memory, causal)
 
 
-def talking_forward(tensors: Sequence[Any], scaling: float, causal: bool) -> torch.Tensor:
-    """Outputs (B, T, heads, features) from the tensors of `talking_blocks`, in its order."""
-    output = talking_fake(*tensors)
-    for items, part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
-        output[items] = part.outputs().permute(1, 2, 0, 3)
-    return output
-
-
-def talking_backward(
-    grad_output: torch.Tensor, tensors: Sequence[Any], scaling: float, causal: bool
-) -> list[torch.Tensor]:
-    """Gradients of the tensors before the mask; those of maps are wide, and empty where there is no map."""
-    totals = talking_gradients_fake(grad_output, tensors)
-    for total in totals[3:]:
-        total.zero_()
-    for items, part in talking_parts(tensors, scaling, causal, TALKING_HELD_BACKWARD):
-        output = talking_by_head(grad_output[items].transpose(1, 2), grad_output.shape[2])
-        maps = talking_items([x if x.numel() else None for x in totals[3:]], items)
-        found = part.gradients(output, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:]))
-        for total, heads in zip(totals, found, strict=False):
-            groups = heads.view(total.shape[1], -1, part.sequences, *total.shape[2:])
-            total[items] = groups.sum(1).transpose(0, 1)
-    for total in totals[3:5]:  # of maps that the scaling went into
-        total *= scaling
-    return totals
-
-
-@torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", mutates_args=())
-def talking_blocks(
+def talking_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -285,17 +245,29 @@ def talking_blocks(
     keys up to `t`. A query that sees no key weighs every key alike, as in eager attention.
     """
     tensors = [query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask]
+    output = talking_fake(query, key, value, *tensors[3:])
     with maybe_autocast(query.device.type, enabled=False):
-        return talking_forward(tensors, scaling, causal)
+        for part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
+            output[part.items] = part.outputs().permute(1, 2, 0, 3)
+    return output
 
 
-@torch.library.custom_op(f"{TALKING_NAMESPACE}::talking_gradients", mutates_args=())
-def talking_gradients(
+def talking_backward(
     grad_output: torch.Tensor, tensors: Sequence[torch.Tensor | None], scaling: float, causal: bool
 ) -> list[torch.Tensor]:
-    """The backward pass, as an operator."""
+    """Gradients of the tensors before the mask; those of maps are wide, and empty where there is no map."""
+    totals = talking_gradients_fake(grad_output, tensors)
     with maybe_autocast(grad_output.device.type, enabled=False):
-        return talking_backward(grad_output, tensors, scaling, causal)
+        for part in talking_parts(tensors, scaling, causal, TALKING_HELD_BACKWARD):
+            output = talking_by_head(grad_output[part.items].transpose(1, 2), grad_output.shape[2])
+            maps = talking_items([x if x.numel() else None for x in totals[3:]], part.items)
+            found = part.gradients(output, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:]))
+            for total, heads in zip(totals, found, strict=False):
+                groups = heads.view(total.shape[1], -1, part.sequences, *total.shape[2:])
+                total[part.items] = groups.sum(1).transpose(0, 1)
+    for total in totals[3:5]:  # of maps that the scaling went into
+        total *= scaling
+    return totals
 
 
 def talking_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -304,9 +276,9 @@ def talking_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *r
 
 
 def talking_gradients_fake(grad_output: torch.Tensor, tensors: Sequence[Any], *rest: Any) -> list[torch.Tensor]:
-    """Gradients without their numbers."""
+    """Gradients before anything is added."""
     wide = widened(tensors[0].dtype)
-    maps = (tensors[0].new_empty(0 if x is None else x.shape, dtype=wide) for x in tensors[3:7])
+    maps = (tensors[0].new_zeros(0 if x is None else x.shape, dtype=wide) for x in tensors[3:7])
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]), *maps]
 
 
@@ -323,6 +295,9 @@ def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor 
     return (*used, None, None, None)
 
 
+talking_blocks = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", talking_forward, mutates_args=())
+"""`talking_forward` as an operator, with the gradients below."""
+talking_gradients = torch.library.custom_op(f"{TALKING_NAMESPACE}::gradients", talking_backward, mutates_args=())
 talking_blocks.register_fake(talking_fake)
 talking_gradients.register_fake(talking_gradients_fake)
 talking_blocks.register_autograd(talking_autograd, setup_context=talking_keep)

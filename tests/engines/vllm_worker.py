@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: generates for the prompts of a folder's expected.json, and prints what vLLM gives.
 
-    python vllm_worker.py MODEL eager|compiled PROCESSES
+python vllm_worker.py MODEL eager|compiled PROCESSES
 """
 
 import json
@@ -38,7 +38,12 @@ def main(model: str, mode: str, processes: str) -> None:
     )
     wanted = json.loads(Path(model, "expected.json").read_text())
     sampling = SamplingParams(
-        temperature=0, max_tokens=len(wanted[0]["tokens"]), logprobs=1, prompt_logprobs=1, detokenize=False, ignore_eos=True
+        temperature=0,
+        max_tokens=len(wanted[0]["tokens"]),
+        logprobs=1,
+        prompt_logprobs=1,
+        detokenize=False,
+        ignore_eos=True,
     )
     results = engine.generate([{"prompt_token_ids": each["prompt"]} for each in wanted], sampling)
     print("RESULT " + json.dumps([found(result) for result in results]))
@@ -47,8 +52,9 @@ def main(model: str, mode: str, processes: str) -> None:
 def found(result: Any) -> dict[str, Any]:
     """The tokens, and the log-probability of each token of the prompt but the first, and of each new one."""
     tokens = list(result.outputs[0].token_ids)
-    prompt = [each[token].logprob for each, token in zip(result.prompt_logprobs, result.prompt_token_ids) if each]
-    new = [each[token].logprob for each, token in zip(result.outputs[0].logprobs, tokens)]
+    prompt_tokens = result.prompt_token_ids
+    prompt = [each[token].logprob for each, token in zip(result.prompt_logprobs, prompt_tokens, strict=True) if each]
+    new = [each[token].logprob for each, token in zip(result.outputs[0].logprobs, tokens, strict=True)]
     return {"tokens": tokens, "logprobs": prompt + new}
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 
 import crosshead
 from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
-from crosshead.modeling import mixed_attention
 from tiers import grid
 from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
 
@@ -204,12 +203,10 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
 
 @for_each_case_and_backbone
 @torch.no_grad()
-def test_offloaded_weights(case: str, backbone: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_weights(case: str, backbone: str) -> None:
     """accelerate fetches a module's weights when the module is called: no parameter may be read around that."""
     model = mixed_model(backbone, CASES[case])
-    with monkeypatch.context() as patch:  # what comes and goes is not folded
-        patch.setattr(mixed_attention, "folds", lambda *_: False)
-        expected = model(tokens()).logits
+    expected = model(tokens()).logits
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())
     assert torch.equal(model(tokens()).logits, expected)

@@ -11,11 +11,11 @@ from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import crosshead
-from crosshead.modeling.backbones.qwen3_moe import BIAS, BiasedRouter
+from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS, BiasedRouter
 from toys import lopsided, mixed_config, mixed_model, stock_model, tokens
 
 KNOCKING = {"knocking": {"form": "linear"}}
-NAMES = {f"model.layers.{layer}.mlp.gate.{BIAS}" for layer in (0, 1)}
+NAMES = {f"model.layers.{layer}.mlp.gate.{EXPERT_BIAS}" for layer in (0, 1)}
 VALUES = torch.tensor([0.3, -0.4, 0.001, -0.2])
 
 
@@ -90,7 +90,7 @@ def test_without_a_bias_it_is_the_stock_model(normalised: bool, dtype: torch.dty
 
 def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
     model = mixed_model("Qwen3Moe", KNOCKING)
-    assert not routers(model) and not any(BIAS in name for name in model.state_dict())
+    assert not routers(model) and not any(EXPERT_BIAS in name for name in model.state_dict())
     model.save_pretrained(tmp_path)
     assert "expert_bias" not in json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert AutoConfig.from_pretrained(tmp_path).expert_bias is False
@@ -98,7 +98,7 @@ def test_where_it_is_off_nothing_is_new(tmp_path: Path) -> None:
 
 def test_layers_without_experts_have_none() -> None:
     model = mixed_model("Qwen3Moe", {}, expert_bias=True, mlp_only_layers=[0])
-    assert {name for name in model.state_dict() if BIAS in name} == {f"model.layers.1.mlp.gate.{BIAS}"}
+    assert {name for name in model.state_dict() if EXPERT_BIAS in name} == {f"model.layers.1.mlp.gate.{EXPERT_BIAS}"}
 
 
 @pytest.mark.oldest
@@ -111,7 +111,7 @@ def test_saved_and_loaded(dtype: torch.dtype, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "saved")
     assert json.loads((tmp_path / "saved" / "config.json").read_text(encoding="utf-8"))["expert_bias"] is True
     with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as file:
-        stored = {name: file.get_tensor(name) for name in file.keys() if BIAS in name}  # noqa: SIM118
+        stored = {name: file.get_tensor(name) for name in file.keys() if EXPERT_BIAS in name}  # noqa: SIM118
     assert stored.keys() == NAMES and all(tensor.dtype == torch.float32 for tensor in stored.values())
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert again.dtype == dtype and torch.equal(again(tokens()).logits, model(tokens()).logits)

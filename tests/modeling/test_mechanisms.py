@@ -1,19 +1,19 @@
 """Mechanisms away from Llama: as tensors, bidirectional, with keys from elsewhere; and beside the library's own."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import oracles
-from crosshead.modeling.mechanisms.differential import lambda_start
-from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mechanisms.base import AttentionCall, HeadLayout, HeadStates
-from crosshead.modeling.ops import HeadRMSNorm, apply_mask, rms_normalised
-from crosshead.modeling.ops import head_map_init
 from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
+from crosshead.modeling.mechanisms import MECHANISMS
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
+from crosshead.modeling.ops import HeadRMSNorm, apply_mask, head_map_init, rms_normalised
 from toys import lopsided, mixed_model, tokens
 
 LAYOUT = HeadLayout(hidden_size=12, query_heads=4, key_value_heads=2, head_dim=6)
@@ -25,16 +25,16 @@ def build(name: str, options: dict[str, Any], layout: HeadLayout = LAYOUT) -> An
     return lopsided(MECHANISMS[name](shared_layout(settings, layout), settings[name])).double()
 
 
-def states(queries: int = 3, keys: int = 5) -> HeadStates:
+def states(queries: int = 3, keys: int = 5) -> AttentionState:
     """Queries from one sequence, keys and values from another."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
-    return HeadStates(
-        hidden=draw(2, queries, 12),
-        memory=draw(2, keys, 12),
+    return AttentionState(
+        hidden_states=draw(2, queries, 12),
+        key_value_input=draw(2, keys, 12),
         query=draw(2, 4, queries, 6),
         key=draw(2, 2, keys, 6),
         value=draw(2, 2, keys, 6),
@@ -44,9 +44,10 @@ def states(queries: int = 3, keys: int = 5) -> HeadStates:
 def test_talking_between_two_sequences_without_a_mask() -> None:
     talking = build("talking", {"dynamic": ["query_logits", "key_weights"], "softmax_heads": 3})
     given = states()
-    talking.on_projected(given)
-    unused: Any = None
-    output, weights = talking.attend(given, AttentionCall(unused, True, None, 6**-0.5, 0.0))
+    talking.before_rope(given)
+    attend = ALL_ATTENTION_FUNCTIONS[talking.attention_function(given, "eager", masked=False)]
+    heads_of = given.query, given.key, given.value
+    output, weights = attend(talking, *heads_of, None, scaling=6**-0.5, **given.attention_kwargs)
     named = {f"mixers.talking.{name}": parameter for name, parameter in talking.named_parameters()}
     mixers = {"talking": talking.settings}
     shape = oracles.LayerShape(4, 2, 6, 0, 1e-6, False)
@@ -56,7 +57,7 @@ def test_talking_between_two_sequences_without_a_mask() -> None:
             for side, count, length in (("query", 4, 3), ("key", 2, 5), ("value", 2, 5))
         }
         both = torch.cat(
-            [given.hidden[b], given.memory[b]]
+            [given.hidden_states[b], given.key_value_input[b]]
         )  # the oracle knows one sequence: look inputs up by position
         for t in range(3):
             row = []
@@ -80,41 +81,41 @@ def test_explicit_and_knocking_know_no_sequence_length() -> None:
     given = states()
     explicit = build("explicit", {"norm": False})
     raw = given.key
-    explicit.on_projected(given)
-    explicit.on_cached(given)
+    explicit.before_rope(given)
+    explicit.after_cache(given)
     weight = explicit.key.weight
     assert torch.allclose(given.key[:, 1], weight[1, 0] * raw[:, 0] + weight[1, 1] * raw[:, 1])
     knocking = build("knocking", {"on": ["query"], "form": "linear"})
     query = given.query
-    knocking.on_projected(given)
+    knocking.before_rope(given)
     assert torch.allclose(given.query, query @ knocking.query.weight.T)
 
 
 def test_mixture_routes_queries_only() -> None:
     mixture = build("mixture", {"active_heads": 3, "shared_heads": 1})
     given = states()
-    mixture.on_projected(given)
+    mixture.before_rope(given)
     assert given.gates is not None and given.gates.shape == (2, 3, 4)
     output = torch.ones(2, 3, 4, 6, dtype=torch.float64)
-    assert torch.equal(mixture.on_output(output, given)[..., 0], given.gates)
+    assert torch.equal(mixture.head_outputs(output, given)[..., 0], given.gates)
     assert (given.gates == 0).sum() == 2 * 3
 
 
 def test_gates_are_one_on_average_in_unit_scale() -> None:
-    gates, _ = build("mixture", {"active_heads": 3, "shared_heads": 1})(states().hidden, states().query)
+    gates, _ = build("mixture", {"active_heads": 3, "shared_heads": 1})(states().hidden_states, states().query)
     assert torch.allclose(gates.sum(-1).mean(), gates.new_tensor(3.0), atol=0.8)
     even = build("mixture", {"active_heads": 4, "shared_heads": 2})
     with torch.no_grad():
         for parameter in even.parameters():
             parameter.zero_()
-    gates, _ = even(states().hidden, states().query)
+    gates, _ = even(states().hidden_states, states().query)
     assert torch.allclose(gates, torch.ones_like(gates))
 
 
 def test_equal_query_norms_route_without_nan() -> None:
     mixture = build("mixture", {"active_heads": 2, "shared_heads": 1, "router": "query_norm"})
     query = torch.zeros(1, 4, 2, 6, dtype=torch.float64, requires_grad=True)
-    gates, probabilities = mixture(states().hidden[:1, :2], query)
+    gates, probabilities = mixture(states().hidden_states[:1, :2], query)
     (gates.sum() + probabilities.pow(2).sum()).backward()
     assert gates.isfinite().all() and query.grad is not None and query.grad.isfinite().all()
 
@@ -146,8 +147,10 @@ def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
 
 def test_lambda_starts_as_the_paper_says() -> None:
     """The formula counts layers from 1."""
-    assert lambda_start(0) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (1 - 1)))
-    assert lambda_start(3) == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (4 - 1)))
+    for index in (0, 3):
+        layout = shared_layout({"differential": {}}, replace(LAYOUT, layer_index=index))
+        start = MECHANISMS["differential"](layout, {"norm": True}).lambda_init
+        assert start == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (index + 1 - 1)))
 
 
 @pytest.mark.parametrize(("rows", "columns"), ((4, 4), (6, 4), (4, 6), (3, 1), (1, 3), (5, 2)))

@@ -7,7 +7,7 @@ import torch
 
 import oracles
 from case_grids import for_each_case_and_backbone
-from crosshead.modeling.balance import balance_loss
+from crosshead.modeling.mechanisms.mixture import balance_loss
 from oracle_layers import GRADIENT_TOLERANCE, OPTION_CASES, OUTPUT_TOLERANCE, Layer, oracle_view
 from tiers import first
 from toys import CASES, mixed_model, tokens
