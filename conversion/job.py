@@ -13,6 +13,7 @@ from .exactness import Tolerance
 from .layer_rewrites import LayerRewrites
 from .plan import Plan, Step, describe
 from .published_folder import (
+    CONFIG,
     RECORD,
     add_older_names,
     check_record,
@@ -26,7 +27,7 @@ from .published_folder import (
 )
 from .safetensors_store import WEIGHTS
 from .shard_writer import Item, rounded, tensor_chunks, write_index, write_shard
-from .sources import CONFIG, Source
+from .sources import Source
 from .staging import Staging, check_apart, staging
 from .store import TensorStore
 from .vocabulary import grown

@@ -8,9 +8,9 @@ from typing import Any
 
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from .published_folder import RECORD
+from .published_folder import CONFIG, RECORD
 from .safetensors_store import INDEX, WEIGHTS
-from .sources import CONFIG, PLAIN_SIDE_FILES, TEMPLATES
+from .sources import PLAIN_SIDE_FILES, TEMPLATES
 
 _NAMES = {CONFIG, WEIGHTS, INDEX, RECORD, TEMPLATES, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
 """Training and scores are of the weights beside them, and go with these."""

@@ -13,19 +13,20 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig
 
 from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
 from crosshead.modeling.bundle import code_files
-from crosshead.modeling.configuration import MixersConfig
 
 from .errors import ConversionError
+from .families import kind_of, read_config
 from .shard_writer import digest_of
 from .store import TensorStore
+from .strict_json import read_object
 from .work_folder import is_fixed
 
 CONFIG, RECORD = "config.json", "conversion.json"
+LARGEST_CONFIG = 10_000_000
 TOKENIZER = "tokenizer_config.json"
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files of words, any of which may look like anything."""
@@ -76,12 +77,9 @@ def foreign_code(folder: Path) -> str | None:
 
 
 def own_code(folder: Path) -> dict[str, str]:
-    """The code that this crosshead would have written there, by the configuration; none where that is not ours."""
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except Exception:  # it may be broken in many ways
-        return {}
-    return code_files(config) if isinstance(config, MixersConfig) else {}
+    """The code that this crosshead would have written for the configuration there; none where that is not ours."""
+    content = read_object(folder / CONFIG, LARGEST_CONFIG, "a configuration")
+    return code_files(read_config(content, "mixed", folder.name)) if kind_of(content) == "mixed" else {}
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -16,13 +16,11 @@ from .gguf_header import parts_of
 from .gguf_store import GgufStore
 from .gguf_tokenizer import write_side_files
 from .hub_source import fetch
-from .published_folder import VOCABULARIES
+from .published_folder import CONFIG, LARGEST_CONFIG, VOCABULARIES
 from .safetensors_store import SafetensorsStore
 from .store import TensorStore
 from .strict_json import read_object, shown
 
-CONFIG = "config.json"
-_LARGEST_CONFIG = 10_000_000
 TEMPLATES = "additional_chat_templates"
 PLAIN_SIDE_FILES = (
     "tokenizer.json",
@@ -104,7 +102,7 @@ def _open_local(path: Path, scratch: Path) -> Source:
 
 
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
-    config = read_object(folder / CONFIG, _LARGEST_CONFIG, "a configuration")
+    config = read_object(folder / CONFIG, LARGEST_CONFIG, "a configuration")
     files = side_files(folder)
     if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
@@ -139,7 +137,7 @@ def _check_tokens(files: Sequence[Path], name: str) -> None:
     texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
     for file in (file for file in texts if file.name not in VOCABULARIES | _WORDS):
         if file.suffix == ".json":
-            text = json.dumps(without_tokens(read_object(file, _LARGEST_CONFIG, "settings"))[0])
+            text = json.dumps(without_tokens(read_object(file, LARGEST_CONFIG, "settings"))[0])
         else:
             text = file.read_text(encoding="utf-8", errors="replace") if file.suffix in _TEXTS else ""
         if TOKEN.search(text):

@@ -28,8 +28,9 @@ from typing import Any
 
 from .errors import ConversionError
 from .model_files import model_files
+from .published_folder import CONFIG
 from .shard_writer import is_intact, shard_size
-from .sources import CONFIG, TEMPLATES
+from .sources import TEMPLATES
 from .store import Entry
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
 

@@ -5,7 +5,6 @@ An error quotes the option, the value and what is allowed. Values are stored as 
 
 from dataclasses import dataclass
 from difflib import get_close_matches
-from sys import float_info
 from typing import Any
 
 
@@ -107,7 +106,7 @@ class Number(Option):
 
     def check(self, name: str, value: Any, layers: int) -> float:
         """The number."""
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= float_info.max:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1e300:
             raise refuse(name, value, "use a number from 0 up")
         return float(value)
 

@@ -180,6 +180,11 @@ def mixture(
     return probabilities, torch.stack(on[shared:]), torch.stack(gates)
 
 
+def gating(output: Tensor, head: int, token_input: Tensor, weights: Weights) -> Tensor:
+    """Headwise gated attention: one head's output times `2 sigmoid(x G)`, the factor 2 being crosshead's own."""
+    return 2 * torch.sigmoid(weights["mixers.gating.gate.weight"][head] @ token_input) * output
+
+
 def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
     """MoH equation 7 over the valid tokens, mean over layers, without beta.
 
@@ -263,6 +268,8 @@ def sequence_layer(
             if name == "mixture":
                 routing.append(mixture(inputs[t], router_queries[t], weights, options))
                 outputs = [gate * output for gate, output in zip(routing[t][2], outputs, strict=True)]
+            if name == "gating":
+                outputs = [gating(output, head, inputs[t], weights) for head, output in enumerate(outputs)]
         results.append(linear(torch.cat(outputs), weights, "o_proj"))
         used.append(torch.stack(rows))  # (H, S)
     extras = {"weights": torch.stack(used, dim=1)}
@@ -294,4 +301,5 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "mixture": mixture,
     "talking": talking,
     "differential": differential,
+    "gating": gating,
 }

@@ -209,7 +209,7 @@ def train(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="knocking-mlp, knocking-linear, explicit, mixture, talking, differential or gating; all if none is named."
+            help="knocking-mlp, knocking-linear, explicit, mixture, talking, differential, gating; all by default."
         ),
     ] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu in float32, cuda in autocast bfloat16.")] = "cpu",

@@ -56,7 +56,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """What the config says: of a GGUF file, what it would say."""
     from crosshead.conversion.gguf_store import GgufStore
-    from crosshead.conversion.sources import CONFIG
+    from crosshead.conversion.published_folder import CONFIG
     from crosshead.conversion.strict_json import parse_object
 
     path = Path(model).expanduser()
@@ -78,7 +78,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError
 
-    from crosshead.conversion.sources import CONFIG
+    from crosshead.conversion.published_folder import CONFIG
 
     try:
         return Path(hf_hub_download(model, CONFIG, revision=revision))

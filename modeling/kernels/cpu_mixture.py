@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..ops import repeat_heads
-from .cpu import additive, flash_kernel, runs_here
+from .cpu import HIDDEN, additive, flash_kernel, runs_here
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
 BLOCK_ROWS = 256
@@ -46,13 +46,15 @@ def mixture_attention(
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
-    selected = gates[..., shared_heads:].transpose(1, 2) != 0
-    parts = [routed_heads(*(x[:, shared_heads:] for x in (query, key, value)), selected, attention_mask, causal, scaling)]
+    output = query.new_zeros(gates.shape + query.shape[-1:])
     if shared_heads:
         q, k, v = (x[:, :shared_heads] for x in (query, key, value))
-        options = {"attn_mask": attention_mask, "is_causal": causal, "scale": scaling}
-        parts.insert(0, functional.scaled_dot_product_attention(q, k, v, **options))
-    return torch.cat([part.transpose(1, 2) for part in parts], dim=2), None
+        shared = functional.scaled_dot_product_attention(q, k, v, attention_mask, is_causal=causal, scale=scaling)
+        output[:, :, :shared_heads] = shared.transpose(1, 2)
+    selected = gates[..., shared_heads:].transpose(1, 2) != 0
+    q, k, v = (x[:, shared_heads:] for x in (query, key, value))
+    add_routed_heads(output[:, :, shared_heads:].transpose(1, 2), q, k, v, selected, attention_mask, causal, scaling)
+    return output, None
 
 
 def mixture_eligible(
@@ -81,7 +83,8 @@ def mixture_eligible(
     return shared_heads * tokens + (heads - shared_heads) * longest <= GREATEST_SHARE * heads * tokens
 
 
-def routed_heads(
+def add_routed_heads(
+    output: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -89,18 +92,17 @@ def routed_heads(
     mask: torch.Tensor | None,
     causal: bool,
     scaling: float,
-) -> torch.Tensor:
-    """Attention (B, n, T, d) of the selected (B, n, T) queries, zeros elsewhere; keys and values have n heads."""
+) -> None:
+    """Add attention of the selected (B, n, T) queries to the output (B, n, T, d); keys and values have n heads."""
     ends = visible_ends(mask, query.shape[2], key.shape[2], causal).unsqueeze(1).expand_as(selected)
     selected = selected & (ends > 0)
     tokens, kept = row_lists(selected)
-    output = torch.zeros_like(query)
     if not tokens.shape[-1]:
-        return output
+        return
     at = tokens.unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])
     rows = Rows(tokens, ends.gather(-1, tokens), mask)
     found: torch.Tensor = BlockAttention.apply(query.gather(2, at), key, value, rows, scaling)
-    return output.scatter_add(2, at, found * kept.unsqueeze(-1))
+    output.scatter_add_(2, at, found * kept.unsqueeze(-1))
 
 
 def visible_ends(mask: torch.Tensor | None, tokens: int, keys: int, causal: bool) -> torch.Tensor:
@@ -141,12 +143,14 @@ class Rows:
 
     def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
         """The mask to add to the logits (B, n, rows, keys)."""
-        if self.mask is None:
-            visible = torch.arange(keys.start, keys.stop) < self.ends[..., rows].unsqueeze(-1)
-        else:
+        if self.mask is not None:
             sequence = torch.arange(len(self.tokens)).view(-1, 1, 1) % len(self.mask)
-            visible = self.mask[sequence, 0, self.tokens[..., rows], keys]
-        return additive(visible, dtype)
+            return additive(self.mask[sequence, 0, self.tokens[..., rows], keys], dtype)
+        # Row `i` of this view hides the last `i` keys; to copy rows is faster than to compare numbers.
+        size, seen = keys.stop - keys.start, self.ends[..., rows] - keys.start
+        steps = torch.zeros(2 * size, dtype=dtype)
+        steps[size:] = HIDDEN
+        return steps.unfold(0, size, 1).index_select(0, (size - seen).flatten()).view(*seen.shape, size)
 
 
 class BlockAttention(torch.autograd.Function):

@@ -65,7 +65,7 @@ class ExplicitRules(Rules):
             if heads and side not in settings["on"]:
                 raise ValueError(f"{given} needs '{side}' in mixers.explicit.on={settings['on']!r}")
             if heads and heads > layout.key_value_heads:
-                raise ValueError(f"{given} is not allowed: the model has {layout.key_value_heads} key/value heads")
+                raise ValueError(f"{given} is not allowed: use 1 to {layout.key_value_heads}, the key/value heads")
         if settings["norm"] and "differential" in layer:
             raise ValueError(
                 "mixers.explicit.norm=True cannot be used with 'differential', which norms pairs of heads itself: "
@@ -181,7 +181,7 @@ class Explicit(Mechanism):
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
         """Norm each head's output."""
-        return output if self.norm is None else self.norm(output)
+        return output if self.norm is None else self.norm(output.to(self.norm.weight.dtype)).to(output.dtype)
 
     @package_only
     def cached_numbers(self) -> int:

@@ -20,8 +20,7 @@ TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
 most queries of each. Measured with 16 heads and 4,096 tokens, where smaller blocks cost more calls and larger ones
 leave the cache; the second with 4 and 8 heads and up to 128 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
-"""The same on other devices; 1 GB in float32. From launches counted for 8 sequences of 2,048 tokens and 32 heads, which
-then have 16 blocks; not timed."""
+"""The same on other devices (1 GB in float32): 16 blocks for 8 sequences of 2,048 tokens with 32 heads. Not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
 """Tensors with a number for each head, query and key of a block that a pass holds at a time."""
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
@@ -83,12 +82,11 @@ class TalkingPart:
 
     def __init__(self, tensors: Sequence[Any], items: slice, size: int, memory: torch.Tensor, causal: bool) -> None:
         query, key, value = (x[items] for x in tensors[:3])
-        logits_map, logits_key_map, weights_map, weights_key_map, mask = talking_items(tensors[3:], items)
+        *maps, mask = talking_items(tensors[3:], items)
         self.items, self.sequences, self.size, self.memory = items, len(query), size, memory
         self.query = talking_by_head(query, query.shape[1])
-        self.key, self.value = talking_by_head(key, query.shape[1]), talking_by_head(value, weights_map.shape[2])
-        self.logits_maps = TalkingMaps(logits_map, logits_key_map)
-        self.weights_maps = TalkingMaps(weights_map, weights_key_map)
+        self.key, self.value = talking_by_head(key, query.shape[1]), talking_by_head(value, maps[2].shape[2])
+        self.logits_maps, self.weights_maps = TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:])
         self.mask = None if mask is None else mask.transpose(1, 2)  # (sequences or 1, T or 1, heads or 1, S)
         self.triangle = query.new_ones(size, size, dtype=torch.bool).tril() if mask is None and causal else None
         self.lowest, self.zero = memory.new_full((), torch.finfo(memory.dtype).min), memory.new_zeros(())
@@ -137,10 +135,9 @@ class TalkingPart:
 
     def weights(self, block: TalkingBlock, logits: torch.Tensor, index: int) -> torch.Tensor:
         """Weights before the second map, in memory of that index; memory 1 is overwritten."""
-        heads = self.logits_maps.by_query.shape[2]
-        mixed = self.logits_maps.apply(block, logits, self.take(1, block, heads))
-        self.hide(block, mixed, self.lowest)
-        return torch.softmax(mixed, dim=-1, out=self.take(index, block, heads))
+        out = self.take(1, block, self.logits_maps.by_query.shape[2])
+        self.hide(block, self.logits_maps.apply(block, logits, out), self.lowest)
+        return torch.softmax(out, dim=-1, out=self.take(index, block, out.shape[1]))
 
     def mix(self, maps: TalkingMaps, block: TalkingBlock, given: torch.Tensor, back: bool = False) -> torch.Tensor:
         """What maps make, in memory 1, as (heads x sequences, queries, keys) in the dtype of values."""
@@ -165,7 +162,7 @@ class TalkingPart:
             attention = self.weights(block, given, 2)
             mixed = self.mix(self.weights_maps, block, attention)
             talking_add_products(value[:, block.keys], mixed.mT, output[:, block.queries])
-            grad = self.products(1, block, output, self.value)  # of the weights after the second map
+            grad = self.products(1, block, output, self.value)  # of the mixed weights
             weights.add(block, grad, attention)
             grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), back=True)
             product = torch.mul(grad, attention, out=self.take(1, block, attention.shape[1]))
@@ -297,7 +294,7 @@ def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor 
 
 talking_blocks = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", talking_forward, mutates_args=())
 """`talking_forward` as an operator, with the gradients below."""
-talking_gradients = torch.library.custom_op(f"{TALKING_NAMESPACE}::gradients", talking_backward, mutates_args=())
+talking_gradients = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking_grad", talking_backward, mutates_args=())
 talking_blocks.register_fake(talking_fake)
 talking_gradients.register_fake(talking_gradients_fake)
 talking_blocks.register_autograd(talking_autograd, setup_context=talking_keep)

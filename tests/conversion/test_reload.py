@@ -63,7 +63,7 @@ def test_a_model_too_large_is_loaded_by_names_and_shapes(tmp_path, monkeypatch):
 
 def test_what_fails_in_the_process_is_one_line(tmp_path):
     saved(tmp_path, toys.mixed_model("Llama", {"knocking": {}}))
-    code = tmp_path / "knocking.py"
+    code = tmp_path / "modeling_crosshead.py"
     code.write_text("import crosshead\n" + code.read_text(encoding="utf-8"), encoding="utf-8")
     with pytest.raises(ConversionError, match=f"{tmp_path}.*crosshead") as caught:
         reload_check(tmp_path, TOKENS)

@@ -106,7 +106,7 @@ def test_a_push(made, line, hub):
         ("push made a/b/c", 2, "'a/b/c'"),
         ("push made org/model --publik", 2, "--public"),
         ("push nowhere org/model", 1, "nowhere"),
-        ("push foreign org/model", 1, "knocking.py"),
+        ("push foreign org/model", 1, "modeling_crosshead.py"),
         ("push broken org/model", 1, "form='unheard of'"),
         ("push bare org/model", 1, "`crosshead card bare`"),
     ],
@@ -115,7 +115,7 @@ def test_wrong_uses(made, line, hub, command, status, words):
     for name in ("foreign", "broken", "bare"):
         shutil.copytree(made, name)
     (made.parent / "bare/README.md").unlink()
-    with (made.parent / "foreign/knocking.py").open("a") as file:
+    with (made.parent / "foreign/modeling_crosshead.py").open("a") as file:
         file.write("# mine\n")
     content = json.loads((made.parent / "broken/config.json").read_text())
     content["mixers"] = {"knocking": {"form": "unheard of"}}

@@ -23,6 +23,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "mixture": {"router": "two_stage", "gate": "weighted", "gate_scale": "unit", "balance_weight": 0.01},
     "talking": {"on": ["logits", "weights"], "dynamic": []},
     "differential": {"norm": True},
+    "gating": {},
 }
 WITHOUT_DEFAULT = {
     "explicit": {"key_heads", "value_heads"},
@@ -168,7 +169,7 @@ def test_saved_config_is_complete(backbone: str, case: str, tmp_path: Path) -> N
     content = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
     assert content["model_type"] == MODEL_TYPES[backbone]
     assert content["auto_map"] == {
-        "AutoConfig": f"configuration_crosshead.Crosshead{backbone}Config",
+        "AutoConfig": f"modeling_crosshead.Crosshead{backbone}Config",
         "AutoModel": f"modeling_crosshead.Crosshead{backbone}Model",
         "AutoModelForCausalLM": f"modeling_crosshead.Crosshead{backbone}ForCausalLM",
         "AutoModelForSequenceClassification": f"modeling_crosshead.Crosshead{backbone}ForSequenceClassification",
@@ -269,7 +270,7 @@ def test_frozen_names_and_options() -> None:
     """Other people's files depend on these: a change here breaks them."""
     ours = {config.model_type: config.__name__ for config in crosshead.FAMILIES}
     assert ours == {model_type: f"Crosshead{backbone}Config" for backbone, model_type in MODEL_TYPES.items()}
-    options = {name: set(crosshead.MECHANISMS[name].options) for name in DEFAULTS}
+    options = {name: set(crosshead.MECHANISMS[name].rules.options) for name in DEFAULTS}
     assert options == {name: set(defaults) | WITHOUT_DEFAULT.get(name, set()) for name, defaults in DEFAULTS.items()}
 
 

@@ -124,18 +124,18 @@ def test_static_cache_takes_components_only() -> None:
 
 @pytest.mark.parametrize("mixers", ({"explicit": {}}, {"explicit": {"on": ["key"]}}, {"explicit": {}, "talking": {}}))
 @torch.no_grad()
-def test_heads_lie_side_by_side_where_they_are_read_so(mixers: dict[str, Any]) -> None:
+def test_heads_liewide_cache_where_they_are_read_so(mixers: dict[str, Any]) -> None:
     """And apart where the past, as a prefix that was trained, has them apart."""
     model, ids = mixed_model("Llama", mixers, backend="sdpa"), tokens()
     expected, apart = model(ids, use_cache=False).logits[:, -3:], DynamicCache(config=model.config)
     attentions = [layer.self_attn for layer in model.model.layers]
     together = list(mixers) == ["explicit"] and not mixers["explicit"]
-    assert all(attention._side_by_side == together for attention in attentions)
+    assert all(attention.wide_cache == together for attention in attentions)
     for attention in attentions:
-        attention._side_by_side = False
+        attention.wide_cache = False
     model(ids[:, :-3], past_key_values=apart)
     for attention in attentions:
-        attention._side_by_side = together
+        attention.wide_cache = together
     whole = DynamicCache(config=model.config)
     model(ids[:, :-3], past_key_values=whole)
     heads = model.config.num_key_value_heads

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from crosshead.modeling import query_blocks
+from crosshead.modeling.mechanisms import talking_blocks
 from oracle_layers import OPTION_CASES, Layer, assert_layer_agrees
 from tiers import first, grid
 from toys import BACKBONES, CASES, mixed_model, tokens
@@ -19,8 +19,7 @@ for_first_case = pytest.mark.parametrize("case", first(TALKING))
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(query_blocks, "LARGEST_BLOCK", 3)
-    monkeypatch.setattr(query_blocks, "SMALLEST_BLOCK", 1)
+    monkeypatch.setattr(talking_blocks, "TALKING_CPU_BLOCKS", (2**23, 1, 1, 3))
 
 
 @pytest.mark.parametrize(("case", "backbone"), grid(TALKING, BACKBONES, strength=1))
