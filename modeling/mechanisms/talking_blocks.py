@@ -144,19 +144,20 @@ class TalkingPart:
         out = self.take(1, block, maps.by_query.shape[3 if back else 2], by_head=self.sequences > 1)
         return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
 
-    def outputs(self) -> torch.Tensor:
-        """Outputs (heads, sequences, T, features)."""
-        out = self.value.new_empty(len(self.value), self.query.shape[1], self.value.shape[2])
+    def attend(self, output: torch.Tensor) -> None:
+        """Write the outputs (sequences, T, heads, features)."""
+        heads = output.permute(2, 0, 1, 3)
+        out = heads[:, 0] if self.sequences == 1 else heads.new_empty(len(self.value), *heads.shape[2:])
         for block in self.blocks():
             weights = self.weights(block, self.products(0, block, self.query, self.key), 0)
             mixed = self.mix(self.weights_maps, block, weights)
             torch.bmm(mixed, self.value[:, block.keys], out=out[:, block.queries])
-        return out.view(-1, self.sequences, *out.shape[1:])
+        if self.sequences > 1:
+            heads.copy_(out.view(heads.shape))
 
-    def gradients(self, output: torch.Tensor, logits: TalkingMaps, weights: TalkingMaps) -> list[torch.Tensor]:
-        """Gradients of queries, keys and values from that of outputs; those of maps are added to the given sums."""
-        query = torch.empty_like(self.query)
-        key, value = (torch.zeros_like(x, dtype=self.memory.dtype) for x in (self.key, self.value))
+    def add_gradients(self, output: torch.Tensor, sums: Sequence[Any]) -> None:
+        """Add gradients, of queries, keys, values and both maps, from those of outputs (heads x sequences, ...)."""
+        query, key, value, logits, weights = sums
         for block in self.blocks():
             given = self.products(0, block, self.query, self.key)
             attention = self.weights(block, given, 2)
@@ -171,9 +172,8 @@ class TalkingPart:
                 self.hide(block, grad, self.zero)
             logits.add(block, grad, given)
             mixed = self.mix(self.logits_maps, block, grad, back=True)
-            torch.bmm(mixed, self.key[:, block.keys], out=query[:, block.queries])
+            talking_add_products(query[:, block.queries], mixed, self.key[:, block.keys])
             talking_add_products(key[:, block.keys], mixed.mT, self.query[:, block.queries])
-        return [query, key, value]
 
 
 def talking_items(tensors: Sequence[torch.Tensor | None], items: slice) -> list[Any]:
@@ -245,7 +245,7 @@ def talking_forward(
     output = talking_fake(query, key, value, *tensors[3:])
     with maybe_autocast(query.device.type, enabled=False):
         for part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
-            output[part.items] = part.outputs().permute(1, 2, 0, 3)
+            part.attend(output[part.items])
     return output
 
 
@@ -258,10 +258,16 @@ def talking_backward(
         for part in talking_parts(tensors, scaling, causal, TALKING_HELD_BACKWARD):
             output = talking_by_head(grad_output[part.items].transpose(1, 2), grad_output.shape[2])
             maps = talking_items([x if x.numel() else None for x in totals[3:]], part.items)
-            found = part.gradients(output, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:]))
-            for total, heads in zip(totals, found, strict=False):
-                groups = heads.view(total.shape[1], -1, part.sequences, *total.shape[2:])
-                total[part.items] = groups.sum(1).transpose(0, 1)
+            parts, wide = [x[part.items] for x in totals[:3]], part.memory.dtype
+            heads = (part.query, part.key, part.value)
+            own = [x.dtype == wide and x.shape[:2] == (1, len(y)) for x, y in zip(parts, heads, strict=True)]
+            each = zip(parts, heads, own, strict=True)  # one sequence with all heads: no copy of its sums is needed
+            sums = [x[0].zero_() if same else torch.zeros_like(y, dtype=wide) for x, y, same in each]
+            part.add_gradients(output, [*sums, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:])])
+            for total, found, same in zip(parts, sums, own, strict=True):
+                if not same:
+                    groups = found.view(total.shape[1], -1, part.sequences, *total.shape[2:])
+                    total.copy_(groups.sum(1).transpose(0, 1))
     for total in totals[3:5]:  # of maps that the scaling went into
         total *= scaling
     return totals

@@ -1,0 +1,129 @@
+"""The two files of code that a saved model carries."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import crosshead
+from crosshead.modeling import bundle
+from crosshead.modeling.bundle import BundleError, code_files
+from tiers import grid
+from toys import BACKBONES, CASES, MECHANISM_CASES, mixed_config, mixed_model
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["configuration_crosshead.py", "modeling_crosshead.py"]
+FIVE: dict[str, Any] = {
+    "knocking": {},
+    "explicit": {"norm": False},
+    "mixture": {"active_heads": 2, "layers": [0]},
+    "talking": {"layers": [0]},
+    "differential": {"layers": [1]},
+}
+LINES = {"talking": 1500}
+"""Greatest number of lines in both files with one mechanism; of the others, 1,300."""
+EXPERT_LINES = 110
+"""Further lines for Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss."""
+LEFT_OUT = ("package_only", "CallSizes", "multiplications", "cached_numbers", "access_tokens", "write_code", "triton")
+
+
+def lines(files: dict[str, str]) -> int:
+    return sum(text.count("\n") for text in files.values())
+
+
+@pytest.mark.parametrize("case", MECHANISM_CASES)
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_one_mechanism(case: str, backbone: str) -> None:
+    files = code_files(mixed_config(backbone, MECHANISM_CASES[case]))
+    assert list(files) == NAMES
+    assert lines(files) <= LINES.get(case, 1300) + (EXPERT_LINES if backbone == "Qwen3Moe" else 0)
+    defined = {node.name for text in files.values() for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    for name, mechanism in crosshead.MECHANISMS.items():
+        assert ({mechanism.__name__, mechanism.rules.__name__} <= defined) == (name == case)
+    assert [other for other in BACKBONES if f"Crosshead{other}ForCausalLM" in defined] == [backbone]
+    for text in files.values():
+        assert f"crosshead {crosshead.__version__}" in text[:200] and case in text[:200]
+        assert not [word for word in LEFT_OUT if word in text]
+
+
+def test_five_mechanisms() -> None:
+    assert lines(code_files(mixed_config("Llama", FIVE))) <= 2300
+
+
+@pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
+def test_formatted_as_the_project(case: str, backbone: str, tmp_path: Path) -> None:
+    bundle.write_code(mixed_config(backbone, CASES[case]), tmp_path)
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    for command in (["check", *config], ["format", "--check", *config]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *command, *NAMES], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout
+
+
+def test_names_that_clash_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    read = bundle.read_module
+
+    def renamed(name: str) -> bundle.Module:
+        module = read(name)
+        if name == "cache":
+            names = frozenset({"merge_heads", "check_layer"})
+            module.definitions.insert(
+                0, bundle.Definition(name, "merge_heads = check_layer = None", names, frozenset())
+            )
+        return module
+
+    monkeypatch.setattr(bundle, "read_module", renamed)
+    bundle._code_files.cache_clear()
+    with pytest.raises(BundleError, match="check_layer"):
+        code_files(mixed_config("Llama", {"explicit": {}}))
+    bundle._code_files.cache_clear()
+
+
+def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
+    model = mixed_model("Qwen3", {"explicit": {}})
+    model.save_pretrained(tmp_path / "first")
+    worker = (
+        "import sys; sys.modules['crosshead'] = None\n"
+        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "model = AutoModelForCausalLM.from_pretrained('first', trust_remote_code=True)\n"
+        "loaded = [name for name in sys.modules if name.endswith('configuration_crosshead')]\n"
+        "assert len(loaded) == 1, loaded\n"
+        "model.save_pretrained('second')\n"
+        "config = AutoConfig.from_pretrained('first', trust_remote_code=True)\n"
+        "try:\n"
+        "    type(config)(mixers={'knocking': {}})\n"
+        "except ValueError as error:\n"
+        "    assert 'knocking' in str(error) and 'install' in str(error) and 'crosshead' in str(error), error\n"
+        "else:\n"
+        "    raise AssertionError('a mechanism that the code does not hold was accepted')\n"
+    )
+    environment = {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1", "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", worker], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for name in [*NAMES, "config.json"]:
+        assert (tmp_path / "first" / name).read_text() == (tmp_path / "second" / name).read_text()
+    assert sorted(path.name for path in (tmp_path / "second").glob("*.py")) == NAMES
+
+
+def test_a_user_s_subclass_is_saved_with_classes_that_exist(tmp_path: Path) -> None:
+    class Mine(crosshead.CrossheadLlamaConfig):
+        model_type = "mine"
+
+    config = Mine(**mixed_config("Llama", {"knocking": {}}).to_dict() | {"model_type": "mine"})
+    config.save_pretrained(tmp_path)
+    for place in config.auto_map.values():
+        module, name = place.split(".")
+        tree = ast.parse((tmp_path / f"{module}.py").read_text(encoding="utf-8"))
+        imported = {alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        assert name in imported | {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def test_the_page_on_adding_shows_gating_whole() -> None:
+    page = (ROOT / "modeling" / "docs" / "adding.md").read_text(encoding="utf-8")
+    assert (ROOT / "modeling" / "mechanisms" / "gating.py").read_text(encoding="utf-8") in page

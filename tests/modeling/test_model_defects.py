@@ -1,0 +1,194 @@
+"""Defects of earlier versions of the models, one test for each."""
+
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import crosshead
+from crosshead.modeling.mechanisms.base import HeadLayout, ParameterModule
+from crosshead.modeling.mechanisms.knocking import Knocking
+from toys import CASES, MECHANISM_CASES, mixed_config, mixed_model, tokens
+
+MODELING = Path(crosshead.__file__).parents[1] / "modeling"
+FEWER = {"explicit": {"key_heads": 2, "value_heads": 2, "norm": False}}
+
+
+def decoded(model: Any, ids: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits of tokens after a prompt, one call for each."""
+    cache = DynamicCache(config=model.config)
+    parts = [model(ids[:, :prompt], past_key_values=cache).logits]
+    parts += [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(prompt, ids.shape[1])]
+    return torch.cat(parts, dim=1)
+
+
+def attention_errors(backbone: str, implementation: str) -> torch.Tensor:
+    """The error of one layer's outputs in bfloat16 when tokens are decoded, relative to float64."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32}
+    model: Any = mixed_model(backbone, FEWER, implementation, num_hidden_layers=1, **sizes)
+    outputs: list[torch.Tensor] = []
+    model.model.layers[0].self_attn.register_forward_hook(lambda *call: outputs.append(call[2][0].double()))
+    found = []
+    for dtype in (torch.float64, torch.bfloat16):
+        outputs.clear()
+        rounded = model.bfloat16() if dtype == torch.float64 else model  # the same weights in both
+        decoded(rounded.to(dtype), tokens(2, 40), 20)
+        found.append(torch.cat(outputs[1:], dim=1))
+    return (found[1] - found[0]).norm() / found[0].norm()
+
+
+@pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
+@torch.no_grad()
+def test_half_precision_decoding_is_as_exact_as_combining_first(backbone: str) -> None:
+    """`1 / rms` was stored in the dtype of the keys, and logits were rounded before the softmax."""
+    assert attention_errors(backbone, "sdpa") < 1.1 * attention_errors(backbone, "eager")
+
+
+@torch.no_grad()
+def test_weights_that_change_in_place_count_at_once() -> None:
+    """Weights that were folded for evaluation went stale."""
+    model = mixed_model("Llama", {"knocking": {"form": "linear"}}, "sdpa").eval()
+    before = model(tokens()).logits
+    for layer in model.model.layers:
+        layer.self_attn.mixers["knocking"].value.weight.data.mul_(2)
+    after = model(tokens()).logits
+    eager = mixed_model("Llama", {"knocking": {"form": "linear"}}, "eager").eval()
+    eager.load_state_dict(model.state_dict())
+    assert (after - before).abs().max() > 1e-3
+    torch.testing.assert_close(after, eager(tokens()).logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture
+def own_sdpa() -> Iterator[list[int]]:
+    """A user's function in the place of "sdpa": the number of queries of each call."""
+    seen: list[int] = []
+
+    def attend(module: Any, query: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(query.shape[2])
+        return sdpa_attention_forward(module, query, *rest, **options)
+
+    ALL_ATTENTION_FUNCTIONS["sdpa"] = attend
+    yield seen
+    del ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+
+@torch.no_grad()
+def test_a_registered_function_is_called(own_sdpa: list[int]) -> None:
+    """Context parallelism registers one, for example; talking and explicit decoding ignored it."""
+    for case in ("explicit", "mixture", "knocking", "gating", "differential"):
+        own_sdpa.clear()
+        decoded(mixed_model("Llama", CASES[case], "sdpa"), tokens(1, 6), 5)
+        assert set(own_sdpa) == {5, 1}
+    with pytest.raises(ValueError, match="'sdpa', 'eager' or 'crosshead_talking'"):
+        mixed_model("Llama", CASES["talking"], "sdpa")(tokens())
+
+
+def release_after_each_call(model: nn.Module) -> None:
+    """Weights of mechanisms are there in the module's own call alone, as under ZeRO-3."""
+
+    def fill(module: nn.Module, arguments: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = held[parameter]
+
+    def empty(module: nn.Module, arguments: Any, output: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.new_empty(0)
+
+    held = {
+        parameter: parameter.data.clone()
+        for module in model.modules()
+        if isinstance(module, ParameterModule)
+        for parameter in module.parameters(recurse=False)
+    }
+    for module in model.modules():
+        if isinstance(module, ParameterModule):
+            module.register_forward_pre_hook(fill)
+            module.register_forward_hook(empty)
+            empty(module, None, None)
+
+
+@pytest.mark.parametrize("implementation", ("sdpa", "eager"))
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_weights_may_be_released_after_a_call(case: str, implementation: str) -> None:
+    """Modules returned their raw parameters."""
+    model = mixed_model("Llama", CASES[case], implementation)
+    expected = decoded(model, tokens(2, 8), 6)
+    release_after_each_call(model)
+    torch.testing.assert_close(decoded(model, tokens(2, 8), 6), expected)
+
+
+def test_no_private_operator_is_needed() -> None:
+    """They were resolved at import. Only `kernels` may use them, where another way is there without them."""
+    private = re.compile(r"torch\.ops\.aten\._|torch\._[a-z]|torch\.functional\._")
+    files = [path for path in MODELING.rglob("*.py") if "kernels" not in path.parts]
+    assert len(files) > 20
+    assert not [path.name for path in files if private.search(path.read_text(encoding="utf-8"))]
+
+
+def test_gradients_of_knocking_in_bfloat16() -> None:
+    """Gradients of the fused MLP were summed in bfloat16 over blocks: 0.83% error against 0.18%."""
+    torch.manual_seed(0)
+    layout = HeadLayout(64, 8, 8, 64, value_dim=64, output_heads=8, key_components=8, value_components=8)
+    knocking = Knocking(layout, {"form": "mlp", "on": ["value"], "init": "random"}).value
+    for parameter in knocking.parameters():
+        nn.init.normal_(parameter, std=0.125)
+    x, given = torch.randn(2, 1, 4096, 8, 64).bfloat16()
+    found = {}
+    for dtype in (torch.bfloat16, torch.float64):
+        module = knocking.bfloat16().to(dtype)
+        module.zero_grad()
+        (module(x.to(dtype)) * given.to(dtype)).sum().backward()
+        found[dtype] = torch.cat([parameter.grad.double().flatten() for parameter in module.parameters()])
+    exact = found[torch.float64]
+    assert (found[torch.bfloat16] - exact).norm() / exact.norm() < 0.005
+
+
+@pytest.mark.parametrize("case", [case for case in MECHANISM_CASES if case != "talking"])
+def test_gradients_of_gradients(case: str) -> None:
+    """They failed for the MLP of knocking, and for norms."""
+    model = mixed_model("Llama", MECHANISM_CASES[case], "eager").double()
+    loss = model(tokens(), labels=tokens()).loss
+    parameters = [parameter for name, parameter in model.named_parameters() if ".mixers." in name]
+    grads = torch.autograd.grad(loss, parameters, create_graph=True)
+    again = torch.autograd.grad(sum(grad.pow(2).sum() for grad in grads), parameters, allow_unused=True)
+    assert any(grad is not None and grad.abs().max() > 0 for grad in again)
+
+
+def test_no_hook_is_kept_in_optimisers() -> None:
+    optimizer = import_module("torch.optim.optimizer")
+    assert not optimizer._global_optimizer_post_hooks
+    assert not optimizer._global_optimizer_pre_hooks
+
+
+def test_a_truncated_model_says_what_is_wrong() -> None:
+    """It died by an error of zip."""
+    model = mixed_model("Llama", CASES["mixture"])
+    model.model.layers = model.model.layers[:1]
+    with pytest.raises(ValueError, match="1 layers, but its config routes in 2"):
+        model(tokens(), labels=tokens())
+    model.config.num_hidden_layers = 1
+    assert model(tokens(), labels=tokens()).balance_loss.isfinite()
+
+
+def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Whole fields vanished without a word."""
+    from transformers.utils import logging
+
+    logging.enable_propagation()
+    config = mixed_config("Llama", {"knocking": {}})
+    config.id2label = {0: "plain", 1: "hf_" + "a" * 30}
+    config.save_pretrained(tmp_path)
+    logging.disable_propagation()
+    assert "id2label.1" in caplog.text
+    saved = crosshead.CrossheadLlamaConfig.from_pretrained(tmp_path)
+    assert saved.mixers == config.mixers and saved.id2label == {0: "plain"}
+    assert "hf_a" not in (tmp_path / "config.json").read_text(encoding="utf-8")
