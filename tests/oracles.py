@@ -1,9 +1,7 @@
-"""The five mechanisms as slow loops, written from the papers' equations: the truth the fast code is compared with.
+"""The mechanisms as slow loops, written from the papers' equations: the fast code is compared with them.
 
 Nothing here is shared with the library, and nothing is vectorised over batch, tokens or heads. A sequence of head
-vectors is a list of lists, `heads[token][head]`, each entry a vector of the head's size. Papers: Knocking-Heads
-Attention, equations 5 to 11; Multi-head Explicit Attention, equations 4 to 6 and 10 to 12; Mixture-of-Head attention,
-equations 4 to 7, 9 and 10; Talking-Heads Attention, section 4 and appendix A.
+vectors is a list of lists, `heads[token][head]`, each entry a vector of the head's size.
 """
 
 from __future__ import annotations
@@ -153,14 +151,12 @@ def mixture(
     """MoH equations 5, 6, 9, 10: one token's routed probabilities (R,), selected heads (R,) and gates (heads,).
 
     "paper" gates are the formula to the letter; "unit" gates are 1 on average, by the counts of types and of heads.
-    Without shared heads, and for the router without parameters, there are no weights `a1`, `a2` of the head types.
     """
     probabilities = routed_probabilities(token_input, queries, weights, options)
     shared, count = options["shared_heads"], options["active_heads"] - options["shared_heads"]
     selected = sorted(range(probabilities.shape[0]), key=lambda i: -probabilities[i].item())[:count]
     selected_sum = probabilities[selected].sum()
     zero, one = probabilities.new_zeros(()), probabilities.new_ones(())
-
     paper, unit, on = [one] * shared, [one] * shared, [one] * shared
     paper_factor, unit_factor = one, one
     if options["router"] == "two_stage" and shared > 0:
@@ -172,7 +168,6 @@ def mixture(
         on.append(one if i in selected else zero)
         paper.append(paper_factor * probabilities[i] if i in selected else zero)
         unit.append(unit_factor * probabilities[i] / selected_sum * count if i in selected else zero)
-
     if options["gate"] == "binary":  # forward 1 or 0; the gradient is that of the score, the paper's gate
         gates = [on[i] + (paper[i] - paper[i].detach()) for i in range(len(on))]
     else:
@@ -180,9 +175,10 @@ def mixture(
     return probabilities, torch.stack(on[shared:]), torch.stack(gates)
 
 
-def gating(output: Tensor, head: int, token_input: Tensor, weights: Weights) -> Tensor:
-    """Headwise gated attention: one head's output times `2 sigmoid(x G)`, the factor 2 being crosshead's own."""
-    return 2 * torch.sigmoid(weights["mixers.gating.gate.weight"][head] @ token_input) * output
+def gating(outputs: list[Tensor], token_input: Tensor, weights: Weights) -> list[Tensor]:
+    """Headwise gates: each head's output times `2 sigmoid(x G)`; the factor 2 is crosshead's own."""
+    gates = 2 * torch.sigmoid(weights["mixers.gating.gate.weight"] @ token_input)
+    return [gate * output for gate, output in zip(gates, outputs, strict=True)]
 
 
 def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
@@ -257,7 +253,6 @@ def sequence_layer(
             scale = weights[f"{side[0]}_norm.weight"]
             sides[side] = [[rms_norm(vector, shape.norm_eps, scale) for vector in token] for token in sides[side]]
         sides[side] = [[rotate(vector, cos[t], sin[t]) for vector in token] for t, token in enumerate(sides[side])]
-
     results, used, routing = [], [], []
     for t in range(inputs.shape[0]):
         outputs, rows = attend(t, inputs, sides, weights, shape, mixers, allowed)
@@ -269,7 +264,7 @@ def sequence_layer(
                 routing.append(mixture(inputs[t], router_queries[t], weights, options))
                 outputs = [gate * output for gate, output in zip(routing[t][2], outputs, strict=True)]
             if name == "gating":
-                outputs = [gating(output, head, inputs[t], weights) for head, output in enumerate(outputs)]
+                outputs = gating(outputs, inputs[t], weights)
         results.append(linear(torch.cat(outputs), weights, "o_proj"))
         used.append(torch.stack(rows))  # (H, S)
     extras = {"weights": torch.stack(used, dim=1)}

@@ -171,7 +171,7 @@ class Talking(Mechanism):
 
     @package_only
     def multiplications(self, call: CallSizes) -> int:
-        """Maps on each pair of query and key, those of queries joined to the static ones; and how dynamic ones are made."""
+        """One map on each pair of query and key, those of keys apart, and the projections that make dynamic maps."""
         pairs = call.queries * call.keys
         total = sum(weight_count(getattr(self, stage)) * pairs for stage in self.settings["on"])
         for name in self.settings["dynamic"]:

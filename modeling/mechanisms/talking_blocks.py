@@ -16,13 +16,11 @@ from transformers.utils.generic import maybe_autocast
 from ..ops import widened
 
 TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
-"""On the CPU: numbers in all tensors that are held of a block, numbers up to which sequences share a block, fewest and
-most queries of each. Measured with 16 heads and 4,096 tokens, where smaller blocks cost more calls and larger ones
-leave the cache; the second with 4 and 8 heads and up to 128 tokens."""
+"""On the CPU: numbers in all tensors held of a block, numbers up to which sequences share one, fewest and most queries
+of each. Measured with 16 heads, 4,096 tokens (long blocks leave the cache); sharing with 4 heads, 32 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
 """The same on other devices (1 GB in float32): 16 blocks for 8 sequences of 2,048 tokens with 32 heads. Not timed."""
-TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4
-"""Tensors with a number for each head, query and key of a block that a pass holds at a time."""
+TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4  # tensors held, with a number for each head, query and key
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
@@ -121,16 +119,13 @@ class TalkingPart:
     def hide(self, block: TalkingBlock, logits: torch.Tensor, lowest: torch.Tensor) -> None:
         """Apply the mask in place: a boolean one puts `lowest` where a key is hidden, an additive one is added."""
         logits = block.rows(logits)
+        visible = None if self.mask is None else block.query_part(self.mask)[..., block.keys]
         if self.triangle is not None:
             logits = logits[..., block.queries.start :]
             visible = self.triangle[: logits.shape[1], None, : logits.shape[3]]
-        elif self.mask is not None:
-            visible = block.query_part(self.mask)[..., block.keys]
-        else:
-            return
-        if visible.dtype == torch.bool:
+        if visible is not None and visible.dtype == torch.bool:
             torch.where(visible, logits, lowest, out=logits)
-        else:
+        elif visible is not None:
             logits += visible
 
     def weights(self, block: TalkingBlock, logits: torch.Tensor, index: int) -> torch.Tensor:
@@ -266,8 +261,9 @@ def talking_backward(
             part.add_gradients(output, [*sums, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:])])
             for total, found, same in zip(parts, sums, own, strict=True):
                 if not same:
-                    groups = found.view(total.shape[1], -1, part.sequences, *total.shape[2:])
-                    total.copy_(groups.sum(1).transpose(0, 1))
+                    total.copy_(
+                        found.view(total.shape[1], -1, part.sequences, *total.shape[2:]).sum(1).transpose(0, 1)
+                    )
     for total in totals[3:5]:  # of maps that the scaling went into
         total *= scaling
     return totals
@@ -294,8 +290,7 @@ def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the inputs that need one."""
     found = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
-    used = (grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False))
-    return (*used, None, None, None)
+    return (*(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
 
 
 talking_blocks = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", talking_forward, mutates_args=())

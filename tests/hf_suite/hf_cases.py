@@ -70,6 +70,7 @@ OURS: list[Case] = [
     Case("llama", MIXTURE),
     Case("llama", {"talking": {}}),
     Case("llama", {"differential": {}}),
+    Case("llama", {"gating": {}}),
     Case("llama", {"knocking": {}, **MIXTURE}),
     Case("qwen2", {"knocking": {}}),
     Case("qwen3", EXPLICIT),
