@@ -101,7 +101,7 @@ def add_routed_heads(
         return
     at = tokens.unsqueeze(-1).expand(-1, -1, -1, query.shape[-1])
     rows = Rows(tokens, ends.gather(-1, tokens), mask)
-    found: torch.Tensor = BlockAttention.apply(query.gather(2, at), key, value, rows, scaling)
+    found: torch.Tensor = PieceAttention.apply(query.gather(2, at), key, value, rows, scaling)
     output.scatter_add_(2, at, found * kept.unsqueeze(-1))
 
 
@@ -132,14 +132,18 @@ class Rows:
     ends: torch.Tensor
     mask: torch.Tensor | None
 
-    def blocks(self) -> Iterator[tuple[slice, list[tuple[slice, bool]]]]:
-        """Rows, and the ranges of keys that they meet, with or without a mask; a masked row sees one key at least."""
+    def pieces(self) -> Iterator[tuple[slice, slice, bool]]:
+        """Rows, the keys that they meet, and whether with a mask; a masked row sees one key of a piece at least."""
+        met = 0
         for start in range(0, self.ends.shape[-1], BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)
             least, most = (int(end) for end in self.ends[..., rows].aminmax())
             common = 0 if self.mask is not None else most if least == most else least - 1
-            ranges = [(slice(0, common), False), (slice(common, most), True)]
-            yield rows, [(keys, masked) for keys, masked in ranges if keys.stop > keys.start]
+            if common > met:
+                yield slice(start, None), slice(met, common), False
+                met = common
+            if most > met:
+                yield rows, slice(met, most), True
 
     def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
         """The mask to add to the logits (B, n, rows, keys)."""
@@ -153,27 +157,23 @@ class Rows:
         return steps.unfold(0, size, 1).index_select(0, (size - seen).flatten()).view(*seen.shape, size)
 
 
-class BlockAttention(torch.autograd.Function):
+class PieceAttention(torch.autograd.Function):
     """Attention of the lists (B, n, L, d) to keys and values (B, n, S, d)."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scaling: float
     ) -> torch.Tensor:
-        """Block by block."""
+        """Piece by piece; what a row has met so far and what it meets count by their log-sum-exp."""
         attend: Any = flash_kernel()
-        output, logsumexp = torch.empty_like(query), query.new_empty(query.shape[:3])
-        for part, ranges in rows.blocks():
-            found = []
-            for keys, masked in ranges:
-                added = rows.added(part, keys, query.dtype) if masked else None
-                q, k, v = query[:, :, part], key[:, :, keys], value[:, :, keys]
-                found.append(attend(q, k, v, attn_mask=added, scale=scaling))
-            outputs, sums = zip(*found, strict=True)
-            if len(found) == 2:
-                outputs = (outputs[0].lerp_(outputs[1], torch.sigmoid(sums[1] - sums[0]).unsqueeze(-1)),)
-                sums = (torch.logaddexp(*sums),)
-            output[:, :, part], logsumexp[:, :, part] = outputs[0], sums[0]
+        output, logsumexp = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
+        for part, keys, masked in rows.pieces():
+            added = rows.added(part, keys, query.dtype) if masked else None
+            q, k, v = query[:, :, part], key[:, :, keys], value[:, :, keys]
+            found, lse = attend(q, k, v, attn_mask=added, scale=scaling)
+            before = logsumexp[:, :, part]
+            output[:, :, part].lerp_(found, torch.sigmoid(lse - before).unsqueeze(-1))
+            before.copy_(torch.logaddexp(before, lse))
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.rows, ctx.scaling = rows, scaling
         return output
@@ -181,16 +181,15 @@ class BlockAttention(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Block by block; with the log-sum-exp of all keys, each range has its own share of the gradients."""
+        """Piece by piece; with the log-sum-exp of all keys, each piece has its own share of the gradients."""
         query, key, value, output, logsumexp = ctx.saved_tensors
         differentiate: Any = flash_kernel("_backward")
         totals = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
-        for part, ranges in ctx.rows.blocks():
+        for part, keys, masked in ctx.rows.pieces():
+            added = ctx.rows.added(part, keys, query.dtype) if masked else None
             given, q, o, lse = (x[:, :, part] for x in (gradient, query, output, logsumexp))
-            for keys, masked in ranges:
-                added = ctx.rows.added(part, keys, query.dtype) if masked else None
-                k, v = key[:, :, keys], value[:, :, keys]
-                found = differentiate(given, q, k, v, o, lse, 0.0, False, attn_mask=added, scale=ctx.scaling)
-                for total, place, one in zip(totals, (part, keys, keys), found, strict=True):
-                    total[:, :, place] += one
+            k, v = key[:, :, keys], value[:, :, keys]
+            found = differentiate(given, q, k, v, o, lse, 0.0, False, attn_mask=added, scale=ctx.scaling)
+            for total, place, one in zip(totals, (part, keys, keys), found, strict=True):
+                total[:, :, place] += one
         return *totals, None, None
