@@ -28,21 +28,9 @@ from .configuration import MixersConfig
 from .mechanisms import MECHANISMS
 
 BACKBONES: dict[type[MixersConfig], tuple[type, type, type]] = {
-    CrossheadLlamaConfig: (
-        CrossheadLlamaModel,
-        CrossheadLlamaForCausalLM,
-        CrossheadLlamaForSequenceClassification,
-    ),
-    CrossheadQwen2Config: (
-        CrossheadQwen2Model,
-        CrossheadQwen2ForCausalLM,
-        CrossheadQwen2ForSequenceClassification,
-    ),
-    CrossheadQwen3Config: (
-        CrossheadQwen3Model,
-        CrossheadQwen3ForCausalLM,
-        CrossheadQwen3ForSequenceClassification,
-    ),
+    CrossheadLlamaConfig: (CrossheadLlamaModel, CrossheadLlamaForCausalLM, CrossheadLlamaForSequenceClassification),
+    CrossheadQwen2Config: (CrossheadQwen2Model, CrossheadQwen2ForCausalLM, CrossheadQwen2ForSequenceClassification),
+    CrossheadQwen3Config: (CrossheadQwen3Model, CrossheadQwen3ForCausalLM, CrossheadQwen3ForSequenceClassification),
     CrossheadQwen3MoeConfig: (
         CrossheadQwen3MoeModel,
         CrossheadQwen3MoeForCausalLM,

@@ -3,8 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -19,7 +18,7 @@ from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward
 class HeadScale(HeadRMSNorm):
     """The weight of a norm on keys alone: a mechanism divides by the root mean square of their combinations."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`weight * x`."""
         return self.weight * x
 
@@ -67,14 +66,14 @@ class CrossheadAttention(nn.Module):
 
     def forward(
         self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        attention_mask: Tensor | None = None,
         past_key_values: Cache | None = None,
-        key_value_states: torch.Tensor | None = None,
-        position_bias: torch.Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them.
 
         Keys and values come from `key_value_states` where they are given (cross-attention), `position_bias`

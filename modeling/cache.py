@@ -7,6 +7,7 @@ of the same size.
 """
 
 import torch
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .mechanisms.base import AttentionState
@@ -42,7 +43,7 @@ def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int] | None:
     return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1])
 
 
-def _check_past(past: tuple[int, int] | None, keys: torch.Tensor, layer_index: int) -> None:
+def _check_past(past: tuple[int, int] | None, keys: Tensor, layer_index: int) -> None:
     """`ValueError` where another kind of layer stored the past."""
     if past is not None and past != (keys.shape[1], keys.shape[-1]):
         raise ValueError(
@@ -52,11 +53,11 @@ def _check_past(past: tuple[int, int] | None, keys: torch.Tensor, layer_index: i
         )
 
 
-def merge_heads(x: torch.Tensor) -> torch.Tensor:
+def merge_heads(x: Tensor) -> Tensor:
     """(B, heads, S, d) -> (B, S, heads * d)."""
     return x.transpose(1, 2).flatten(2)
 
 
-def split_heads(x: torch.Tensor, size: int) -> torch.Tensor:
+def split_heads(x: Tensor, size: int) -> Tensor:
     """(B, S, heads * size) -> (B, heads, S, size)."""
     return x.view(*x.shape[:-1], -1, size).transpose(1, 2)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from torch import Tensor
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 IGNORED_LABEL = -100
@@ -13,13 +13,13 @@ IGNORED_LABEL = -100
 class CrossheadCausalLMOutput(MoeCausalLMOutputWithPast):
     """A causal language model's output, and what its head routers did."""
 
-    balance_loss: torch.Tensor | None = None
+    balance_loss: Tensor | None = None
     """Before its weight; mean over the layers that route."""
-    head_router_scores: tuple[torch.Tensor, ...] | None = None
+    head_router_scores: tuple[Tensor, ...] | None = None
     """Per routing layer, each routed head's probability: (B, T, routed heads)."""
 
 
-def share_of_batch(labels: torch.Tensor, kwargs: dict[str, Any]) -> torch.Tensor | float:
+def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
     """This call's share of the batch whose gradients are accumulated, by predicted tokens.
 
     A training loop that accumulates over several calls or devices passes the number of predicted tokens in all of

@@ -5,7 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -115,14 +115,14 @@ class CrossheadCausalLM(CrossheadPreTrained):
     def forward(
         self,
         input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
+        attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: torch.FloatTensor | None = None,
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         output_head_router_scores: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
+        logits_to_keep: int | Tensor = 0,
         **kwargs: Any,
     ) -> CrossheadCausalLMOutput:
         """Logits; with `labels` also the loss, auxiliary losses included."""
@@ -147,7 +147,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
                     f"{type(self.model).__name__} recorded no {name}, so an auxiliary loss would be missing: "
                     "shard or wrap the decoder layers and the whole model, not the backbone in between"
                 )
-        if past_key_values is not None and isinstance(attention_mask, torch.Tensor) and attention_mask.ndim == 2:
+        if past_key_values is not None and isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
             attention_mask = attention_mask[:, -outputs.last_hidden_state.shape[1] :]  # losses know no past
         return CrossheadCausalLMOutput(
             **self._losses(outputs, logits, labels, attention_mask, kwargs),
@@ -172,7 +172,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
                 losses["loss"] = losses["loss"] + weight * share * value.to(losses["loss"].device)
         return losses
 
-    def _auxiliary_losses(self, outputs: Any, attention_mask: torch.Tensor | None) -> Iterator[AuxiliaryLoss]:
+    def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
         for name in self.config.mixers:
             if (loss := MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)) is not None:
                 yield loss

@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 
@@ -12,12 +12,12 @@ def widened(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """`1 / rms(x)` over the last dimension, which is kept with size 1, in the widened dtype."""
     return torch.rsqrt(x.to(widened(x.dtype)).pow(2).mean(-1, keepdim=True) + eps)
 
 
-def rms_normalised(x: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_normalised(x: Tensor, eps: float) -> Tensor:
     """`x / rms(x)` over the last dimension, in the dtype of `x`."""
     return (x.to(widened(x.dtype)) * inverse_rms(x, eps)).to(x.dtype)
 
@@ -30,12 +30,12 @@ class HeadRMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(head_dim))
         self.eps = eps
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`weight * x / rms(x)`."""
         return self.weight * rms_normalised(x, self.eps)
 
 
-def head_map_init(weight: torch.Tensor) -> torch.Tensor:
+def head_map_init(weight: Tensor) -> Tensor:
     """The map across heads that a weight (rows, columns) starts from: the identity where both are equal.
 
     With more rows, neighbours are copies of one column; with fewer, each is the average of neighbouring columns.
@@ -46,7 +46,7 @@ def head_map_init(weight: torch.Tensor) -> torch.Tensor:
     return membership if rows >= columns else membership.T / membership.sum(0).unsqueeze(-1)
 
 
-def apply_mask(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
     """Logits (B, H, T, S) under an additive mask, or a boolean one that is True where a key is visible.
 
     The result is widened: in half precision, the smallest number plus a logit would overflow to minus infinity.
@@ -59,7 +59,7 @@ def apply_mask(logits: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
     return logits + mask
 
 
-def add_position_bias(mask: torch.Tensor | None, bias: torch.Tensor, causal: bool) -> torch.Tensor:
+def add_position_bias(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
     """An additive mask from a bias (B or 1, H, T, S) and the layer's own mask; causal counts where that is None."""
     if mask is None and causal and bias.shape[2] > 1:
         mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)
@@ -68,50 +68,48 @@ def add_position_bias(mask: torch.Tensor | None, bias: torch.Tensor, causal: boo
     return bias.masked_fill(~mask, torch.finfo(bias.dtype).min) if mask.dtype == torch.bool else bias + mask
 
 
-def causal_mask(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """(queries, keys): True where query `t` sees keys up to `t`, as scaled_dot_product_attention counts them."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
-def repeat_heads(x: torch.Tensor, heads: int) -> torch.Tensor:
+def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, groups, S, d) -> (B, heads, S, d): head `i` reads group `i * groups // heads`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
-def attention_logits(query: torch.Tensor, key: torch.Tensor, scaling: float) -> torch.Tensor:
+def attention_logits(query: Tensor, key: Tensor, scaling: float) -> Tensor:
     """(B, H, T, S), before any mask."""
     return torch.matmul(query, repeat_heads(key, query.shape[1]).transpose(2, 3)) * scaling
 
 
-def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def attention_weights(query: Tensor, key: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """(B, H, T, S), in the dtype of the queries."""
     return functional.softmax(apply_mask(attention_logits(query, key, scaling), mask), dim=-1).to(query.dtype)
 
 
-def weigh_values(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def weigh_values(weights: Tensor, value: Tensor) -> Tensor:
     """Outputs (B, T, H, d) from weights (B, H, T, S) and grouped values."""
     return torch.matmul(weights, repeat_heads(value, weights.shape[1])).transpose(1, 2).contiguous()
 
 
 def eager_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The stock eager attention, bit for bit, but float64 stays float64 and a row without keys stays finite."""
     weights = attention_weights(query, key, attention_mask, scaling)
     weights = functional.dropout(weights, p=dropout, training=module.training)
     return weigh_values(weights, value), weights
 
 
-def local_heads(per_head: torch.Tensor, heads: int) -> torch.Tensor:
+def local_heads(per_head: Tensor, heads: int) -> Tensor:
     """The part of (..., all heads) that belongs to this process, which has `heads` of them (tensor parallelism)."""
     parts = per_head.shape[-1] // heads
     if parts == 1:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers.initialization as init
 import transformers.models.qwen3_moe.modeling_qwen3_moe as stock
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import Qwen3MoeConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -61,14 +61,14 @@ class CrossheadQwen3MoeAttention(CrossheadAttention, stock.Qwen3MoeAttention):
 class BiasedRouter(stock.Qwen3MoeTopKRouter):
     """The stock router with a bias for each expert, in float32 whatever the dtype of the model."""
 
-    e_score_correction_bias: torch.Tensor
+    e_score_correction_bias: Tensor
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         # ZeRO-3 ignores a `dtype=` in `zeros`.
         self.register_buffer(EXPERT_BIAS, torch.zeros(config.num_experts).float())
 
-    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits (tokens, experts), and of the chosen experts (tokens, k) the weights and indices."""
         logits = functional.linear(hidden_states.reshape(-1, self.hidden_dim), self.weight)
         probabilities = functional.softmax(logits, dtype=torch.float, dim=-1)
@@ -78,7 +78,7 @@ class BiasedRouter(stock.Qwen3MoeTopKRouter):
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights.to(logits.dtype), chosen
 
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> "BiasedRouter":
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BiasedRouter":
         # As `model.to(torch.bfloat16)` and DeepSpeed do: steps of a thousandth would be lost in the rounding.
         exact = self.e_score_correction_bias
         super()._apply(fn, recurse)
@@ -134,7 +134,7 @@ class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTraine
         self.num_experts = config.num_experts
         self.num_experts_per_tok = config.num_experts_per_tok
 
-    def _auxiliary_losses(self, outputs: Any, attention_mask: torch.Tensor | None) -> Iterator[AuxiliaryLoss]:
+    def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
         yield from super()._auxiliary_losses(outputs, attention_mask)
         if outputs.router_logits is not None:
             counts = self.num_experts, self.num_experts_per_tok

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from ..options import Option
@@ -94,18 +94,18 @@ class Rules:
 class AttentionState:
     """The tensors of one attention call."""
 
-    hidden_states: torch.Tensor
+    hidden_states: Tensor
     """(B, T, hidden)."""
-    key_value_input: torch.Tensor
+    key_value_input: Tensor
     """The input of the key and value projections (B, S, hidden): the hidden states in self-attention."""
-    query: torch.Tensor
+    query: Tensor
     """(B, H, T, d)."""
-    key: torch.Tensor
+    key: Tensor
     """(B, heads, S, d)."""
-    value: torch.Tensor
-    key_side_data: dict[str, torch.Tensor] = field(default_factory=dict)
+    value: Tensor
+    key_side_data: dict[str, Tensor] = field(default_factory=dict)
     """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
-    gates: torch.Tensor | None = None
+    gates: Tensor | None = None
     """(B, T, heads): the factor on each head's output."""
     function: str | None = None
     """The attention function that a mechanism chose for this call."""
@@ -118,7 +118,7 @@ class AuxiliaryLoss(NamedTuple):
 
     name: str
     """The field of the model's output."""
-    value: torch.Tensor
+    value: Tensor
     weight: float
 
 
@@ -155,7 +155,7 @@ class LinearMap(ParameterModule):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """`x W^T`."""
         return functional.linear(x, self.weight)
 
@@ -196,12 +196,12 @@ class Mechanism(nn.Module):
     def after_cache(self, state: AttentionState) -> None:
         """Change the keys and values, past and present, that attention reads."""
 
-    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Change the head outputs (B, T, heads, features)."""
         return output
 
     @classmethod
-    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: torch.Tensor | None) -> AuxiliaryLoss | None:
+    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
         """The mechanism's own loss."""
         return None
 
@@ -216,12 +216,12 @@ class Mechanism(nn.Module):
         return 0
 
     @package_only
-    def learnt(self) -> dict[str, torch.Tensor]:
+    def learnt(self) -> dict[str, Tensor]:
         """Its learnt matrices to inspect: rows are outputs, columns are inputs."""
         matrices = {name: parameter for name, parameter in self.named_parameters() if parameter.ndim == 2}
         return {name.removesuffix(".weight"): matrix.detach() for name, matrix in matrices.items()}
 
     @package_only
-    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def output_weights(self, weights: Tensor) -> Tensor:
         """The weight of each value in each head output, from the weights (B, maps, T, S) that attention returns."""
         return weights

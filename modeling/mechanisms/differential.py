@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -73,7 +73,7 @@ class Differential(Mechanism, ParameterModule):
         for parameter in self.parameters(recurse=False):
             init.normal_(parameter, mean=0.0, std=0.1)
 
-    def forward(self) -> torch.Tensor:
+    def forward(self) -> Tensor:
         """The layer's lambda."""
         wide = widened(self.lambda_q1.dtype)
         first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
@@ -96,7 +96,7 @@ class Differential(Mechanism, ParameterModule):
         state.attention_kwargs = {"subtracted": self(), "implementation": implementation}
         return "crosshead_differential"
 
-    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Norm each pair's output."""
         if not self.settings["norm"]:
             return output
@@ -108,32 +108,32 @@ class Differential(Mechanism, ParameterModule):
         return self.layout.query_heads * self.layout.head_dim * call.queries * call.keys
 
     @package_only
-    def learnt(self) -> dict[str, torch.Tensor]:
+    def learnt(self) -> dict[str, Tensor]:
         """Its lambda."""
         return {"lambda": self().detach().reshape(1, 1)}
 
     @package_only
-    def output_weights(self, weights: torch.Tensor) -> torch.Tensor:
+    def output_weights(self, weights: Tensor) -> Tensor:
         """The difference within each pair, before the norm."""
         return weights[:, 0::2] - self().to(weights.dtype) * weights[:, 1::2]
 
 
-def pairs_of(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def pairs_of(x: Tensor) -> tuple[Tensor, ...]:
     """(B, heads, T, d): views of the pairs' first heads and of their second heads."""
     return x.view(x.shape[0], -1, 2, *x.shape[2:]).unbind(2)
 
 
 def differential_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
-    subtracted: torch.Tensor | None = None,
+    subtracted: Tensor | None = None,
     implementation: str | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
     if subtracted is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -101,7 +101,7 @@ class HeadCombination(ParameterModule):
         """Each head starts as one component; neighbours share one where there are fewer."""
         init.copy_(self.weight, head_map_init(self.weight).to(self.weight.dtype))
 
-    def forward(self, components: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, components: Tensor | None) -> Tensor:
         """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""
         return self.weight.clone() if components is None else torch.einsum("ij,bjsd->bisd", self.weight, components)
 
@@ -162,7 +162,7 @@ class Explicit(Mechanism):
         )
         return False
 
-    def _key_scale(self, state: AttentionState) -> torch.Tensor | None:
+    def _key_scale(self, state: AttentionState) -> Tensor | None:
         """(B, heads, S), in the widened dtype."""
         if not self.divides_keys:
             return None
@@ -179,7 +179,7 @@ class Explicit(Mechanism):
         if (scale := self._key_scale(state)) is not None:
             state.key = (state.key * scale.unsqueeze(-1)).to(state.key.dtype)
 
-    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Norm each head's output."""
         return output if self.norm is None else self.norm(output.to(self.norm.weight.dtype)).to(output.dtype)
 
@@ -199,18 +199,18 @@ class Explicit(Mechanism):
 
 def explicit_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
-    key_map: torch.Tensor | None = None,
-    value_map: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
+    key_map: Tensor | None = None,
+    value_map: Tensor | None = None,
+    key_scale: Tensor | None = None,
     implementation: str | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of few queries (B, H, T, d) to component heads (B, h', S, d); all keys are visible without a mask.
 
     `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries take the scalars `key_map`
@@ -235,26 +235,24 @@ def explicit_attention_forward(
     return output if value_map is None else unfold_outputs(output, value_map), weights
 
 
-def one_wide_head(components: torch.Tensor) -> torch.Tensor:
+def one_wide_head(components: Tensor) -> Tensor:
     """(B, h', S, d) -> (B, 1, S, h' d); a view where the cache holds them so."""
     return components.transpose(1, 2).flatten(2).unsqueeze(1)
 
 
-def fold_map(query: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
     """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head."""
     by_head = query.unflatten(1, (len(scalars), -1)).unsqueeze(4)  # (B, h, group, T, 1, d)
     return (by_head * scalars.to(query.dtype)[:, None, None, :, None]).flatten(4).flatten(1, 2)
 
 
-def unfold_outputs(output: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
+def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
     """(B, T, H, h' d) -> (B, T, H, d): the components of each output, summed with the scalars of its value head."""
     by_head = output.unflatten(3, (scalars.shape[1], -1)).unflatten(2, (len(scalars), -1))  # (B, T, h, group, h', d)
     return torch.matmul(scalars.to(output.dtype)[:, None, None, :], by_head).flatten(2, 3).squeeze(3)
 
 
-def attend_one_head(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, scaling: float
-) -> torch.Tensor:
+def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, T, H, m)."""
     batch, heads, tokens, size = query.shape
     if mask is not None and tokens > 1:
@@ -265,13 +263,8 @@ def attend_one_head(
 
 
 def weigh_components(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float,
-    key_scale: torch.Tensor | None,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, key_scale: Tensor | None
+) -> Tensor:
     """Attention with logits in float32; queries (B, H, T, n), keys and values of one head or of h: (B, T, H, m)."""
     (batch, heads, tokens, _), wide = query.shape, widened(query.dtype)
     rows = query.to(wide).reshape(batch, key.shape[1], -1, query.shape[3])

@@ -9,6 +9,7 @@ start.
 
 import torch
 import transformers.initialization as init
+from torch import Tensor
 
 from ..ops import local_heads
 from .base import (
@@ -58,7 +59,7 @@ class Gating(Mechanism):
         super().__init__(layout, settings)
         self.gate = GateMap(layout.hidden_size, layout.output_heads)
 
-    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Multiply each head's output by its gate."""
         gates = 2 * torch.sigmoid(self.gate(state.hidden_states))
         return output * local_heads(gates, output.shape[2]).unsqueeze(-1).to(output.dtype)

@@ -10,7 +10,7 @@ Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
 
 from ..options import Choice, Subset
 from .base import (
@@ -71,7 +71,7 @@ class GateKnock(nn.Module):
         super().__init__()
         self.gate = SharedMap(size, "zero" if start == "identity" else start)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Gate each feature of each head."""
         return 2 * x * torch.sigmoid(self.gate(x))
 
@@ -84,7 +84,7 @@ class MlpKnock(GateKnock):
         self.up = SharedMap(size, start)
         self.down = SharedMap(size, start)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Map each head through the shared MLP."""
         return self.down(2 * self.up(x) * torch.sigmoid(self.gate(x)))
 

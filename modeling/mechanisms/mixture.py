@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -108,12 +108,12 @@ class RouterMap(LinearMap):
         """Start at random."""
         init.normal_(self.weight, mean=0.0, std=std)
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: Tensor) -> Tensor:
         """Softmax over the logits, in the widened dtype."""
         return functional.softmax(super().forward(hidden_states), dim=-1, dtype=widened(hidden_states.dtype))
 
 
-def query_norm_scores(query: torch.Tensor) -> torch.Tensor:
+def query_norm_scores(query: Tensor) -> Tensor:
     """Softmax over heads of `||q_i|| / std(||q||)`: (B, H, T, d) -> (B, T, H)."""
     norms = torch.linalg.vector_norm(query.to(widened(query.dtype)), dim=-1).transpose(1, 2)
     # Equal norms have a spread of zero, where the gradient of the root is infinite.
@@ -121,7 +121,7 @@ def query_norm_scores(query: torch.Tensor) -> torch.Tensor:
     return functional.softmax(norms / spread, dim=-1)
 
 
-def straight_through(hard: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+def straight_through(hard: Tensor, score: Tensor) -> Tensor:
     """`hard`, exactly; its gradient where it is 1 is the gradient of `score`."""
     return hard + hard * (score - score.detach())
 
@@ -143,7 +143,7 @@ class Mixture(Mechanism):
                 self.shared = RouterMap(layout.hidden_size, self.shared_heads)
                 self.balance = RouterMap(layout.hidden_size, 2)
 
-    def forward(self, hidden_states: torch.Tensor, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, hidden_states: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
         if self.routed is None:
             probabilities = query_norm_scores(query[:, self.shared_heads :])
@@ -163,7 +163,7 @@ class Mixture(Mechanism):
         routed = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates)
         return torch.cat([shared, routed], dim=-1), probabilities
 
-    def _shared(self, hidden_states: torch.Tensor, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | float]:
+    def _shared(self, hidden_states: Tensor, like: Tensor) -> tuple[Tensor, Tensor | float]:
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
         if self.shared is None or self.balance is None:
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
@@ -183,14 +183,14 @@ class Mixture(Mechanism):
         own = str(implementation).startswith("crosshead_mixture")
         return implementation if own else "crosshead_mixture"
 
-    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+    def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Multiply each head's output by its gate."""
         if state.gates is None:
             raise RuntimeError("mixture has no gates: before_rope was not called for this state")
         return output * local_heads(state.gates, output.shape[2]).unsqueeze(-1).to(output.dtype)
 
     @classmethod
-    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: torch.Tensor | None) -> AuxiliaryLoss | None:
+    def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
         """The balance loss."""
         if not (scores := outputs.get("head_router_scores")):
             return None
@@ -212,9 +212,7 @@ class Mixture(Mechanism):
         return weight_count(self) * call.queries
 
 
-def balance_loss(
-    scores: Sequence[torch.Tensor], selected: Sequence[int], attention_mask: torch.Tensor | None
-) -> torch.Tensor:
+def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_mask: Tensor | None) -> Tensor:
     """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
 
     `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
@@ -232,9 +230,9 @@ def balance_loss(
     return torch.stack(losses).mean()
 
 
-def token_weights(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+def token_weights(scores: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The weight of each token (B, T) in a mean: zero for padding."""
-    if not isinstance(attention_mask, torch.Tensor) or attention_mask.ndim != 2:
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
         weights = scores.new_ones(scores.shape[:2])
     elif attention_mask.shape != scores.shape[:2]:
         raise ValueError(
@@ -248,13 +246,13 @@ def token_weights(scores: torch.Tensor, attention_mask: torch.Tensor | None) -> 
 
 def mixture_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    gates: torch.Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    gates: Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention of all heads; the gates (B, T, H) come after it. crosshead's own function skips gates of zero."""
     return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
 

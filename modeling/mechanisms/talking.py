@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers.initialization as init
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils.generic import maybe_autocast
@@ -96,7 +96,7 @@ class HeadMap(ParameterModule):
             start = start + std * torch.randn_like(start)
         init.copy_(self.weight, start.to(self.weight.dtype))
 
-    def forward(self, like: torch.Tensor) -> torch.Tensor:
+    def forward(self, like: Tensor) -> Tensor:
         """A copy of the matrix, in the widened dtype of a tensor."""
         return self.weight.to(widened(like.dtype), copy=True)
 
@@ -146,7 +146,7 @@ class Talking(Mechanism):
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Talking-heads attention, in blocks unless "eager"."""
         self.check_implementation(implementation)
-        maps: list[torch.Tensor | None] = []
+        maps: list[Tensor | None] = []
         for stage in STAGES:
             static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None
             made = self._dynamic(f"query_{stage}", state)
@@ -156,7 +156,7 @@ class Talking(Mechanism):
             return "crosshead_talking_eager"
         return implementation if str(implementation).startswith("crosshead_talking") else "crosshead_talking"
 
-    def _dynamic(self, name: str, state: AttentionState) -> torch.Tensor | None:
+    def _dynamic(self, name: str, state: AttentionState) -> Tensor | None:
         """The maps (B, tokens, to, from) that a dynamic term adds; None where it is off."""
         if name not in self.settings["dynamic"]:
             return None
@@ -181,7 +181,7 @@ class Talking(Mechanism):
         return total
 
     @package_only
-    def learnt(self) -> dict[str, torch.Tensor]:
+    def learnt(self) -> dict[str, Tensor]:
         """The maps, and their product, which is the map across heads without the softmax between them."""
         matrices = super().learnt()
         if set(self.settings["on"]) == set(STAGES):
@@ -192,15 +192,15 @@ class Talking(Mechanism):
 class HeadMaps(NamedTuple):
     """The maps across heads of one call, in the widened dtype; None where there is none."""
 
-    logits: torch.Tensor | None
+    logits: Tensor | None
     """(B or 1, T or 1, to, from)."""
-    logits_by_key: torch.Tensor | None
+    logits_by_key: Tensor | None
     """(B, S, to, from): what each key adds."""
-    weights: torch.Tensor | None
-    weights_by_key: torch.Tensor | None
+    weights: Tensor | None
+    weights_by_key: Tensor | None
 
 
-def mix_heads(maps: torch.Tensor | None, key_maps: torch.Tensor | None, given: torch.Tensor) -> torch.Tensor:
+def mix_heads(maps: Tensor | None, key_maps: Tensor | None, given: Tensor) -> Tensor:
     """Map (B, from, T, S) across heads by maps (B or 1, T or 1, to, from) and those of keys (B, S, to, from)."""
     if maps is None:
         return given
@@ -214,15 +214,15 @@ def mix_heads(maps: torch.Tensor | None, key_maps: torch.Tensor | None, given: t
 
 def talking_eager_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     dropout: float = 0.0,
     head_maps: HeadMaps | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Logits, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
     if head_maps is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
@@ -237,16 +237,16 @@ def talking_eager_attention_forward(
 
 def talking_attention_forward(
     module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     scaling: float,
     is_causal: bool | None = None,
     head_maps: HeadMaps | None = None,
-    operator: Callable[..., torch.Tensor] = talking_blocks,
+    operator: Callable[..., Tensor] = talking_blocks,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """The same in blocks of queries, except for a single query, for dropout and under `torch.func`."""
     if head_maps is None:
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}

@@ -17,7 +17,7 @@ from ..ops import widened
 
 TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
 """On the CPU: numbers in all tensors held of a block, numbers up to which sequences share one, fewest and most queries
-of each. Measured with 16 heads, 4,096 tokens (long blocks leave the cache); sharing with 4 heads, 32 tokens."""
+of each. Timed with 16 heads and 4,096 tokens; the sharing with 4 heads and 32 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
 """The same on other devices (1 GB in float32): 16 blocks for 8 sequences of 2,048 tokens with 32 heads. Not timed."""
 TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4  # tensors held, with a number for each head, query and key
@@ -30,8 +30,7 @@ class TalkingBlock:
 
     queries: slice
     keys: slice
-    blind: bool = False
-    """Whether, by a boolean mask, some query may see no key: it weighs every key alike, without a gradient."""
+    blind: bool = False  # by a boolean mask, some query may see no key: it weighs all alike, without a gradient
 
     def rows(self, x: torch.Tensor) -> torch.Tensor:
         """(sequences x queries, ...) as (sequences, queries, ...)."""
@@ -290,11 +289,11 @@ def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> Non
 def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Gradients of the inputs that need one."""
     found = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
-    return (*(x if needed else None for x, needed in zip(found, ctx.needs_input_grad, strict=False)), None, None, None)
+    used = [grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)]
+    return (*used, None, None, None)
 
 
 talking_blocks = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", talking_forward, mutates_args=())
-"""`talking_forward` as an operator, with the gradients below."""
 talking_gradients = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking_grad", talking_backward, mutates_args=())
 talking_blocks.register_fake(talking_fake)
 talking_gradients.register_fake(talking_gradients_fake)
