@@ -42,6 +42,11 @@ class Definition:
     """What it defines; nothing for a call such as a registration."""
     uses: frozenset[str]
 
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a function, a class or a condition, which blank lines go around."""
+        return self.text.lstrip("#").startswith(("def ", "class ", "@", "if "))
+
 
 @dataclass
 class Module:
@@ -137,14 +142,16 @@ class Bundle:
             "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
             'needs, to load with torch and transformers alone.\n"""\n\n'
         )
-        parts = [header + self._imports(definitions, imported)]
-        for module in dict.fromkeys(each.module for each in definitions):
-            title = f"# {module}.py"
-            if imported and module in self.documented:
-                title += f"\n#\n{indent(self.modules[module].doc, '# ', lambda line: True)}".replace("# \n", "#\n")
-            texts = [each.text for each in definitions if each.module == module]
-            parts += [f"{title}\n{texts[0]}", *texts[1:]]
-        return "\n\n\n".join(parts) + "\n"
+        text, told = header + self._imports(definitions, imported) + "\n", set[str]()
+        for before, each in zip([None, *definitions], definitions, strict=False):
+            plain = before is not None and not before.is_block and not each.is_block
+            text += "" if plain else "\n\n"
+            if imported and each.module in self.documented - told:
+                doc = indent(self.modules[each.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
+                text += ("\n\n" if plain else "") + doc + "\n"
+                told.add(each.module)
+            text += each.text + "\n"
+        return text
 
     def _imports(self, definitions: list[Definition], imported: list[Definition] | None) -> str:
         bound: dict[str, tuple[str, str]] = {}

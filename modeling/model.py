@@ -183,10 +183,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
 
 
 class CrossheadClassifier(CrossheadPreTrained):
-    """The classification head, over our backbone rather than one that an Auto class looks up.
-
-    Its loss has no auxiliary term, as that of the stock mixture-of-experts classifier has none.
-    """
+    """The classification head over our backbone; without auxiliary losses, like the stock Qwen3-MoE classifier's."""
 
     def __init__(self, config: Any) -> None:
         self._check_config(config)

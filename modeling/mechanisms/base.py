@@ -146,10 +146,7 @@ class ParameterModule(nn.Module):
 
 
 class LinearMap(ParameterModule):
-    """A linear map without bias, in the orientation of `nn.Linear`.
-
-    Not a subclass: libraries that quantise or adapt every `nn.Linear` would replace it.
-    """
+    """A linear map without bias, oriented as `nn.Linear`: a subclass would be quantised or adapted with the others."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()

@@ -137,16 +137,18 @@ def differential_attention_forward(
     """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
     if subtracted is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    pairs, halves = zip(pairs_of(query), pairs_of(key), strict=True), pairs_of(value)
+    by_head = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1
+    masks: Any = pairs_of(attention_mask) if by_head else (attention_mask, attention_mask)
+    pairs, halves = zip(pairs_of(query), pairs_of(key), masks, strict=True), pairs_of(value)
     weights = None
     if implementation in (None, "eager"):
-        seen = [attention_weights(first, second, attention_mask, scaling) for first, second in pairs]
+        seen = [attention_weights(q, k, mask, scaling) for q, k, mask in pairs]
         weights = torch.stack(seen, dim=2).flatten(1, 2)  # the outputs are made from it, so it has a gradient
         outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(weights)]
     else:
         attend = ALL_ATTENTION_FUNCTIONS[implementation]
         options = {"scaling": scaling, **kwargs}
-        outputs = [[attend(module, q, k, half, attention_mask, **options)[0] for half in halves] for q, k in pairs]
+        outputs = [[attend(module, q, k, half, mask, **options)[0] for half in halves] for q, k, mask in pairs]
     scale = subtracted.to(query.dtype)
     return torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1), weights
 

@@ -255,7 +255,7 @@ def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
 def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, T, H, m)."""
     batch, heads, tokens, size = query.shape
-    if mask is not None and tokens > 1:
+    if mask is not None and (tokens > 1 or mask.shape[1] > 1):
         mask = mask.expand(-1, heads, -1, -1).flatten(1, 2).unsqueeze(1)
     rows = query.reshape(batch, 1, heads * tokens, size)
     output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)

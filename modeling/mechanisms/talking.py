@@ -5,8 +5,8 @@ map, never before. Both maps start as the identity (as copies and averages of ne
 differs from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the
 latter are cached with the keys.
 
-Under "eager", "crosshead_talking_eager" materialises all weights and returns them; under "sdpa", "crosshead_talking"
-works in blocks, in memory that grows linearly with the sequence. Other implementations cannot mix heads.
+Under "eager", "crosshead_talking_eager" returns all weights; under "sdpa", "crosshead_talking" works in blocks, in
+memory that grows linearly with the sequence. Other implementations cannot mix heads.
 
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
@@ -190,12 +190,10 @@ class Talking(Mechanism):
 
 
 class HeadMaps(NamedTuple):
-    """The maps across heads of one call, in the widened dtype; None where there is none."""
+    """Maps (B or 1, T or 1, to, from), and (B, S, to, from) that keys add, in the widened dtype; None for no map."""
 
     logits: Tensor | None
-    """(B or 1, T or 1, to, from)."""
     logits_by_key: Tensor | None
-    """(B, S, to, from): what each key adds."""
     weights: Tensor | None
     weights_by_key: Tensor | None
 
@@ -205,10 +203,8 @@ def mix_heads(maps: Tensor | None, key_maps: Tensor | None, given: Tensor) -> Te
     if maps is None:
         return given
     with maybe_autocast(given.device.type, enabled=False):  # logits and weights stay wide
-        if maps.shape[:2] == (1, 1):
-            mixed = torch.einsum("ij,bjts->bits", maps[0, 0], given)
-        else:
-            mixed = torch.einsum("btij,bjts->bits", maps, given)
+        static = maps.shape[:2] == (1, 1)
+        mixed = torch.einsum("ij,bjts->bits" if static else "btij,bjts->bits", maps[0, 0] if static else maps, given)
         return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, given)
 
 
@@ -247,13 +243,14 @@ def talking_attention_forward(
     operator: Callable[..., Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same in blocks of queries, except for a single query, for dropout and under `torch.func`."""
+    """The same in blocks of queries, except for one query, dropout, `torch.func` and a mask with a gradient."""
     if head_maps is None:
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     queries, kind = query.shape[2], query.device.type
-    if queries == 1 or kwargs.get("dropout") or under_torch_func():
+    learnt = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
+    if queries == 1 or learnt or kwargs.get("dropout") or under_torch_func():
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers.utils.generic import maybe_autocast
 
 from ..ops import widened
@@ -32,15 +33,15 @@ class TalkingBlock:
     keys: slice
     blind: bool = False  # by a boolean mask, some query may see no key: it weighs all alike, without a gradient
 
-    def rows(self, x: torch.Tensor) -> torch.Tensor:
+    def rows(self, x: Tensor) -> Tensor:
         """(sequences x queries, ...) as (sequences, queries, ...)."""
         return x.view(-1, self.queries.stop - self.queries.start, *x.shape[1:])
 
-    def by_head(self, x: torch.Tensor) -> torch.Tensor:
+    def by_head(self, x: Tensor) -> Tensor:
         """(sequences x queries, heads, keys) as (heads x sequences, queries, keys)."""
         return self.rows(x).permute(2, 0, 1, 3).flatten(0, 1)
 
-    def query_part(self, x: torch.Tensor) -> torch.Tensor:
+    def query_part(self, x: Tensor) -> Tensor:
         """What (sequences, T or 1, ...) has for the queries."""
         return x[:, self.queries] if x.shape[1] > 1 else x
 
@@ -49,10 +50,10 @@ class TalkingBlock:
 class TalkingMaps:
     """Maps (sequences or 1, T or 1, to, from), and (sequences, S, to, from) that keys add; or sums of gradients."""
 
-    by_query: torch.Tensor
-    by_key: torch.Tensor | None
+    by_query: Tensor
+    by_key: Tensor | None
 
-    def apply(self, block: TalkingBlock, given: torch.Tensor, out: torch.Tensor, back: bool = False) -> torch.Tensor:
+    def apply(self, block: TalkingBlock, given: Tensor, out: Tensor, back: bool = False) -> Tensor:
         """Map (sequences x queries, from, keys) into `out` (sequences x queries, to, keys), or a gradient back."""
         rows = block.rows(given)
         maps = block.query_part(self.by_query).expand(*rows.shape[:2], -1, -1).flatten(0, 1)
@@ -62,7 +63,7 @@ class TalkingMaps:
             block.rows(out).add_(torch.einsum(equation, self.by_key[:, block.keys], rows))
         return out
 
-    def add(self, block: TalkingBlock, grad: torch.Tensor, given: torch.Tensor) -> None:
+    def add(self, block: TalkingBlock, grad: Tensor, given: Tensor) -> None:
         """Add the gradients of maps that were applied to `given`, from the gradient of the result."""
         total = block.query_part(self.by_query)
         total += block.rows(torch.bmm(grad, given.mT)).sum_to_size(total.shape)
@@ -77,7 +78,7 @@ class TalkingPart:
     sequences. Logits and weights are (sequences x queries, heads, keys), which a batched product with maps needs.
     """
 
-    def __init__(self, tensors: Sequence[Any], items: slice, size: int, memory: torch.Tensor, causal: bool) -> None:
+    def __init__(self, tensors: Sequence[Any], items: slice, size: int, memory: Tensor, causal: bool) -> None:
         query, key, value = (x[items] for x in tensors[:3])
         *maps, mask = talking_items(tensors[3:], items)
         self.items, self.sequences, self.size, self.memory = items, len(query), size, memory
@@ -99,13 +100,13 @@ class TalkingPart:
                 met, blind = talking_mask_span(TalkingBlock(part, met).query_part(self.mask))
             yield TalkingBlock(part, met, blind)
 
-    def take(self, index: int, block: TalkingBlock, heads: int, by_head: bool = False) -> torch.Tensor:
+    def take(self, index: int, block: TalkingBlock, heads: int, by_head: bool = False) -> Tensor:
         """Memory for (sequences x queries, heads, keys), with heads or with queries as its outer order."""
         rows, keys = self.sequences * (block.queries.stop - block.queries.start), block.keys.stop - block.keys.start
         taken = self.memory[index, : heads * rows * keys]
         return taken.view(heads, rows, keys).transpose(0, 1) if by_head else taken.view(rows, heads, keys)
 
-    def products(self, index: int, block: TalkingBlock, rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    def products(self, index: int, block: TalkingBlock, rows: Tensor, columns: Tensor) -> Tensor:
         """Products (sequences x queries, heads, keys) of the block's queries, or rows as many, with those of keys."""
         rows, columns = rows[:, block.queries], columns[:, block.keys].mT
         found = self.take(index, block, len(rows) // self.sequences, by_head=True)
@@ -115,7 +116,7 @@ class TalkingPart:
             block.by_head(found).copy_(torch.bmm(rows, columns))
         return found
 
-    def hide(self, block: TalkingBlock, logits: torch.Tensor, lowest: torch.Tensor) -> None:
+    def hide(self, block: TalkingBlock, logits: Tensor, lowest: Tensor) -> None:
         """Apply the mask in place: a boolean one puts `lowest` where a key is hidden, an additive one is added."""
         logits = block.rows(logits)
         visible = None if self.mask is None else block.query_part(self.mask)[..., block.keys]
@@ -127,18 +128,18 @@ class TalkingPart:
         elif visible is not None:
             logits += visible
 
-    def weights(self, block: TalkingBlock, logits: torch.Tensor, index: int) -> torch.Tensor:
+    def weights(self, block: TalkingBlock, logits: Tensor, index: int) -> Tensor:
         """Weights before the second map, in memory of that index; memory 1 is overwritten."""
         out = self.take(1, block, self.logits_maps.by_query.shape[2])
         self.hide(block, self.logits_maps.apply(block, logits, out), self.lowest)
         return torch.softmax(out, dim=-1, out=self.take(index, block, out.shape[1]))
 
-    def mix(self, maps: TalkingMaps, block: TalkingBlock, given: torch.Tensor, back: bool = False) -> torch.Tensor:
+    def mix(self, maps: TalkingMaps, block: TalkingBlock, given: Tensor, back: bool = False) -> Tensor:
         """What maps make, in memory 1, as (heads x sequences, queries, keys) in the dtype of values."""
         out = self.take(1, block, maps.by_query.shape[3 if back else 2], by_head=self.sequences > 1)
         return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
 
-    def attend(self, output: torch.Tensor) -> None:
+    def attend(self, output: Tensor) -> None:
         """Write the outputs (sequences, T, heads, features)."""
         heads = output.permute(2, 0, 1, 3)
         out = heads[:, 0] if self.sequences == 1 else heads.new_empty(len(self.value), *heads.shape[2:])
@@ -149,7 +150,7 @@ class TalkingPart:
         if self.sequences > 1:
             heads.copy_(out.view(heads.shape))
 
-    def add_gradients(self, output: torch.Tensor, sums: Sequence[Any]) -> None:
+    def add_gradients(self, output: Tensor, sums: Sequence[Any]) -> None:
         """Add gradients, of queries, keys, values and both maps, from those of outputs (heads x sequences, ...)."""
         query, key, value, logits, weights = sums
         for block in self.blocks():
@@ -170,19 +171,19 @@ class TalkingPart:
             talking_add_products(key[:, block.keys], mixed.mT, self.query[:, block.queries])
 
 
-def talking_items(tensors: Sequence[torch.Tensor | None], items: slice) -> list[Any]:
-    """What tensors (B or 1, ...) have for some sequences."""
+def talking_items(tensors: Sequence[Tensor | None], items: slice) -> list[Any]:
+    """The parts of tensors (B or 1, ...) for some sequences."""
     return [x if x is None or len(x) == 1 else x[items] for x in tensors]
 
 
-def talking_by_head(x: torch.Tensor, heads: int) -> torch.Tensor:
+def talking_by_head(x: Tensor, heads: int) -> Tensor:
     """(sequences, groups, tokens, features) as (heads x sequences, tokens, features), copied for heads of a group."""
     sequences, groups, tokens, features = x.shape
     copies = x.transpose(0, 1).unsqueeze(1).expand(groups, heads // groups, sequences, tokens, features)
     return copies.reshape(heads * sequences, tokens, features).contiguous()
 
 
-def talking_mask_span(mask: torch.Tensor) -> tuple[slice, bool]:
+def talking_mask_span(mask: Tensor) -> tuple[slice, bool]:
     """The keys that some row of a mask (..., keys) shows, all where a row shows none; whether one does, if boolean."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     if not visible.any(-1).all():
@@ -191,7 +192,7 @@ def talking_mask_span(mask: torch.Tensor) -> tuple[slice, bool]:
     return slice(int(columns[0]), int(columns[-1]) + 1), False
 
 
-def talking_add_products(total: torch.Tensor, maps: torch.Tensor, rows: torch.Tensor) -> None:
+def talking_add_products(total: Tensor, maps: Tensor, rows: Tensor) -> None:
     """Add batched products to a total that may have a wider dtype."""
     if rows.dtype == total.dtype:
         total.baddbmm_(maps, rows)
@@ -218,17 +219,17 @@ def talking_parts(call: Sequence[Any], scaling: float, causal: bool, held: int) 
 
 
 def talking_forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    logits_map: torch.Tensor,
-    logits_key_map: torch.Tensor | None,
-    weights_map: torch.Tensor,
-    weights_key_map: torch.Tensor | None,
-    mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    logits_map: Tensor,
+    logits_key_map: Tensor | None,
+    weights_map: Tensor,
+    weights_key_map: Tensor | None,
+    mask: Tensor | None,
     scaling: float,
     causal: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Outputs (B, T, heads, features) of queries (B, H, T, d) over keys (B, groups, S, d) and values of as many heads.
 
     Maps are (B or 1, T or 1, to, from), those of keys (B, S, to, from), in the widened dtype. The mask is (B or 1,
@@ -244,8 +245,8 @@ def talking_forward(
 
 
 def talking_backward(
-    grad_output: torch.Tensor, tensors: Sequence[torch.Tensor | None], scaling: float, causal: bool
-) -> list[torch.Tensor]:
+    grad_output: Tensor, tensors: Sequence[Tensor | None], scaling: float, causal: bool
+) -> list[Tensor]:
     """Gradients of the tensors before the mask; those of maps are wide, and empty where there is no map."""
     totals = talking_gradients_fake(grad_output, tensors)
     with maybe_autocast(grad_output.device.type, enabled=False):
@@ -259,34 +260,33 @@ def talking_backward(
             sums = [x[0].zero_() if same else torch.zeros_like(y, dtype=wide) for x, y, same in each]
             part.add_gradients(output, [*sums, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:])])
             for total, found, same in zip(parts, sums, own, strict=True):
+                groups = found.view(total.shape[1], -1, part.sequences, *total.shape[2:])
                 if not same:
-                    total.copy_(
-                        found.view(total.shape[1], -1, part.sequences, *total.shape[2:]).sum(1).transpose(0, 1)
-                    )
+                    total.copy_(groups.sum(1).transpose(0, 1))
     for total in totals[3:5]:  # of maps that the scaling went into
         total *= scaling
     return totals
 
 
-def talking_fake(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> torch.Tensor:
+def talking_fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
     """Outputs without their numbers."""
     return value.new_empty(query.shape[0], query.shape[2], rest[2].shape[2], value.shape[3])
 
 
-def talking_gradients_fake(grad_output: torch.Tensor, tensors: Sequence[Any], *rest: Any) -> list[torch.Tensor]:
+def talking_gradients_fake(grad_output: Tensor, tensors: Sequence[Any], *rest: Any) -> list[Tensor]:
     """Gradients before anything is added."""
     wide = widened(tensors[0].dtype)
     maps = (tensors[0].new_zeros(0 if x is None else x.shape, dtype=wide) for x in tensors[3:7])
     return [*(torch.empty_like(x, memory_format=torch.contiguous_format) for x in tensors[:3]), *maps]
 
 
-def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     """Save what the backward pass needs."""
     ctx.save_for_backward(*inputs[:8])
     ctx.rest = inputs[8:]
 
 
-def talking_autograd(ctx: Any, grad_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def talking_autograd(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the inputs that need one."""
     found = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
     used = [grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)]
