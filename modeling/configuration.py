@@ -111,8 +111,7 @@ def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
 class MixersConfig(ConfigBase):
     """The part that all our configurations share."""
 
-    class_prefix = ""
-    """The start of the names of the backbone's classes; a subclass by a user keeps it."""
+    class_prefix = ""  # the start of the names of the backbone's classes; a user's subclass keeps it
     has_key_norm = False
     keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None

@@ -169,10 +169,8 @@ class Mechanism(nn.Module):
     rules: ClassVar[type[Rules]]
     recorded: ClassVar[dict[str, int]] = {}
     """Output fields that its `auxiliary_loss` reads -> their index in what `forward` returns."""
-    maps_last: ClassVar[bool] = False
-    """Its `before_rope` runs after those of the other mechanisms."""
-    wide_cache = False
-    """The cache holds the heads of a token as one wide head."""
+    maps_last: ClassVar[bool] = False  # its `before_rope` runs after those of the other mechanisms
+    wide_cache = False  # the cache holds the heads of a token as one wide head
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__()

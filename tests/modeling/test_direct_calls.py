@@ -166,9 +166,9 @@ def subtracted(found: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
     return 0.8 * functional.rms_norm(output, (2 * SIZE,), eps=1e-6).transpose(1, 2)
 
 
-@pytest.mark.parametrize("implementation", ("sdpa", "eager"))
-@pytest.mark.parametrize(("case", "kind"), grid(MIXERS, CALLS, strength=2))
+@pytest.mark.parametrize(("case", "kind", "implementation"), grid(MIXERS, CALLS, ("sdpa", "eager"), strength=2))
 def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
+    """Of layers with biases in their projections, and with normed queries and keys."""
     call = Call(**CALLS[kind])
     if implementation == "eager" and call.mask is None and call.bias is None:
         call.mask = call.seen  # as in stock layers, "eager" hides nothing by itself

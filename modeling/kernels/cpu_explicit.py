@@ -1,0 +1,89 @@
+"""Attention on CPUs of few queries to component heads, which the cache holds as one wide head.
+
+The flash kernel gives each thread the queries of one head. So the keys are cut into as many parts as there are
+threads, and each part is a head to the kernel. The log-sum-exp of the parts merges their outputs.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..backends import is_plain_sdpa
+from ..mechanisms.explicit import explicit_attention_forward, fold_map, one_wide_head, unfold_outputs
+from .cpu import HIDDEN, additive, flash_kernel, runs_here
+
+LEAST_KEYS = 256
+"""Of a part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
+
+
+def explicit_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    key_map: torch.Tensor | None = None,
+    value_map: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    implementation: str | None = "sdpa",
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention as `explicit_attention_forward` has it, on all threads where there is one sequence."""
+    maps = None if key_map is None or value_map is None or key_scale is not None else (key_map, value_map)
+    if maps is None or not explicit_eligible(query, key, value, dropout, maps, implementation):
+        options = {"key_map": key_map, "value_map": value_map, "key_scale": key_scale, **kwargs}
+        options |= {"dropout": dropout, "scaling": scaling, "implementation": implementation}
+        return explicit_attention_forward(module, query, key, value, attention_mask, **options)
+    batch, heads, tokens, _ = query.shape
+    mask = None if attention_mask is None else row_mask(attention_mask, heads, query.dtype)
+    rows = fold_map(query, maps[0]).flatten(1, 2)
+    output = attend_in_parts(rows, one_wide_head(key)[:, 0], one_wide_head(value)[:, 0], mask, scaling)
+    return unfold_outputs(output.view(batch, heads, tokens, -1).transpose(1, 2), maps[1]), None
+
+
+def explicit_eligible(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    maps: tuple[torch.Tensor, torch.Tensor],
+    implementation: str | None = "sdpa",
+) -> bool:
+    """Whether attention in parts works and pays for a call whose keys and values are both combined."""
+    if not runs_here(query, dropout, (torch.float32, torch.float64)) or not is_plain_sdpa(implementation):
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *maps)):
+        return False
+    return flash_kernel() is not None and key.shape == value.shape and part_count(key) > 1
+
+
+def part_count(keys: torch.Tensor) -> int:
+    """The number of parts for keys (B, n, S, d): 1 where the sequences alone occupy all threads."""
+    return min(-(-torch.get_num_threads() // len(keys)), keys.shape[2] // LEAST_KEYS)
+
+
+def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """A mask (B or 1, 1 or H, T, S) as one to add to the logits of one head's rows: (B or 1, 1 or H * T, S)."""
+    added = additive(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype).clamp_min(HIDDEN)
+    return added[:, 0] if added.shape[1:3] == (1, 1) else added.expand(-1, heads, -1, -1).flatten(1, 2)
+
+
+def attend_in_parts(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Outputs (B, R, n) of rows (B, R, n) to keys and values (B, S, n), without gradients."""
+    attend: Any = flash_kernel()
+    count, length = part_count(keys.unsqueeze(1)), keys.shape[1]
+    whole, found = length - length % count, []
+    for some, parts in ((slice(whole), count), (slice(whole, length), 1)):
+        if some.start == length:
+            continue
+        q = rows.unsqueeze(1).expand(-1, parts, -1, -1)
+        k, v = (x[:, some].unflatten(1, (parts, -1)) for x in (keys, values))
+        added = None if mask is None else mask[..., some].unflatten(2, (parts, -1)).transpose(1, 2)
+        found.append(attend(q, k, v, attn_mask=added, scale=scaling))
+    outputs, logsumexp = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+    return (outputs * torch.softmax(logsumexp, dim=1).unsqueeze(-1)).sum(1)
