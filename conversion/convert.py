@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from crosshead.modeling.access_tokens import without_tokens
 from crosshead.modeling.options import is_whole
 
 from .auto_layers import AutoLayers
@@ -156,7 +157,7 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
     family = FAMILIES[content["model_type"]]
     architecture = PREFIX.removesuffix("_").capitalize() + family.architecture
     try:
-        return family.mixed.from_dict({**content, "architectures": [architecture], **changes})
+        return family.mixed.from_dict({**without_tokens(content)[0], "architectures": [architecture], **changes})
     except ValueError as error:
         raise ConversionError(one_line(error)) from None
 

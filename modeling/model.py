@@ -5,6 +5,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -13,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
-from .attention import CrossheadAttention
+from .attention import CrossheadAttention, HeadScale
 from .backends import logger
 from .losses import CrossheadCausalLMOutput, share_of_batch
 from .mechanisms import MECHANISMS
@@ -53,14 +54,15 @@ class CrossheadPreTrained(ModelBase):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ParameterModule):
             module.initialise(self.config.initializer_range)
+        elif isinstance(module, HeadScale):  # the library knows norms by their name
+            init.ones_(module.weight)
         else:
             super()._init_weights(module)
 
     def _check_and_adjust_attn_implementation(
         self, attn_implementation: str | None, *arguments: Any, **options: Any
     ) -> str:
-        # Earlier than the library's search for kernels on the Hub. A name that is neither registered nor on the Hub
-        # is left to the library, which lists the registered ones.
+        # Before the library looks for kernels on the Hub; it knows what to say of other names.
         name = attn_implementation or "sdpa"
         if name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
             for mechanism in self.config.mixers:

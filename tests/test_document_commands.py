@@ -99,7 +99,7 @@ def test_commands_within_sentences_exist(name):
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_options_exist(name):
     """Also those that are named alone."""
-    known = {"--nproc_per_node", *launch_command_parser()._option_string_actions}
+    known = {"--nproc_per_node", "--tensor-parallel-size", *launch_command_parser()._option_string_actions}
     groups = [typer.main.get_command(app)]
     while groups:
         group = groups.pop()

@@ -53,7 +53,7 @@ def explicit_eligible(
     implementation: str | None = "sdpa",
 ) -> bool:
     """Whether attention in parts works and pays for a call whose keys and values are both combined."""
-    if not runs_here(query, dropout, (torch.float32, torch.float64)) or not is_plain_sdpa(implementation):
+    if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation):
         return False
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *maps)):
         return False

@@ -1,8 +1,8 @@
 """Attention on CPUs that skips heads where their gate is zero.
 
-Each routed head has a list of the queries it counts for, in the order of their tokens. Lists of one length go through
-the flash kernel together, a block of rows at a time: without a mask to the keys that the whole block sees, with a mask
-to the keys behind them. The log-sum-exp of both parts merges their outputs.
+Each routed head has a list of the queries that it counts for, in the order of their tokens. The lists, made equally
+long, go through the flash kernel together, in pieces: a block of rows meets its last keys under a mask, and all rows
+from a block on meet the keys that only they see, without one. The log-sum-exp of the pieces merges their outputs.
 """
 
 from collections.abc import Iterator
@@ -19,9 +19,9 @@ from .cpu import HIDDEN, additive, flash_kernel, runs_here
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
 BLOCK_ROWS = 128
-LEAST_QUERIES = 2048
+LEAST_QUERIES = 1024
 GREATEST_SHARE = 0.7
-"""Of all (query, head) pairs, the longest list counted for each routed head."""
+"""Of the (query, head) pairs, when each routed head has as many as the one with the most."""
 
 
 def mixture_attention(
@@ -45,6 +45,8 @@ def mixture_attention(
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = attention_mask is None and (getattr(module, "is_causal", True) if is_causal is None else is_causal)
+    if causal:
+        key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
     key, value = repeat_heads(key, query.shape[1]), repeat_heads(value, query.shape[1])
     output = query.new_zeros(gates.shape + query.shape[-1:])
     if shared_heads:
@@ -53,7 +55,8 @@ def mixture_attention(
         output[:, :, :shared_heads] = shared.transpose(1, 2)
     selected = gates[..., shared_heads:].transpose(1, 2) != 0
     q, k, v = (x[:, shared_heads:] for x in (query, key, value))
-    add_routed_heads(output[:, :, shared_heads:].transpose(1, 2), q, k, v, selected, attention_mask, causal, scaling)
+    routed = output[:, :, shared_heads:].transpose(1, 2)
+    routed_heads(q, k, v, selected, attention_mask, causal, scaling, routed)
     return output, None
 
 
@@ -69,22 +72,25 @@ def mixture_eligible(
 ) -> bool:
     """Whether skipping works and pays for a call."""
     batch, heads, tokens, size = query.shape
-    if not runs_here(query, dropout, (torch.float32, torch.float64)) or flash_kernel("_backward") is None:
+    if not runs_here(dropout, query, key, value) or flash_kernel() is None or flash_kernel("_backward") is None:
         return False
-    if tokens < LEAST_QUERIES or value.shape[-1] != size or gates.shape != (batch, tokens, heads):
+    if (
+        tokens < LEAST_QUERIES
+        or shared_heads >= heads
+        or value.shape[-1] != size
+        or gates.shape != (batch, tokens, heads)
+    ):
         return False
     if options.get("position_bias") is not None or options.get("cache") is not None:
         return False
-    if attention_mask is not None and (
-        attention_mask.dtype != torch.bool or attention_mask.shape[1:] != (1, tokens, key.shape[2])
-    ):
+    mask_shape = (1, tokens, key.shape[2])
+    if attention_mask is not None and (attention_mask.dtype != torch.bool or attention_mask.shape[1:] != mask_shape):
         return False
-    longest = int(gates[..., shared_heads:].count_nonzero(1).max()) if shared_heads < heads else tokens
+    longest = int(gates[..., shared_heads:].count_nonzero(1).max())
     return shared_heads * tokens + (heads - shared_heads) * longest <= GREATEST_SHARE * heads * tokens
 
 
-def add_routed_heads(
-    output: torch.Tensor,
+def routed_heads(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -92,9 +98,10 @@ def add_routed_heads(
     mask: torch.Tensor | None,
     causal: bool,
     scaling: float,
+    output: torch.Tensor,
 ) -> None:
     """Add attention of the selected (B, n, T) queries to the output (B, n, T, d); keys and values have n heads."""
-    ends = visible_ends(mask, query.shape[2], key.shape[2], causal).unsqueeze(1).expand_as(selected)
+    ends = visible_ends(query, key, mask, causal).unsqueeze(1).expand_as(selected)
     selected = selected & (ends > 0)
     tokens, kept = row_lists(selected)
     if not tokens.shape[-1]:
@@ -105,20 +112,21 @@ def add_routed_heads(
     output.scatter_add_(2, at, found * kept.unsqueeze(-1))
 
 
-def visible_ends(mask: torch.Tensor | None, tokens: int, keys: int, causal: bool) -> torch.Tensor:
+def visible_ends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
     """(B or 1, T): the number of keys up to the last one that a token sees."""
     if mask is not None:
-        behind = mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
-        return (keys - behind) * mask[:, 0].any(-1)
-    ends = torch.arange(1, tokens + 1).clamp_max(keys) if causal else torch.full((tokens,), keys)
-    return ends.unsqueeze(0)
+        hidden_last = mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
+        return (key.shape[2] - hidden_last) * mask[:, 0].any(-1)
+    places = torch.arange(1, query.shape[2] + 1, device=query.device).clamp_max(key.shape[2])
+    return (places if causal else torch.full_like(places, key.shape[2])).unsqueeze(0)
 
 
 def row_lists(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The selected tokens (B, n, L) of each head in order, and which of them count: a short list repeats some."""
     counts = selected.sum(-1, keepdim=True)
     longest = int(counts.max())
-    ranks = torch.arange(longest) * counts // max(longest, 1)
+    counts = counts.where(counts > 0, selected.shape[-1])  # a list that counts for nothing is spread over all tokens
+    ranks = torch.arange(longest, device=counts.device) * counts // max(longest, 1)
     tokens = torch.argsort(~selected, dim=-1, stable=True).gather(-1, ranks)
     is_new = torch.diff(ranks, dim=-1, prepend=torch.full_like(counts, -1)) > 0
     return tokens, is_new & selected.gather(-1, tokens)
@@ -148,11 +156,11 @@ class Rows:
     def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
         """The mask to add to the logits (B, n, rows, keys)."""
         if self.mask is not None:
-            sequence = torch.arange(len(self.tokens)).view(-1, 1, 1) % len(self.mask)
+            sequence = torch.arange(len(self.tokens), device=self.mask.device).view(-1, 1, 1) % len(self.mask)
             return additive(self.mask[sequence, 0, self.tokens[..., rows], keys], dtype)
         # Row `i` of this view hides the last `i` keys; to copy rows is faster than to compare numbers.
         size, seen = keys.stop - keys.start, self.ends[..., rows] - keys.start
-        steps = torch.zeros(2 * size, dtype=dtype)
+        steps = torch.zeros(2 * size, dtype=dtype, device=seen.device)
         steps[size:] = HIDDEN
         return steps.unfold(0, size, 1).index_select(0, (size - seen).flatten()).view(*seen.shape, size)
 

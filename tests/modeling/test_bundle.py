@@ -1,18 +1,20 @@
 """The two files of code that a saved model carries."""
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 import crosshead
 from crosshead.modeling import bundle
 from crosshead.modeling.bundle import BundleError, code_files
-from tiers import grid
-from toys import BACKBONES, CASES, MECHANISM_CASES, mixed_config, mixed_model
+from toys import BACKBONES, CASES, MECHANISM_CASES, mixed_config, mixed_model, tokens
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["configuration_crosshead.py", "modeling_crosshead.py"]
@@ -23,6 +25,7 @@ FIVE: dict[str, Any] = {
     "talking": {"layers": [0]},
     "differential": {"layers": [1]},
 }
+SIX: dict[str, Any] = {**FIVE, "gating": {}}
 LINES = {"talking": 1500}
 """Greatest number of lines in both files with one mechanism; of the others, 1,300."""
 EXPERT_LINES = 110
@@ -53,15 +56,33 @@ def test_five_mechanisms() -> None:
     assert lines(code_files(mixed_config("Llama", FIVE))) <= 2300
 
 
-@pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
-def test_formatted_as_the_project(case: str, backbone: str, tmp_path: Path) -> None:
-    bundle.write_code(mixed_config(backbone, CASES[case]), tmp_path)
-    config = ["--config", str(ROOT / "pyproject.toml")]
+def test_formatted_as_the_project(tmp_path: Path) -> None:
+    for backbone in BACKBONES:
+        for case, mixers in {**CASES, "five": FIVE, "six": SIX, "none": {}}.items():
+            folder = tmp_path / f"{backbone}-{case}"
+            bundle.write_code(mixed_config(backbone, mixers), folder)
+            for name in NAMES:
+                compile((folder / name).read_text(encoding="utf-8"), name, "exec")
+    config = ["--config", str(ROOT / "pyproject.toml"), "--no-cache"]
     for command in (["check", *config], ["format", "--check", *config]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *command, *NAMES], cwd=tmp_path, capture_output=True, text=True
+            [sys.executable, "-m", "ruff", *command, "."], cwd=tmp_path, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stdout
+
+
+@torch.no_grad()
+def test_all_mechanisms_in_one_model(warm_process: Any, tmp_path: Path) -> None:
+    model, environment = mixed_model("Qwen3", SIX), os.environ | {"HF_HUB_OFFLINE": "1"}
+    model.save_pretrained(tmp_path / "model")
+    text = (tmp_path / "model" / NAMES[1]).read_text(encoding="utf-8")
+    defined = {node.name for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
+    assert {mechanism.__name__ for mechanism in crosshead.MECHANISMS.values()} <= defined
+    save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
+    command = [sys.executable, "-P", str(Path(__file__).with_name("remote_code_worker.py")), str(tmp_path)]
+    done = warm_process.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).logits)
 
 
 def test_names_that_clash_fail(monkeypatch: pytest.MonkeyPatch) -> None:

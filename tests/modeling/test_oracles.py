@@ -37,6 +37,7 @@ PAIRABLE: dict[str, dict[str, Any]] = {
     "mixture by query norm": {"shared_heads": 0, "active_heads": 2, "router": "query_norm"},
     "talking": {"softmax_heads": 3, "dynamic": ["key_logits"]},
     "differential": {},
+    "gating": {},
 }
 REFUSED = {
     ("explicit", "differential"),

@@ -1,0 +1,281 @@
+"""The attention functions for CPUs: outputs and gradients of plain formulas, and when the stock function runs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from crosshead.modeling.kernels import cpu_explicit, cpu_mixture
+from crosshead.modeling.kernels.cpu import is_tracing
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12}
+SCALING = 0.3
+MIXTURE = {
+    "heads with keys of their own": {"heads": (8, 8), "shared": 2},
+    "grouped heads": {"heads": (8, 2), "shared": 3, "batch": 2},
+    "no shared heads": {"heads": (4, 4), "shared": 0},
+    "more keys than queries, causal": {"sizes": (50, 70)},
+    "fewer keys than queries, causal": {"sizes": (70, 50)},
+    "not causal": {"sizes": (50, 70), "causal": False, "batch": 2},
+    "padding on the left": {"mask": "left", "batch": 2, "heads": (4, 2)},
+    "any mask for all sequences": {"mask": "random", "batch": 2, "sizes": (50, 70)},
+}
+EXPLICIT: dict[str, dict[str, Any]] = {
+    "one query": {},
+    "a batch": {"batch": 2},
+    "a length that parts divide": {"keys": 96},
+    "two queries": {"tokens": 2, "mask": "bool"},
+    "padding": {"batch": 2, "mask": "bool"},
+    "an additive mask": {"batch": 2, "mask": "added"},
+    "a bias of each head": {"tokens": 2, "mask": "bias"},
+    "heads with keys of their own": {"heads": (4, 4, 2)},
+}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small calls are eligible."""
+    monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 1)
+    monkeypatch.setattr(cpu_mixture, "GREATEST_SHARE", 1.0)
+    monkeypatch.setattr(cpu_mixture, "BLOCK_ROWS", 8)
+    monkeypatch.setattr(cpu_explicit, "LEAST_KEYS", 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+
+
+def layer(heads: tuple[int, ...], causal: bool = True) -> Any:
+    """What an attention function reads of a layer."""
+    return SimpleNamespace(num_key_value_groups=heads[0] // heads[1], is_causal=causal)
+
+
+def draw_gates(batch: int, tokens: int, heads: int, shared: int) -> torch.Tensor:
+    """Gates of zero or one; heads have unequal shares, and the last routed head none."""
+    gates = (torch.rand(batch, tokens, heads) < torch.rand(heads)).float()
+    gates[..., -1] = 0
+    gates[..., :shared] = 1
+    return gates
+
+
+def draw_mask(kind: str | None, batch: int, tokens: int, keys: int) -> torch.Tensor | None:
+    """Boolean masks with blind rows."""
+    if kind is None:
+        return None
+    if kind == "random":
+        mask = torch.rand(1, 1, tokens, keys) < 0.2
+        mask[:, :, 5] = False
+        return mask
+    mask = torch.ones(batch, 1, tokens, keys, dtype=torch.bool).tril()
+    mask[-1, ..., :20] = False
+    return mask
+
+
+def weighted_values(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    visible: torch.Tensor,
+    bias: torch.Tensor | float = 0.0,
+) -> torch.Tensor:
+    """Attention (B, T, H, d) in float64; zeros where a row sees no key."""
+    key, value = (x.double().repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+    logits = query.double() @ key.transpose(2, 3) * SCALING + bias
+    weights = logits.masked_fill(~visible, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return (weights @ value).transpose(1, 2)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", MIXTURE)
+def test_mixture(case: str, dtype: torch.dtype) -> None:
+    """Outputs and gradients are those of attention with the outputs of gates of zero left out."""
+    options: dict[str, Any] = {
+        "batch": 1,
+        "sizes": (70, 70),
+        "heads": (4, 4),
+        "shared": 1,
+        "causal": True,
+        "mask": None,
+    }
+    batch, (tokens, keys), heads, shared, causal, kind = (options | MIXTURE[case]).values()
+    torch.manual_seed(0)
+    shapes = [(batch, heads[0], tokens, 16), *2 * [(batch, heads[1], keys, 16)]]
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    mask, gates = draw_mask(kind, batch, tokens, keys), draw_gates(batch, tokens, heads[0], shared)
+    assert cpu_mixture.mixture_eligible(*inputs, mask, 0.0, gates, shared, {})
+    found, weights = cpu_mixture.mixture_attention(
+        layer(heads, causal), *inputs, mask, SCALING, gates=gates, shared_heads=shared, active_heads=2
+    )
+    visible = torch.ones(tokens, keys, dtype=torch.bool)
+    visible = mask if mask is not None else visible.tril() if causal else visible
+    expected = weighted_values(*inputs, visible) * gates.unsqueeze(-1)
+    given = torch.randn_like(expected)
+    pairs = [(found, expected)]
+    pairs += zip(
+        torch.autograd.grad(found, inputs, given.to(dtype)), torch.autograd.grad(expected, inputs, given), strict=True
+    )
+    assert weights is None
+    assert not found[gates == 0].any()
+    for ours, plain in pairs:
+        assert torch.allclose(ours.double(), plain.double(), atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.usefixtures("small")
+def test_mixture_gives_first_derivatives_alone() -> None:
+    """A second derivative is refused, not wrong."""
+    query, key, value = (torch.randn(1, 2, 20, 8, requires_grad=True) for _ in range(3))
+    gates = draw_gates(1, 20, 3, 0)[..., :2]
+    found = cpu_mixture.mixture_attention(layer((2, 2)), query, key, value, None, SCALING, gates=gates)[0]
+    first = torch.autograd.grad(found.square().sum(), query, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        torch.autograd.grad(first.sum(), query)
+
+
+UNFIT: dict[str, dict[str, Any]] = {
+    "half precision": {"dtype": torch.bfloat16},
+    "dropout": {"dropout": 0.1},
+    "an additive mask": {"mask": torch.zeros(1, 1, 16, 16)},
+    "a mask of each head": {"mask": torch.ones(1, 4, 16, 16, dtype=torch.bool)},
+    "gates of other heads": {"gates": torch.zeros(1, 16, 8)},
+    "values of another size": {"value_dim": 4},
+    "a bias of positions": {"options": {"position_bias": torch.zeros(1, 4, 16, 16)}},
+    "most heads of one token": {"gates": torch.ones(1, 16, 4)},
+}
+
+
+def mixture_fits(
+    dtype: torch.dtype = torch.float32,
+    dropout: float = 0.0,
+    mask: torch.Tensor | None = None,
+    gates: torch.Tensor | None = None,
+    value_dim: int = 8,
+    options: dict[str, Any] | None = None,
+) -> bool:
+    """Whether a call with 16 tokens and 4 heads is eligible."""
+    query, key = torch.zeros(2, 1, 4, 16, 8, dtype=dtype)
+    value = torch.zeros(1, 4, 16, value_dim, dtype=dtype)
+    gates = torch.zeros(1, 16, 4) if gates is None else gates
+    return cpu_mixture.mixture_eligible(query, key, value, mask, dropout, gates, 0, options or {})
+
+
+@pytest.mark.parametrize("case", UNFIT)
+def test_mixture_conditions(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each condition alone rules a call out."""
+    assert not mixture_fits()
+    monkeypatch.setattr(cpu_mixture, "LEAST_QUERIES", 16)
+    assert mixture_fits()
+    assert not mixture_fits(**UNFIT[case])
+    with torch.autocast("cpu"):
+        assert not mixture_fits()
+    monkeypatch.setattr(cpu_mixture, "flash_kernel", lambda suffix="": None)
+    assert not mixture_fits()
+
+
+def test_mixture_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without gates, or where the call does not fit, the stock function attends."""
+    query, key, value = torch.randn(3, 1, 4, 16, 8)
+    stock = cpu_mixture.sdpa_attention_forward(layer((4, 4)), query, key, value, None, scaling=SCALING)[0]
+    for gates in (None, torch.zeros(1, 16, 4)):
+        found = cpu_mixture.mixture_attention(layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
+        assert torch.equal(found, stock)
+
+
+def test_tracing_is_noticed() -> None:
+    """By torch.func and by torch.jit."""
+    seen: list[bool] = [is_tracing()]
+
+    def noted(x: torch.Tensor) -> torch.Tensor:
+        seen.append(is_tracing())
+        return x.sum()
+
+    torch.func.grad(noted)(torch.ones(2))
+    torch.jit.trace(noted, torch.ones(2), check_trace=False)
+    assert seen == [False, True, True]
+
+
+@pytest.mark.compile
+@pytest.mark.usefixtures("small")
+def test_compiled_mixture_is_stock() -> None:
+    """One graph, without the gates."""
+    query, key, value = torch.randn(3, 1, 4, 16, 8)
+
+    def attend(gates: torch.Tensor) -> torch.Tensor:
+        return cpu_mixture.mixture_attention(layer((4, 4)), query, key, value, None, SCALING, gates=gates)[0]
+
+    stock = cpu_mixture.sdpa_attention_forward(layer((4, 4)), query, key, value, None, scaling=SCALING)[0]
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)(torch.zeros(1, 16, 4))
+    assert torch.allclose(compiled, stock, atol=1e-6)
+
+
+def explicit_call(
+    batch: int = 1,
+    heads: tuple[int, int, int] = (8, 4, 2),
+    tokens: int = 1,
+    keys: int = 97,
+    mask: str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Query, components as a cache holds them, and the options of a call; a blind sequence where there is a mask."""
+    torch.manual_seed(0)
+    query_heads, combined, components = heads
+    query = torch.randn(batch, query_heads, tokens, 16, dtype=dtype)
+    cached = (torch.randn(batch, keys, components, 16, dtype=dtype).transpose(1, 2) for _ in range(2))
+    options: dict[str, Any] = {
+        f"{side}_map": torch.randn(combined, components, dtype=dtype) for side in ("key", "value")
+    }
+    visible = torch.rand(batch, 1, tokens, keys) < 0.5
+    visible[0, ..., 30:60] = False
+    if batch > 1:
+        visible[-1] = False
+    masks = {
+        None: None,
+        "bool": visible,
+        "added": torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min),
+        "bias": torch.randn(batch, query_heads, tokens, keys),
+    }
+    return [query, *cached], options | {"attention_mask": masks[mask], "scaling": SCALING}
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("case", EXPLICIT)
+def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs are those of combined heads."""
+    (query, *cached), options = explicit_call(**EXPLICIT[case], dtype=dtype)
+    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", None)
+    found, weights = cpu_explicit.explicit_attention(layer((8, 4)), query, *cached, **options)
+    maps = (options["key_map"], options["value_map"])
+    combined = [torch.einsum("ij,bjsd->bisd", *both) for both in zip(maps, cached, strict=True)]
+    mask, bias = options["attention_mask"], 0.0
+    visible = torch.ones(1, dtype=torch.bool) if mask is None or mask.is_floating_point() else mask
+    if mask is not None and mask.is_floating_point():
+        visible, bias = mask > -1e30, mask
+    expected = weighted_values(query, *combined, visible, bias)
+    sees = visible.any(-1).all(1).expand(len(query), query.shape[2])  # (B, T)
+    assert weights is None
+    assert found.shape == expected.shape
+    assert found.isfinite().all()
+    assert torch.allclose(found.double()[sees], expected[sees], atol=10 * TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(
+    "case", ("gradients", "half precision", "normed keys", "keys alone", "another", "busy threads")
+)
+def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a call does not fit, the plain function gets it."""
+    inputs, options = explicit_call(dtype=torch.bfloat16 if case == "half precision" else torch.float32)
+    if case == "gradients":
+        inputs[0].requires_grad_()
+    elif case == "busy threads":
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    elif case != "half precision":
+        scale = torch.ones(1, 4, 97)
+        options |= {
+            "normed keys": {"key_scale": scale},
+            "keys alone": {"value_map": None},
+            "another": {"implementation": "flash_attention_2"},
+        }[case]
+    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *_, **given: given)
+    given: Any = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
+    assert given["scaling"] == SCALING
+    assert given["key_map"] is options["key_map"]
