@@ -197,6 +197,12 @@ class MixersConfig(ConfigBase):
         return json.dumps(content, indent=2) + "\n"
 
     @package_only
+    def __repr__(self) -> str:
+        """As JSON, without access tokens."""
+        content, _ = without_tokens(json.loads(self.to_json_string()))
+        return f"{type(self).__name__} {json.dumps(content, indent=2)}\n"
+
+    @package_only
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from .cpu_explicit import explicit_attention
 from .cpu_mixture import mixture_attention
 from .triton_backends import mixture_triton_attention, talking_triton_attention
 
 KERNELS: dict[str, Callable[..., Any]] = {
+    "crosshead_explicit": explicit_attention,
     "crosshead_mixture": mixture_attention,
     "crosshead_mixture_triton": mixture_triton_attention,
     "crosshead_talking_triton": talking_triton_attention,

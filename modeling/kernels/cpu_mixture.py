@@ -187,7 +187,6 @@ class PieceAttention(torch.autograd.Function):
         return output
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Piece by piece; with the log-sum-exp of all keys, each piece has its own share of the gradients."""
         query, key, value, output, logsumexp = ctx.saved_tensors
