@@ -16,7 +16,7 @@ from .mechanisms.base import AttentionState
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
     """Store the state's keys and values and replace them by past and present together.
 
-    `wide` asks for one wide head; a past that has several, as a trained prefix does, goes on as it is.
+    `wide` asks for one wide head, unless the past has several, as a trained prefix does.
     """
     key_heads, value_heads = state.key.shape[1], state.value.shape[1]
     past = _stored_shape(cache, layer_index)
@@ -24,14 +24,15 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    widths = [key_heads * state.key.shape[-1], *(numbers.shape[-1] for numbers in state.key_side_data.values())]
-    keys = torch.cat([merge_heads(state.key), *state.key_side_data.values()], dim=-1).unsqueeze(1)
+    keys, side_data = merge_heads(state.key), list(state.key_side_data.values())
+    widths = [numbers.shape[-1] for numbers in (keys, *side_data)]
+    keys = (torch.cat([keys, *side_data], dim=-1) if side_data else keys).unsqueeze(1)
     _check_past(past, keys, layer_index)
-    keys, values = cache.update(keys, merge_heads(state.value).unsqueeze(1), layer_index)
-    keys, *side_data = keys.squeeze(1).split(widths, dim=-1)
-    state.key_side_data = dict(zip(state.key_side_data, side_data, strict=True))
-    sizes = state.key.shape[-1], state.value.shape[-1]
-    state.key, state.value = split_heads(keys, sizes[0]), split_heads(values.squeeze(1), sizes[1])
+    keys, values = (x.squeeze(1) for x in cache.update(keys, merge_heads(state.value).unsqueeze(1), layer_index))
+    if side_data:
+        keys, *side_data = keys.split(widths, dim=-1)
+        state.key_side_data = dict(zip(state.key_side_data, side_data, strict=True))
+    state.key, state.value = split_heads(keys, state.key.shape[-1]), split_heads(values, state.value.shape[-1])
 
 
 def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int] | None:

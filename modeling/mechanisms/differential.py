@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..backends import ENGINES, PREFIX, register_backend
+from ..backends import ENGINES, PREFIX, is_plain_sdpa, register_backend
 from ..ops import attention_weights, weigh_values, widened
 from ..options import Flag
 from .base import AttentionState, CallSizes, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
@@ -137,20 +137,29 @@ def differential_attention_forward(
     """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
     if subtracted is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
-    by_head = isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1
-    masks: Any = pairs_of(attention_mask) if by_head else (attention_mask, attention_mask)
+    masks: Any = (attention_mask, attention_mask)
+    if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
+        masks = pairs_of(attention_mask)
     pairs, halves = zip(pairs_of(query), pairs_of(key), masks, strict=True), pairs_of(value)
     weights = None
     if implementation in (None, "eager"):
-        seen = [attention_weights(q, k, mask, scaling) for q, k, mask in pairs]
-        weights = torch.stack(seen, dim=2).flatten(1, 2)  # the outputs are made from it, so it has a gradient
-        outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(weights)]
+        stacked = torch.stack([attention_weights(q, k, mask, scaling) for q, k, mask in pairs], dim=2).flatten(1, 2)
+        weights = stacked  # the outputs are made from it, so it has a gradient
+        outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(stacked)]
+    elif query.shape[2] == 1 and is_plain_sdpa(implementation) and masks[0] is attention_mask:
+        outputs = [[attend_one_query(q, k, half, mask, scaling) for half in halves] for q, k, mask in pairs]
     else:
-        attend = ALL_ATTENTION_FUNCTIONS[implementation]
-        options = {"scaling": scaling, **kwargs}
+        attend, options = ALL_ATTENTION_FUNCTIONS[implementation], {"scaling": scaling, **kwargs}
         outputs = [[attend(module, q, k, half, mask, **options)[0] for half in halves] for q, k, mask in pairs]
     scale = subtracted.to(query.dtype)
     return torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1), weights
+
+
+def attend_one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Stock attention of one query (B, heads, 1, d): query heads that share keys are the rows of one head."""
+    rows = query.reshape(len(query), key.shape[1], -1, query.shape[3])
+    output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
+    return output.reshape(len(query), 1, -1, value.shape[3])
 
 
 register_backend("crosshead_differential", differential_attention_forward)

@@ -249,7 +249,7 @@ def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
 def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
     """(B, T, H, h' d) -> (B, T, H, d): the components of each output, summed with the scalars of its value head."""
     by_head = output.unflatten(3, (scalars.shape[1], -1)).unflatten(2, (len(scalars), -1))  # (B, T, h, group, h', d)
-    return torch.matmul(scalars.to(output.dtype)[:, None, None, :], by_head).flatten(2, 3).squeeze(3)
+    return (by_head * scalars.to(output.dtype)[:, None, :, None]).sum(4).flatten(2, 3)
 
 
 def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
