@@ -18,9 +18,8 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
 
     `wide` asks for one wide head, unless the past has several, as a trained prefix does.
     """
-    key_heads, value_heads = state.key.shape[1], state.value.shape[1]
-    past = _stored_shape(cache, layer_index)
-    if not (state.key_side_data or key_heads != value_heads or (wide and (past is None or past[0] == 1))):
+    past, uneven = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
+    if not (state.key_side_data or uneven or (wide and (past is None or past[0] == 1))):
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
