@@ -7,14 +7,10 @@ from result_files import RESULTS, Content, written_by
 
 from crosshead.evals.bench_run import amount, spread, verdict
 
-ELSEWHERE = "_avx512"
-"""Behind the names of what was measured on another processor."""
 SPEEDS = {
     "attention": "Attention and models",
-    f"attention{ELSEWHERE}": "Attention and models, with AVX-512",
     "compiled": "Compiled models",
     "decode": "Decoding",
-    f"decode{ELSEWHERE}": "Decoding, with AVX-512",
     "convert": "Conversion",
 }
 """What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
@@ -24,7 +20,7 @@ ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
 def speed_tables(folder: Path = RESULTS) -> str:
     """Every figure of the bench command beside its rival and its target."""
     parts = [
-        (title, f"{name}.json", f"crosshead bench {name.removesuffix(ELSEWHERE)}", speed_table)
+        (title, f"{name}.json", f"crosshead bench {name}", speed_table)
         for name, title in SPEEDS.items()
     ]
     parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
@@ -38,13 +34,13 @@ def speed_table(report: Content) -> str:
 
 
 def gpu_table(report: Content) -> str:
-    """That the kernels agree, then what they take: as called, and by the GPU's own clock."""
-    lines = ["| random calls | how many | greatest relative error | |", "| --- | ---: | ---: | --- |"]
-    for check in report["checks"]:
-        outcome = "agree" if check["holds"] else "differ"
-        lines.append(f"| {check['name']} | {check['calls']} | {check['worst']:.1e} | {outcome} |")
+    """Times of functions as called, and by the GPU's own clock; then the launches of a layer of talking."""
+    lines: list[str] = []
+    report = report["speed"]
     for part, title in (("called", "As called"), ("queued", "By the GPU's own clock")):
         lines += ["", f"{title}:", "", *speed_lines(report[part])]
+    counts = ", ".join(f"{count} {name}" for name, count in report["launches"].items())
+    lines += ["", f"Kernels that a layer of `talking` starts, batch 8, 32 heads, 2,048 tokens: {counts}."]
     return "\n".join(lines) + "\n"
 
 
