@@ -7,7 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from .access_tokens import without_tokens
 from .backends import ENGINES, logger
@@ -167,18 +167,17 @@ class MixersConfig(ConfigBase):
         """The mechanisms of one layer with their complete options, in the order they apply."""
         return layer_settings(self.mixers or {}, layer)
 
-    def tensor_parallel_plan(self) -> dict[str, str]:
-        """The stock plan of tensor parallelism, without attention: mechanisms work across all heads.
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Take attention out of the stock plan of tensor parallelism: mechanisms work across all heads."""
+        super().__init_subclass__(**options)
+        plan = cls.base_model_tp_plan or {}
+        cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
-        Serving engines split heads, so there attention stays in the plan where every mechanism can be split.
-        """
-        plan = super().base_model_tp_plan or {}
+    def attention_plan(self) -> dict[str, str]:
+        """The stock plan for attention in engines, which split heads, where every mechanism can be split."""
         split = all(RULES[name].splits_heads(options) for name, options in (self.mixers or {}).items())
-        if split and self._attn_implementation in ENGINES:
-            return plan
-        return {module: style for module, style in plan.items() if ".self_attn." not in module}
-
-    base_model_tp_plan: ClassVar[Any] = property(tensor_parallel_plan)
+        plan = (super().base_model_tp_plan or {}) if split and self._attn_implementation in ENGINES else {}
+        return {module: style for module, style in plan.items() if ".self_attn." in module}
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

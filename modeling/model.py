@@ -97,6 +97,7 @@ class CrossheadBackbone(CrossheadPreTrained):
             if self.config.mixers_of_layer(index):
                 layer.self_attn = self.attention_class(self.config, index)
         super().post_init()
+        self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
         if self._recorded():
             # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
             maybe_install_capturing_hooks(self)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from tiers import grid
+from tiers import first
 from toys import SIZES, mixed_model
 
 SIZE, HEADS, GROUPS = SIZES["head_dim"], SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
@@ -166,7 +166,9 @@ def subtracted(found: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
     return 0.8 * functional.rms_norm(output, (2 * SIZE,), eps=1e-6).transpose(1, 2)
 
 
-@pytest.mark.parametrize(("case", "kind", "implementation"), grid(MIXERS, CALLS, ("sdpa", "eager"), strength=2))
+@pytest.mark.parametrize("implementation", first(("sdpa", "eager")))
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("case", MIXERS)
 def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
     """Of layers with biases in their projections, and with normed queries and keys."""
     call = Call(**CALLS[kind])

@@ -19,6 +19,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "knocking mlp": ("Qwen3", {"knocking": {"on": ["query", "key", "value"]}}),
     "explicit with a norm": ("Llama", {"explicit": {}}),
     "explicit, fewer components": ("Qwen2", {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False}}),
+    "explicit with a norm and biases": ("Qwen2", {"explicit": {"key_heads": 1}}),
+    "explicit without a norm": ("Llama", {"explicit": {"on": ["value"], "norm": False}}),
     "explicit on normed keys": ("Qwen3", {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False}}),
     "explicit on normed keys with a norm": ("Qwen3", {"explicit": {}}),
     "mixture": ("Llama", {"mixture": {"active_heads": 3, "shared_heads": 1}}),
@@ -122,5 +124,6 @@ def test_plans_of_tensor_parallelism() -> None:
     ):
         config = mixed_model("Qwen3", mixers, "sdpa").config
         assert not any("self_attn" in module for module in config.base_model_tp_plan)
+        assert not config.attention_plan()
         config._attn_implementation = "vllm"
-        assert any("self_attn" in module for module in config.base_model_tp_plan) == splits
+        assert ("layers.*.self_attn.q_proj" in config.attention_plan()) == splits
