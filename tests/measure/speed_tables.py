@@ -19,10 +19,7 @@ ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
 
 def speed_tables(folder: Path = RESULTS) -> str:
     """Every figure of the bench command beside its rival and its target."""
-    parts = [
-        (title, f"{name}.json", f"crosshead bench {name}", speed_table)
-        for name, title in SPEEDS.items()
-    ]
+    parts = [(title, f"{name}.json", f"crosshead bench {name}", speed_table) for name, title in SPEEDS.items()]
     parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
     tables = [f"### {title}\n\n{written_by(folder / file, by, table)()}" for title, file, by, table in parts]
     return "\n" + "\n".join(tables) + "\n"
