@@ -3,15 +3,18 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crosshead.modeling.mechanisms.base import AttentionCall, HeadLayout, HeadStates
-from crosshead.modeling.mechanisms.talking import DYNAMIC, Talking
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
+from crosshead.modeling.mechanisms.talking import Talking, TalkingRules
 from toys import lopsided
 
 HIDDEN = 6
+DYNAMIC = TalkingRules.options["dynamic"].allowed
 STAGES = (["logits", "weights"], ["logits"], ["weights"])
 
 
@@ -29,6 +32,8 @@ class Ranges:
 class Drawn:
     """A random attention call, in float64."""
 
+    implementation = "crosshead_talking_triton"
+
     def __init__(self, seed: int, ranges: Ranges) -> None:
         draw, self.generator = random.Random(seed), torch.Generator().manual_seed(seed)
         self.batch, self.groups = draw.choice(ranges.batches), draw.choice((1, 2, 3))
@@ -44,8 +49,8 @@ class Drawn:
         self.module: Any = lopsided(Talking(layout, settings)).double()
         query = self.normal(self.batch, self.heads, self.queries, self.size)
         self.inputs = {
-            "hidden": self.normal(self.batch, self.queries, HIDDEN),
-            "memory": self.normal(self.batch, self.keys, HIDDEN),
+            "hidden_states": self.normal(self.batch, self.queries, HIDDEN),
+            "key_value_input": self.normal(self.batch, self.keys, HIDDEN),
             "query": query.transpose(1, 2).contiguous().transpose(1, 2) if draw.random() < 0.5 else query,
             "key": self.normal(self.batch, self.groups, self.keys, self.size),
             "value": self.normal(self.batch, self.groups, self.keys, self.size),
@@ -67,10 +72,12 @@ class Drawn:
         module, mask = self.module.to(dtype), self.mask
         if mask is None and eager and self.causal and self.queries > 1:
             mask = torch.ones(1, 1, self.queries, self.keys, dtype=torch.bool).tril()
-        states = HeadStates(**inputs)
-        module.on_projected(states)
-        call = AttentionCall(unused, eager, mask, self.size**-0.5, 0.0, causal=self.causal)
-        output, weights = module.attend(states, call)
+        state = AttentionState(**inputs)
+        module.before_rope(state)
+        name = module.attention_function(state, "eager" if eager else self.implementation, mask is not None)
+        layer = SimpleNamespace(is_causal=self.causal, training=False)
+        heads, options = (state.query, state.key, state.value), {"scaling": self.size**-0.5, **state.attention_kwargs}
+        output, weights = ALL_ATTENTION_FUNCTIONS[name](layer, *heads, mask, **options)
         assert (weights is None) is not eager
         leaves = inputs | dict(module.named_parameters())
         found = torch.autograd.grad(output, list(leaves.values()), self.direction.to(dtype), allow_unused=True)
@@ -93,10 +100,6 @@ class Drawn:
             assert found[name].dtype == dtype
             scale = wanted.norm() + 1e-3
             assert (found[name] - wanted).norm() < 1.5 * (plain[name] - wanted).norm() + 0.02 * scale, name
-
-
-def unused(*_: torch.Tensor) -> Any:
-    raise AssertionError("the backend was asked")
 
 
 def causal(drawn: Drawn) -> torch.Tensor:
