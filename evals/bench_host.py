@@ -1,4 +1,4 @@
-"""What a mechanism costs beside arithmetic: one token of a model so small that calls, not sums, take the time."""
+"""Host overhead: the time of one decoded token in a model so small that calls take the time, not arithmetic."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""Access tokens: what is written of a model, a configuration first of all, leaves them out."""
+"""Access tokens: found by their form, and left out of configurations and other files of a model."""
 
 import json
 import re

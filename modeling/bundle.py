@@ -39,7 +39,7 @@ class Definition:
     module: str
     text: str
     names: frozenset[str]
-    """What it defines; nothing for a call such as a registration."""
+    """The names that it defines; none for a call such as a registration."""
     uses: frozenset[str]
 
     @property

@@ -1,4 +1,4 @@
-"""What crosshead's attention functions for CPUs share: when they may run, and torch's flash kernel."""
+"""The common part of the attention functions for CPUs: their conditions, and torch's flash kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 HIDDEN = -1e30
-"""What is added to the logit of a hidden key: finite, so that a query without keys stays finite."""
+"""Added to the logit of a hidden key: finite, so that a query without keys stays finite."""
 
 
 def is_tracing() -> bool:

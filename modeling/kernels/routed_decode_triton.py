@@ -15,7 +15,7 @@ from .decode_kernels_triton import attend_to_part, join_parts
 from .routed_triton import FACTORS
 from .where_triton_runs import product_precision
 
-NAMESPACE = "crosshead_triton_routed_decode_triton"
+NAMESPACE = "crosshead_mixture_decode_triton"
 PART, PARTS = 512, 32
 """Keys of one program, and so many of such parts are joined at a time; guesses that await measuring."""
 AT_ONCE = 2**14

@@ -22,7 +22,7 @@ from .routed_kernels_triton import attend, list_tokens
 from .visible_triton import seen_keys
 from .where_triton_runs import product_precision
 
-NAMESPACE = "crosshead_triton_routed_triton"
+NAMESPACE = "crosshead_mixture_triton"
 MOST_TOKENS = 4096
 """That one program looks at at once."""
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

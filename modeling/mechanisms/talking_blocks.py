@@ -42,7 +42,7 @@ class TalkingBlock:
         return self.rows(x).permute(2, 0, 1, 3).flatten(0, 1)
 
     def query_part(self, x: Tensor) -> Tensor:
-        """What (sequences, T or 1, ...) has for the queries."""
+        """The part of (sequences, T or 1, ...) that belongs to the queries."""
         return x[:, self.queries] if x.shape[1] > 1 else x
 
 
@@ -72,7 +72,7 @@ class TalkingMaps:
 
 
 class TalkingPart:
-    """The sequences of a call that share blocks, and what is computed of a block.
+    """The sequences of a call that share blocks, and the computation of one block.
 
     Queries, keys and values are (heads x sequences, tokens, features), so that one batched product has all heads and
     sequences. Logits and weights are (sequences x queries, heads, keys), which a batched product with maps needs.
@@ -135,7 +135,7 @@ class TalkingPart:
         return torch.softmax(out, dim=-1, out=self.take(index, block, out.shape[1]))
 
     def mix(self, maps: TalkingMaps, block: TalkingBlock, given: Tensor, back: bool = False) -> Tensor:
-        """What maps make, in memory 1, as (heads x sequences, queries, keys) in the dtype of values."""
+        """Apply maps in memory 1: (heads x sequences, queries, keys), in the dtype of values."""
         out = self.take(1, block, maps.by_query.shape[3 if back else 2], by_head=self.sequences > 1)
         return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
 
