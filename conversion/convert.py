@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from crosshead.modeling.access_tokens import without_tokens
+from crosshead.common.access_tokens import without_tokens
 from crosshead.modeling.options import is_whole
 
 from .auto_layers import AutoLayers

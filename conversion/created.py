@@ -7,7 +7,7 @@ from torch import nn
 
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mechanisms.base import ParameterModule
+from crosshead.modeling.mechanisms.base import AttentionState, ParameterModule
 
 from .expert_bias import bias_shapes
 from .families import Shapes, layer_prefix
@@ -61,9 +61,20 @@ def mixed_shapes(config: Any, shapes: Shapes) -> Shapes:
 
 def layer_components(config: Any, layer: int, dtype: torch.dtype) -> tuple[dict[str, int], int]:
     """What one layer caches for a token: the heads of its key and value projections, and the numbers beside them."""
+    layout, heads = (
+        shared_layout(config.mixers_of_layer(layer), config.layout_of_layer(layer)),
+        component_heads(config, layer),
+    )
     with torch.device("meta"):
         modules: Any = layer_mixers(config, layer).to(dtype)
-    return component_heads(config, layer), sum(mixer.cached_numbers() for mixer in modules.values())
+        hidden = torch.empty(1, 1, layout.hidden_size, dtype=dtype)
+        query = torch.empty(1, layout.query_heads, 1, layout.head_dim, dtype=dtype)
+        key = torch.empty(1, heads["key"], 1, layout.head_dim, dtype=dtype)
+        value = torch.empty(1, heads["value"], 1, layout.value_dim, dtype=dtype)
+        state = AttentionState(hidden, hidden, query, key, value)
+        for mixer in modules.values():
+            mixer.before_rope(state)
+    return heads, sum(numbers.shape[-1] for numbers in state.key_side_data.values())
 
 
 def component_heads(config: Any, layer: int) -> dict[str, int]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import transformers
 
+from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.tokenizer_state import LOADING
-from crosshead.modeling.access_tokens import leave_out_tokens, without_tokens
 from crosshead.modeling.bundle import code_files
 
 from .errors import ConversionError

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.posix import require_posix
-from crosshead.modeling.access_tokens import TOKEN, without_tokens
 
 from .errors import ConversionError
 from .gguf_header import parts_of

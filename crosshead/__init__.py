@@ -8,21 +8,26 @@ from importlib.metadata import version
 from crosshead.conversion.convert import convert
 from crosshead.conversion.fold import fold
 from crosshead.conversion.verify import verify
-from crosshead.modeling import (
-    BACKBONES,
-    MECHANISMS,
+from crosshead.modeling import BACKBONES, MECHANISMS
+from crosshead.modeling.backbones.llama import (
     CrossheadLlamaConfig,
     CrossheadLlamaForCausalLM,
     CrossheadLlamaForSequenceClassification,
     CrossheadLlamaModel,
+)
+from crosshead.modeling.backbones.qwen2 import (
     CrossheadQwen2Config,
     CrossheadQwen2ForCausalLM,
     CrossheadQwen2ForSequenceClassification,
     CrossheadQwen2Model,
+)
+from crosshead.modeling.backbones.qwen3 import (
     CrossheadQwen3Config,
     CrossheadQwen3ForCausalLM,
     CrossheadQwen3ForSequenceClassification,
     CrossheadQwen3Model,
+)
+from crosshead.modeling.backbones.qwen3_moe import (
     CrossheadQwen3MoeConfig,
     CrossheadQwen3MoeForCausalLM,
     CrossheadQwen3MoeForSequenceClassification,

@@ -48,7 +48,7 @@ def decoding(
     explicit = in_one_layer("explicit", options, layout)
     for scalars in explicit.parameters():
         torch.nn.init.normal_(scalars)
-    numbers = torch.rand(batch, tokens, explicit.cached_numbers())
+    numbers = torch.rand(batch, tokens, key_value_heads if kind == NORMED else 0)
     beside = {"explicit.inverse_rms": numbers} if kind == NORMED else {}
     mask = _mask(kind, tokens)
     mask = None if mask is None else mask.expand(batch, 1, -1, -1)

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
-from crosshead.modeling import CrossheadLlamaForCausalLM
+from crosshead.modeling.backbones.llama import CrossheadLlamaForCausalLM
 
 from .bench_attention import SEED
 from .bench_case import WHOLE_MEMORY, Case

@@ -1,7 +1,7 @@
 """What a model costs, from its config alone: parameters, multiplications and FLOPs per token, bytes of KV cache.
 
 The model is made on the meta device, where tensors have shapes and no memory: sizes come from the modules that would
-run. `cost_layer.py` says what is counted of attention; elsewhere each weight of a matrix multiplies once a token, and
+run. `cost_layer.py` measures attention; elsewhere each weight of a matrix multiplies once a token, and
 of a mixture of experts only the chosen ones do. A multiplication and the addition after it are two FLOPs. Training is
 a forward pass and a backward one, which costs twice as much: no activation checkpointing, no optimiser.
 """
@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from crosshead.modeling.mechanisms.base import weight_count
+from .cost_layer import FLOPS, AttentionCost, attention_cost
 
-from .cost_layer import AttentionLayer, layer_of
-
-FLOPS = 2
-"""Per multiplication."""
 PASSES = 3
 """What training costs, in forward passes."""
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
@@ -53,15 +49,10 @@ class Cost:
 
 @dataclass(frozen=True)
 class _Layer:
-    attention: AttentionLayer
+    attention: AttentionCost
     weights: int
     """Beside attention, those that multiply for one token."""
     window: int | None
-
-    def multiplications(self, queries: int, length: int) -> int:
-        """For the last `queries` tokens of a text, those before being cached."""
-        keys = length if queries == length or self.window is None else min(length, self.window)
-        return self.attention.multiplications(queries, queries, keys) + self.weights * queries
 
     def cached_tokens(self, length: int) -> int:
         """Of a window, all but the place of the token to come."""
@@ -73,14 +64,14 @@ def model_cost(config: Any, length: int) -> Cost:
     if length < 1:
         raise ValueError(f"length={length} is not allowed: use a number of tokens from 1 up")
     model = on_meta(config)
-    head, layers = weight_count(model.lm_head), _layers(model)
-    forward = sum(layer.multiplications(length, length) for layer in layers) // length
+    head, layers = model.lm_head.weight.numel(), _layers(model, length)
+    forward = sum(layer.attention.forward // length + layer.weights for layer in layers)
     work = {
         "training": PASSES * (forward + head),
         "prefill": forward + round(Fraction(head, length)),
-        "decode": sum(layer.multiplications(1, length) for layer in layers) + head,
+        "decode": sum(layer.attention.decode + layer.weights for layer in layers) + head,
     }
-    stored = [(layer, layer.attention.cached_numbers() * model.dtype.itemsize) for layer in layers]
+    stored = [(layer, layer.attention.cached_numbers * model.dtype.itemsize) for layer in layers]
     return Cost(
         **_parameters(model),
         **{f"{phase}_multiplications": count for phase, count in work.items()},
@@ -97,7 +88,7 @@ def on_meta(config: Any) -> Any:
 
 
 def _parameters(model: Any) -> dict[str, int]:
-    total = weight_count(model)
+    total = model.num_parameters()
     held = [(name, parameter.numel()) for layer in model.model.layers for name, parameter in layer.named_parameters()]
     experts = sum(count for name, count in held if name.startswith(EXPERTS))
     return {
@@ -113,7 +104,7 @@ def _visited(config: Any) -> Fraction:
     return Fraction(getattr(config, "num_experts_per_tok", 1), getattr(config, "num_experts", 1))
 
 
-def _layers(model: Any) -> list[_Layer]:
+def _layers(model: Any, length: int) -> list[_Layer]:
     visited = _visited(model.config)
     layers = []
     # The library's own cache knows which layers have a window.
@@ -123,5 +114,6 @@ def _layers(model: Any) -> list[_Layer]:
             for name, parameter in layer.named_parameters()
             if parameter.ndim > 1 and not name.startswith(ATTENTION)
         )
-        layers.append(_Layer(layer_of(layer.self_attn), int(weights), getattr(cached, "sliding_window", None)))
+        attention = attention_cost(layer.self_attn, model.config, length)
+        layers.append(_Layer(attention, int(weights), getattr(cached, "sliding_window", None)))
     return layers

@@ -1,59 +1,58 @@
-"""What one attention layer costs, as arithmetic on its sizes: no backbone, no tensors.
+"""What one attention layer costs, measured: it runs on the meta device, where tensors have shapes and no memory.
 
-Multiplications are those of matrix products, as the papers count them: every query meets every key, whatever a causal
-mask, a window or a head that is off would let a fast backend skip. Norms, positions, softmax and other work on single
-numbers are left out, and so are biases.
+Multiplications are those of matrix products, as PyTorch's own counter sees them in eager attention and as the papers
+count them: every query meets every key, whatever a causal mask, a window or a head that is off would let a fast
+backend skip. Norms, positions, softmax and other work on single numbers are left out, and so are biases. A product
+with one row or one feature that PyTorch does by single numbers counts as such.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from crosshead.modeling.mechanisms.base import CallSizes, Mechanism, weight_count
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
+
+FLOPS = 2
+"""Per multiplication, with the addition after it."""
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
-    """The sizes of an attention layer, and its mechanisms, which know what they add."""
+class AttentionCost:
+    """Multiplications of one attention layer for texts of one length, and what its cache keeps."""
 
-    hidden_size: int
-    query_heads: int
-    key_heads: int
-    """Heads of the key projection; 0 where keys are the input itself."""
-    value_heads: int
-    """Heads of the value projection; 0 where values are the input itself."""
-    output_heads: int
-    """Heads whose weights meet values, and that the output projection reads."""
-    key_dim: int
-    value_dim: int
-    mixers: Sequence[Mechanism] = ()
-
-    def parameters(self) -> int:
-        """Weights of the four projections and of the mechanisms."""
-        key_side = (self.query_heads + self.key_heads) * self.key_dim
-        value_side = (self.value_heads + self.output_heads) * self.value_dim
-        return self.hidden_size * (key_side + value_side) + sum(map(weight_count, self.mixers))
-
-    def multiplications(self, queries: int, new_keys: int, keys: int) -> int:
-        """Those of one call: `new_keys` tokens become keys and values, and `queries` meet all `keys`."""
-        key_side = self.query_heads * queries + self.key_heads * new_keys
-        value_side = self.output_heads * queries + self.value_heads * new_keys
-        projections = self.hidden_size * (key_side * self.key_dim + value_side * self.value_dim)
-        attention = queries * keys * (self.query_heads * self.key_dim + self.output_heads * self.value_dim)
-        call = CallSizes(queries, new_keys, keys, self.key_heads, self.value_heads)
-        return projections + attention + sum(mixer.multiplications(call) for mixer in self.mixers)
-
-    def cached_numbers(self) -> int:
-        """Numbers that the cache keeps of one token."""
-        heads = self.key_heads * self.key_dim + self.value_heads * self.value_dim
-        return heads + sum(mixer.cached_numbers() for mixer in self.mixers)
+    forward: int
+    """For all tokens of a text at once."""
+    decode: int
+    """For the last token, those before being cached."""
+    cached_numbers: int
+    """Of one token."""
 
 
-def layer_of(attention: Any) -> AttentionLayer:
-    """The sizes of a model's attention module, stock or ours."""
-    size, hidden = attention.head_dim, attention.q_proj.in_features
-    queries, keys, values = (
-        projection.out_features // size for projection in (attention.q_proj, attention.k_proj, attention.v_proj)
+def attention_cost(attention: Any, config: Any, length: int) -> AttentionCost:
+    """Measure an attention module on the meta device, stock or ours."""
+
+    def run(tokens: int, cache: DynamicCache) -> None:
+        dtype = attention.q_proj.weight.dtype
+        hidden = torch.empty(1, tokens, attention.q_proj.in_features, dtype=dtype, device="meta")
+        angles = torch.empty(1, tokens, attention.head_dim, dtype=dtype, device="meta")
+        attention(hidden, position_embeddings=(angles, angles), attention_mask=None, past_key_values=cache)
+
+    one, past = DynamicCache(config=config), DynamicCache(config=config)
+    run(1, one)
+    stored = one.layers[attention.layer_idx]
+    if length > 1:
+        run(length - 1, past)
+    return AttentionCost(
+        forward=multiplications(lambda: run(length, DynamicCache(config=config))),
+        decode=multiplications(lambda: run(1, past)),
+        cached_numbers=stored.keys.numel() + stored.values.numel(),
     )
-    mixers = tuple(getattr(attention, "mixers", {}).values())
-    return AttentionLayer(hidden, queries, keys, values, queries, size, size, mixers)
+
+
+def multiplications(call: Callable[[], Any]) -> int:
+    """Those of the matrix products in a call."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops()) // FLOPS

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from crosshead.modeling.mechanisms.base import Mechanism
+from crosshead.modeling.mechanisms.differential import Differential
 
 from .inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 from .inspect_watch import Seen
@@ -16,10 +17,7 @@ TOP = 5
 
 def layer_record(seen: Seen, mixers: Iterable[Mechanism]) -> dict[str, Any]:
     """Maps, their greatest weights and shapes, norms, similarities, and what the router did, ready for JSON."""
-    weights = seen.weights.unsqueeze(0)
-    for mixer in mixers:
-        weights = mixer.output_weights(weights)
-    maps = weights[0].float()
+    maps = output_weights(seen.weights, mixers).float()
     labels = [str(head) for head in range(len(maps))]
     patterns, outputs = pattern_similarity(maps), output_similarity(seen.made.float())
     if len(seen.weights) != len(maps):  # a head output is made of several of them
@@ -39,6 +37,17 @@ def layer_record(seen: Seen, mixers: Iterable[Mechanism]) -> dict[str, Any]:
         "mean_similarity": {"patterns": mean_of_pairs(patterns), "outputs": mean_of_pairs(outputs)},
         "routing": None if seen.routing is None else _routing(*seen.routing),
     }
+
+
+def output_weights(weights: torch.Tensor, mixers: Iterable[Mechanism]) -> torch.Tensor:
+    """The weight of each value in each head output, from the weights (maps, T, S) that attention returns.
+
+    In differential attention it is the difference within each pair, before the norm.
+    """
+    for mixer in mixers:
+        if isinstance(mixer, Differential):
+            weights = weights[0::2] - mixer().to(weights.dtype) * weights[1::2]
+    return weights
 
 
 def map_measures(maps: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from crosshead.modeling.mechanisms.base import Mechanism
+from crosshead.modeling.mechanisms.differential import Differential
+from crosshead.modeling.mechanisms.talking import STAGES, Talking
 
 from .inspect_pack import pack_numbers
 
@@ -16,7 +18,7 @@ LONGEST_SIDE = 256
 
 def matrix_records(layer: int, mechanism: str, mixer: Mechanism) -> Iterator[dict[str, Any]]:
     """Each matrix of a mechanism in one layer; of one near the identity, the difference."""
-    for name, matrix in mixer.learnt().items():
+    for name, matrix in learnt_matrices(mixer).items():
         matrix = matrix.float()
         identity = near_identity(matrix)
         drawn = matrix - torch.eye(len(matrix)) if identity else joined(matrix)
@@ -28,6 +30,17 @@ def matrix_records(layer: int, mechanism: str, mixer: Mechanism) -> Iterator[dic
             "plus_identity": identity,
             "values": pack_numbers(drawn),
         }
+
+
+def learnt_matrices(mixer: Mechanism) -> dict[str, torch.Tensor]:
+    """Its matrices, with rows for outputs; of talking also the map across heads without the softmax in between."""
+    if isinstance(mixer, Differential):
+        return {"lambda": mixer().detach().reshape(1, 1)}
+    found = {name: parameter.detach() for name, parameter in mixer.named_parameters() if parameter.ndim == 2}
+    matrices = {name.removesuffix(".weight"): matrix for name, matrix in found.items()}
+    if isinstance(mixer, Talking) and set(mixer.settings["on"]) == set(STAGES):
+        matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
+    return matrices
 
 
 def near_identity(matrix: torch.Tensor) -> bool:

@@ -5,22 +5,14 @@ from dataclasses import dataclass
 
 import torch
 
-from crosshead.modeling import (
-    CrossheadLlamaConfig,
-    CrossheadQwen2Config,
-    CrossheadQwen3Config,
-    CrossheadQwen3MoeConfig,
-)
+from crosshead.modeling import BACKBONES
 
 from .errors import EvalError
 from .open_model import Opened
 
 LONGEST_TEXT = 512
 """Tokens: what a page draws and stores grows with the square of this."""
-_OURS = [
-    each.model_type
-    for each in (CrossheadLlamaConfig, CrossheadQwen2Config, CrossheadQwen3Config, CrossheadQwen3MoeConfig)
-]
+_OURS = [each.model_type for each in BACKBONES]
 MODEL_TYPES = (*(ours.removeprefix("crosshead_") for ours in _OURS), *_OURS)
 
 

@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from textwrap import indent
@@ -61,10 +60,6 @@ class Module:
     others: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Imported name -> the library's module, and the name there; empty for the module itself."""
 
-    def defining(self, name: str) -> Definition | None:
-        """The definition of a name."""
-        return next((each for each in self.definitions if name in each.names), None)
-
 
 def write_code(config: Any, directory: str | os.PathLike[str]) -> None:
     """Write the two files that a configuration needs into a directory."""
@@ -77,18 +72,14 @@ def code_files(config: Any) -> dict[str, str]:
     """File name -> text of the code that a configuration needs."""
     own = next(each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones."))
     backbone = own.__module__.rsplit(".", 1)[1]
-    return dict(_code_files(backbone, str(config.class_prefix), tuple(config.mixers or ())))
-
-
-@cache
-def _code_files(backbone: str, prefix: str, mechanisms: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    prefix, mechanisms = str(config.class_prefix), tuple(config.mixers or ())
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
     first = bundle.closure([bundle.config_class], calling=False)
     endings = ("Model", "ForCausalLM", "ForSequenceClassification")
     rest = [each for each in bundle.closure([f"{prefix}{ending}" for ending in endings]) if each not in first]
     contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
     of_models = bundle.text(rest, contents, imported=first)
-    return ((f"{CONFIGURATION}.py", bundle.text(first, contents)), (f"{MODELING}.py", of_models))
+    return {f"{CONFIGURATION}.py": bundle.text(first, contents), f"{MODELING}.py": of_models}
 
 
 class Bundle:
@@ -133,7 +124,7 @@ class Bundle:
         """Where a name of a module is defined; None for one of a library or of Python."""
         while name in self.modules[module].ours:
             module = self.modules[module].ours[name]
-        return self.modules[module].defining(name)
+        return next((each for each in self.modules[module].definitions if name in each.names), None)
 
     def text(self, definitions: list[Definition], contents: str, imported: list[Definition] | None = None) -> str:
         """A file of definitions; those of the other file that it uses are imported."""
@@ -202,7 +193,7 @@ def read_module(name: str) -> Module:
             module.others |= {each.asname or each.name: (each.name, "") for each in node.names}
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # describes the constant before it
             module.definitions[-1].text += "\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno])
-        elif not _is_marked(node):
+        else:
             module.definitions.append(_definition(name, node, lines))
     return module
 
@@ -226,20 +217,13 @@ def _definition(module: str, node: ast.stmt, lines: list[str]) -> Definition:
     while start and lines[start - 1].startswith("#"):
         start -= 1
     marked: list[Any] = [each for each in ast.walk(node) if _is_marked(each)]
-    text = lines[start : node.end_lineno]
-    for each in sorted(marked, key=lambda each: -each.lineno):
-        first = min(part.lineno for part in each.decorator_list) - 1 - start
-        del text[first : each.end_lineno - start]
-        while first and not text[first - 1].strip():
-            del text[first - 1]
-            first -= 1
-        if first < len(text):
-            text.insert(first, "")
+    for each in marked:
+        first = min(part.lineno for part in each.decorator_list) - 1
+        lines[first : each.end_lineno] = [""] * (each.end_lineno - first)
+    text = "\n".join(_single_blanks(lines[start : node.end_lineno])).rstrip()
     left_out = {id(part) for each in marked for part in ast.walk(each)}
-    uses = {
-        part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in left_out
-    } - _own_names(node)
-    return Definition(module, "\n".join(_single_blanks(text)), frozenset(_own_names(node)), frozenset(uses))
+    uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in left_out}
+    return Definition(module, text, frozenset(_own_names(node)), frozenset(uses - _own_names(node)))
 
 
 def _own_names(node: ast.stmt) -> set[str]:

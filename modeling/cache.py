@@ -48,8 +48,7 @@ def _check_past(past: tuple[int, int] | None, keys: Tensor, layer_index: int) ->
     if past is not None and past != (keys.shape[1], keys.shape[-1]):
         raise ValueError(
             f"the cache of layer {layer_index} holds {past[0]} heads of {past[1]} numbers, the layer stores "
-            f"{keys.shape[1]} of {keys.shape[-1]}: the past comes from another model, or from a prefix that was made "
-            "for the stock one"
+            f"{keys.shape[1]} of {keys.shape[-1]}: the past is of another model, or a prefix made for the stock one"
         )
 
 

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .access_tokens import without_tokens
 from .backends import ENGINES, logger
 from .mechanisms import RULES
 from .mechanisms.base import HeadLayout, Settings, package_only
-from .options import Layers, unknown
+from .options import Layers, refuse, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig as ConfigBase
@@ -33,7 +32,7 @@ LAYERS = "layers"
 def complete_mixers(mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
     """The mapping with every default filled in, in its order; `ValueError` where it cannot work with the layers."""
     if not isinstance(mixers, Mapping):
-        raise ValueError(f"mixers={mixers!r} is not allowed: use a mapping of mechanism to options")
+        raise refuse("mixers", mixers, "use a mapping of mechanism to options")
     complete = {name: _complete(name, options, layouts) for name, options in mixers.items()}
     for layout in layouts:
         check_layer(layer_settings(complete, layout.layer_index), layout)
@@ -46,7 +45,7 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
         raise ValueError(f"{error}. For a mechanism that this code does not hold, install the newest crosshead")
     options = {} if options is None else options
     if not isinstance(options, Mapping):
-        raise ValueError(f"mixers.{name}={options!r} is not allowed: use a mapping of option to value")
+        raise refuse(f"mixers.{name}", options, "use a mapping of option to value")
     known = {**RULES[name].options, LAYERS: Layers()}
     for option in options:
         if option not in known:
@@ -91,16 +90,12 @@ def check_layer(settings: dict[str, Settings], layout: HeadLayout) -> None:
     """`ValueError` where a mechanism cannot work in this layer, alone or together with the others."""
     layout = shared_layout(settings, layout)
     if settings and layout.query_heads % max(layout.key_value_heads, 1) != 0:
-        raise ValueError(
-            f"mixers need query heads in equal groups: num_attention_heads={layout.query_heads} is not a multiple of "
-            f"num_key_value_heads={layout.key_value_heads}"
-        )
+        reason = f"mixers need a multiple of num_key_value_heads={layout.key_value_heads}"
+        raise refuse("num_attention_heads", layout.query_heads, reason)
     replacing = [name for name in settings if RULES[name].replaces_attention]
     if len(replacing) > 1:
-        raise ValueError(
-            f"{' and '.join(f'mixers.{name}' for name in replacing)} both replace the attention step (layer "
-            f"{layout.layer_index}): use them in different layers"
-        )
+        names, layer = " and ".join(f"mixers.{name}" for name in replacing), layout.layer_index
+        raise ValueError(f"{names} both replace attention in layer {layer}: use them in different layers")
     for name, options in settings.items():
         try:
             RULES[name].check(options, layout, settings)
@@ -132,10 +127,8 @@ class MixersConfig(ConfigBase):
         own = type(self).model_type
         allowed = (f"crosshead_{own.removeprefix('crosshead_')}", own.removeprefix("crosshead_"), own)
         if model_type not in (None, *allowed):
-            raise ValueError(
-                f"{type(self).__name__} cannot take a configuration of model_type={model_type!r}: allowed are "
-                f"{' and '.join(map(repr, dict.fromkeys(allowed[1:])))}"
-            )
+            words = " or ".join(map(repr, dict.fromkeys(allowed[1:])))
+            raise refuse("model_type", model_type, f"{type(self).__name__} takes {words}")
 
     def code_map(self) -> dict[str, str]:
         """Auto class -> class in the code beside config.json: all in one file, so that loading imports it once."""
@@ -198,6 +191,8 @@ class MixersConfig(ConfigBase):
     @package_only
     def __repr__(self) -> str:
         """As JSON, without access tokens."""
+        from crosshead.common.access_tokens import without_tokens
+
         content, _ = without_tokens(json.loads(self.to_json_string()))
         return f"{type(self).__name__} {json.dumps(content, indent=2)}\n"
 
@@ -206,6 +201,8 @@ class MixersConfig(ConfigBase):
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """Save, with the two files of code that this configuration needs, after one more check of `mixers`."""
+        from crosshead.common.access_tokens import without_tokens
+
         from .bundle import write_code
 
         self.check_mixers()

@@ -1,6 +1,7 @@
-"""The part that our model classes add to the stock ones, whatever the backbone."""
+"""The part that our model classes add to the stock ones, whatever the backbone: initial values, outputs, losses."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple
 from transformers.utils.output_capturing import OutputRecorder, maybe_install_capturing_hooks
 
 from .attention import CrossheadAttention, HeadScale
 from .backends import logger
-from .losses import CrossheadCausalLMOutput, share_of_batch
 from .mechanisms import MECHANISMS
 from .mechanisms.base import AuxiliaryLoss, ParameterModule
 
@@ -26,12 +27,37 @@ else:
     # Plain classes at run time: the library reads settings of every `PreTrainedModel` on the way to a stock class.
     ModelBase = object
 
+IGNORED_LABEL = -100
 RECORDERS = {
     name: OutputRecorder(mechanism, index=index)
     for mechanism in MECHANISMS.values()
     for name, index in mechanism.recorded.items()
 }
 """The outputs of mechanisms that the library records in a forward pass, for `_can_record_outputs`."""
+
+
+@dataclass
+class CrossheadCausalLMOutput(MoeCausalLMOutputWithPast):
+    """A causal language model's output, and what its head routers did."""
+
+    balance_loss: Tensor | None = None
+    """Before its weight; mean over the layers that route."""
+    head_router_scores: tuple[Tensor, ...] | None = None
+    """Per routing layer, each routed head's probability: (B, T, routed heads)."""
+
+
+def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
+    """This call's share of the batch whose gradients are accumulated, by predicted tokens.
+
+    A training loop that accumulates over several calls or devices passes the number of predicted tokens in all of
+    them as `num_items_in_batch`, and sums the losses of the calls.
+    """
+    items = kwargs.get("num_items_in_batch")
+    if items is None:
+        return 1.0
+    targets = kwargs.get("shift_labels")
+    targets = labels[..., 1:] if targets is None else targets
+    return targets.ne(IGNORED_LABEL).sum() / items
 
 
 class CrossheadPreTrained(ModelBase):

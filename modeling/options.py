@@ -71,18 +71,11 @@ class Subset(Option):
 
     def parse(self, name: str, value: Any, layers: int) -> list[str]:
         """The words, in the order given."""
-        value = self.default if value is None else value
-        words = f"a list of any of {', '.join(map(repr, self.allowed))}"
-        if not isinstance(value, list | tuple) or not all(isinstance(word, str) for word in value):
-            raise refuse(name, value, f"use {words}")
-        for word in value:
-            if word not in self.allowed:
-                raise refuse(name, value, f"{word!r} is unknown, use {words}")
-        if len(set(value)) < len(value):
-            raise refuse(name, value, f"a word stands twice, use {words}")
-        if not value and not self.may_be_empty:
-            raise refuse(name, value, f"it may not be empty, use {words}")
-        return list(value)
+        words = list(self.default if value is None else value if isinstance(value, list | tuple) else [None])
+        different = all(isinstance(word, str) for word in words) and len(set(words)) == len(words)
+        if not different or not set(words) <= set(self.allowed) or not (words or self.may_be_empty):
+            raise refuse(name, value, f"use a list of any of {', '.join(map(repr, self.allowed))}, each once")
+        return words
 
 
 @dataclass(frozen=True)
@@ -130,15 +123,16 @@ class Count(Option):
 
     def parse(self, name: str, value: Any, layers: int) -> int | list[int] | None:
         """The number or the list."""
-        allowed = f"a whole number from {self.minimum} up, or a list of {layers} of them, one per layer of the model"
-        if value is None and self.required:
-            raise ValueError(f"{name} is missing: use {allowed}")
-        counts = list(value) if isinstance(value, list | tuple) else [value]
-        if value is not None and not all(is_whole(count) and count >= self.minimum for count in counts):
-            raise refuse(name, value, f"use {allowed}")
-        if isinstance(value, list | tuple) and len(counts) != layers:
-            raise refuse(name, value, f"it has {len(counts)} numbers, use {allowed}")
-        return counts if isinstance(value, list | tuple) else value
+        if value is None and not self.required:
+            return None
+        listed = isinstance(value, list | tuple)
+        counts = list(value) if listed else [value]
+        if not all(is_whole(count) and count >= self.minimum for count in counts) or (
+            listed and len(counts) != layers
+        ):
+            number = f"a whole number from {self.minimum} up"
+            raise refuse(name, value, f"use {number}, or a list of {layers} of them, one for each layer of the model")
+        return counts if listed else counts[0]
 
     def at(self, value: Any, layer: int) -> int | None:
         """The layer's number."""
@@ -150,9 +144,9 @@ class Layers(Option):
 
     def check(self, name: str, value: Any, layers: int) -> list[int]:
         """The layer indices in ascending order."""
-        allowed = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
-        if not isinstance(value, list | tuple | range) or not value or not all(is_whole(index) for index in value):
-            raise refuse(name, value, allowed)
-        if len(set(value)) < len(value) or not all(0 <= index < layers for index in value):
-            raise refuse(name, value, allowed)
-        return sorted(value)
+        indices = list(value) if isinstance(value, list | tuple | range) else []
+        inside = all(is_whole(index) and 0 <= index < layers for index in indices)
+        if not indices or not inside or len(set(indices)) < len(indices):
+            wanted = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
+            raise refuse(name, value, wanted)
+        return sorted(indices)

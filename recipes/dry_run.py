@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from crosshead.evals.cost import model_cost, on_meta
-from crosshead.modeling.mechanisms.base import weight_count
 
 from .errors import RecipeError, one_line
 from .memory import Teacher, memory
@@ -131,7 +130,7 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
         found.mixers, found.dtype = {}, torch.bfloat16
     dtype = found.dtype or torch.get_default_dtype()
     with _counting(found, f"distillation.teacher={name}"):
-        return Teacher(weight_count(on_meta(found)), found.vocab_size, dtype.itemsize), where
+        return Teacher(on_meta(found).num_parameters(), found.vocab_size, dtype.itemsize), where
 
 
 @contextmanager

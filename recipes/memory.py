@@ -23,7 +23,6 @@ import torch
 from torch import nn
 
 from crosshead.evals.cost import on_meta
-from crosshead.modeling.mechanisms.base import weight_count
 
 from .activations import Arithmetic, activations, decoder_layers
 from .schema import Recipe
@@ -125,7 +124,7 @@ def _matrices(model: Any) -> int:
 
 def _units(model: Any) -> tuple[int, int]:
     """Of what FSDP2 gathers at once, the head and the largest layer."""
-    return weight_count(model.get_output_embeddings()), max(map(weight_count, decoder_layers(model)))
+    return _numbers(model.get_output_embeddings()), max(map(_numbers, decoder_layers(model)))
 
 
 def _logits(recipe: Recipe, vocabulary: int, teacher: Teacher | None) -> int:

@@ -8,21 +8,13 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crosshead.modeling import (
-    CrossheadLlamaConfig,
-    CrossheadQwen2Config,
-    CrossheadQwen3Config,
-    CrossheadQwen3MoeConfig,
-)
+from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
 from .errors import RecipeError, one_line
 from .text_values import Range
 
-CONFIGS: dict[str, type[Any]] = {
-    config.model_type: config
-    for config in (CrossheadLlamaConfig, CrossheadQwen2Config, CrossheadQwen3Config, CrossheadQwen3MoeConfig)
-}
+CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
 """What a recipe may call `model_type`."""
 BESIDE = {"head_dim"}
 """Understood by every family, declared by some."""

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
+from crosshead.common.access_tokens import without_tokens
 from crosshead.common.tokenizer_state import LOADING
-from crosshead.modeling.access_tokens import without_tokens
 
 from .errors import RecipeError, one_line
 from .model_config import model_config, named_model_config

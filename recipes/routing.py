@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from crosshead.modeling.losses import share_of_batch
 from crosshead.modeling.mechanisms.mixture import balance_loss
+from crosshead.modeling.model import share_of_batch
 
 
 class HeadRouting:

@@ -9,8 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.common.posix import require_posix
-from crosshead.modeling.access_tokens import leave_out_tokens
 
 from .checkpoint_trainer import unwritten
 from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of

@@ -4,9 +4,9 @@ import json
 import os
 from pathlib import Path
 
+from crosshead.common.access_tokens import TOKEN
 from crosshead.evals.bench_machine import machine
 from crosshead.model_cards.published import check_folder
-from crosshead.modeling.access_tokens import TOKEN
 
 
 def check_made(folder, table, models):

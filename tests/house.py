@@ -112,13 +112,13 @@ def arrows(source: Source) -> list[str]:
     """A folder imports only what the arrows allow, and under the name it is installed by."""
     if source.is_test:
         return []
-    allowed = ARROWS[source.folder] | {source.folder}
+    allowed, marked = ARROWS[source.folder] | {source.folder}, package_only(source)
     found = []
     for node, name, level in imports(source.tree):
         if not level and name.split(".")[0] in set(FOLDERS) - {"crosshead"}:
             found.append(f"line {node.lineno}: `{name}` is imported as `crosshead.{name}`")
         folder = imported_folder(source, name, level)
-        if folder and folder not in allowed:
+        if folder and folder not in (allowed | {COMMON} if id(node) in marked else allowed):
             found.append(f"line {node.lineno}: {source.folder} may not import {folder}")
     return found
 
@@ -127,9 +127,11 @@ def portable(source: Source) -> list[str]:
     """What of modeling/ travels to the Hub needs torch, transformers and itself alone; never the kernels."""
     if source.folder != "modeling":
         return []
-    faster = source.path.startswith(FASTER)
+    faster, marked = source.path.startswith(FASTER), package_only(source)
     found = kernels(source)
     for node, name, level in imports(source.tree):
+        if id(node) in marked:
+            continue
         if not level and name.split(".")[0] not in PORTABLE | {"triton"}:
             found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
         if level and "kernels" in name.split(".") and not faster:
@@ -139,6 +141,16 @@ def portable(source: Source) -> list[str]:
                 f"line {node.lineno}: the writer of the code follows `from .x import y`, not `from . import x`"
             )
     return found
+
+
+def package_only(source: Source) -> set[int]:
+    """The nodes of functions in modeling/ that no published model has: they may import the common package."""
+    marked = [
+        function
+        for function in functions(source.tree)
+        if any(isinstance(each, ast.Name) and each.id == "package_only" for each in function.decorator_list)
+    ]
+    return {id(child) for function in marked for child in ast.walk(function)}
 
 
 def kernels(source: Source) -> list[str]:

@@ -7,7 +7,7 @@ import pytest
 
 import crosshead
 from command_chain import FILES, PLANTED, plant
-from crosshead.modeling.access_tokens import leave_out_tokens
+from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.recipes.models import load_model, load_tokenizer
 from crosshead.recipes.train import train
 from toy_checkpoints import write_stock

@@ -58,11 +58,11 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     """The files of a folder that is fit to be published, and their sizes; ValueError where it is not."""
     import torch
 
+    from crosshead.common.access_tokens import TOKEN
     from crosshead.conversion.published_folder import foreign_code
     from crosshead.conversion.reload import reload_check
     from crosshead.model_cards.facts import CONFIG, read_json
     from crosshead.model_cards.published import check_folder
-    from crosshead.modeling.access_tokens import TOKEN
 
     files = check_folder(folder, TOKEN)
     code = foreign_code(folder)

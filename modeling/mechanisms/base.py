@@ -1,14 +1,6 @@
 """The contract of a mechanism: `Rules` for its options, and a `Mechanism` whose hooks an attention layer calls.
 
-The hooks, in the order of a forward pass; mechanisms run in the order of the config:
-
-1. `before_rope`: queries, keys and values are projected; no QK-norm and no position is applied yet.
-2. `attention_function`: keys and values have positions and have passed the cache; names a registered function for
-   this call, or leaves it to the next mechanism, and in the end to the model's `attn_implementation`.
-3. `after_cache`: turns cached keys and values into those that attention reads.
-4. `head_outputs`: each head has its output, `o_proj` comes next.
-5. `auxiliary_loss`: from the outputs that the model recorded (`recorded`), where there are labels.
-
+The hooks stand in `Mechanism` in the order of a forward pass; mechanisms run in the order of the config.
 Parameters live in `ParameterModule`s and are read only inside their `forward`, which returns results or copies and
 never the parameter itself: libraries that offload or shard weights free them after that call.
 """
@@ -122,21 +114,6 @@ class AuxiliaryLoss(NamedTuple):
     weight: float
 
 
-@package_only
-@dataclass(frozen=True)
-class CallSizes:
-    """The sizes of one attention call, to count its cost."""
-
-    queries: int
-    new_keys: int
-    """Keys and values that this call projects."""
-    keys: int
-    """All keys that the queries meet, cached ones included."""
-    key_heads: int
-    """Heads of the key projection."""
-    value_heads: int
-
-
 class ParameterModule(nn.Module):
     """A module that owns parameters of a mechanism."""
 
@@ -155,12 +132,6 @@ class LinearMap(ParameterModule):
     def forward(self, x: Tensor) -> Tensor:
         """`x W^T`."""
         return functional.linear(x, self.weight)
-
-
-@package_only
-def weight_count(module: nn.Module) -> int:
-    """The number of parameters of a module."""
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 class Mechanism(nn.Module):
@@ -182,41 +153,24 @@ class Mechanism(nn.Module):
         """Raise `ValueError` where an `attn_implementation` cannot run this mechanism."""
 
     def before_rope(self, state: AttentionState) -> None:
-        """Change the projected queries, keys and values."""
+        """Change the projected queries, keys and values: no QK-norm and no position is applied yet."""
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
-        """The registered function for this call, its arguments in `state.attention_kwargs`; None for no choice."""
+        """The registered function for this call, its arguments in `state.attention_kwargs`.
+
+        Keys and values have positions, past ones included. None leaves the choice to the next mechanism, and in the
+        end to the model's `attn_implementation`.
+        """
         return None
 
     def after_cache(self, state: AttentionState) -> None:
-        """Change the keys and values, past and present, that attention reads."""
+        """Turn cached keys and values, past and present, into those that attention reads."""
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
-        """Change the head outputs (B, T, heads, features)."""
+        """Change the head outputs (B, T, heads, features), which `o_proj` reads next."""
         return output
 
     @classmethod
     def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
-        """The mechanism's own loss."""
+        """The mechanism's own loss, from the outputs that the model recorded."""
         return None
-
-    @package_only
-    def cached_numbers(self) -> int:
-        """How many numbers it caches with the keys of each token."""
-        return 0
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """Multiplications of the matrix products that it adds to one call, run eagerly."""
-        return 0
-
-    @package_only
-    def learnt(self) -> dict[str, Tensor]:
-        """Its learnt matrices to inspect: rows are outputs, columns are inputs."""
-        matrices = {name: parameter for name, parameter in self.named_parameters() if parameter.ndim == 2}
-        return {name.removesuffix(".weight"): matrix.detach() for name, matrix in matrices.items()}
-
-    @package_only
-    def output_weights(self, weights: Tensor) -> Tensor:
-        """The weight of each value in each head output, from the weights (B, maps, T, S) that attention returns."""
-        return weights

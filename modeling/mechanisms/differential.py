@@ -23,8 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, PREFIX, is_plain_sdpa, register_backend
 from ..ops import attention_weights, weigh_values, widened
-from ..options import Flag
-from .base import AttentionState, CallSizes, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
+from ..options import Flag, refuse
+from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings
 
 
 class DifferentialRules(Rules):
@@ -36,16 +36,14 @@ class DifferentialRules(Rules):
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
         """Heads come in pairs."""
-        counts = {"num_attention_heads": layout.query_heads, "num_key_value_heads": layout.key_value_heads}
-        for name, heads in counts.items():
+        for name, heads in (
+            ("num_attention_heads", layout.query_heads),
+            ("num_key_value_heads", layout.key_value_heads),
+        ):
             if heads % 2:
-                raise ValueError(
-                    f"mixers.differential pairs heads, but {name}={heads} is odd: allowed are even counts"
-                )
+                raise refuse(name, heads, "mixers.differential pairs heads: use an even number")
         if layout.dropout:
-            raise ValueError(
-                f"mixers.differential has no dropout, but attention_dropout={layout.dropout}: allowed is 0.0"
-            )
+            raise refuse("attention_dropout", layout.dropout, "mixers.differential has none: use 0.0")
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
@@ -101,21 +99,6 @@ class Differential(Mechanism, ParameterModule):
         if not self.settings["norm"]:
             return output
         return (1 - self.lambda_init) * functional.rms_norm(output, output.shape[-1:], eps=self.layout.norm_eps)
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """Each head's weights meet the values of both heads of a pair."""
-        return self.layout.query_heads * self.layout.head_dim * call.queries * call.keys
-
-    @package_only
-    def learnt(self) -> dict[str, Tensor]:
-        """Its lambda."""
-        return {"lambda": self().detach().reshape(1, 1)}
-
-    @package_only
-    def output_weights(self, weights: Tensor) -> Tensor:
-        """The difference within each pair, before the norm."""
-        return weights[:, 0::2] - self().to(weights.dtype) * weights[:, 1::2]
 
 
 def pairs_of(x: Tensor) -> tuple[Tensor, ...]:

@@ -24,18 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, is_plain_sdpa, logger, register_backend
 from ..ops import apply_mask, head_map_init, inverse_rms, widened
-from ..options import Count, Flag, Subset
-from .base import (
-    AttentionState,
-    CallSizes,
-    HeadLayout,
-    Mechanism,
-    ParameterModule,
-    Rules,
-    Settings,
-    package_only,
-    weight_count,
-)
+from ..options import Count, Flag, Subset, refuse
+from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
 FOLDED_ROWS = 16
 """Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
@@ -58,19 +48,13 @@ class ExplicitRules(Rules):
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
         """Component heads fit the backbone; the norm meets one head's features."""
         for side in ("key", "value"):
-            heads, given = (
-                settings.get(f"{side}_heads"),
-                f"mixers.explicit.{side}_heads={settings.get(f'{side}_heads')}",
-            )
+            name, heads = f"mixers.explicit.{side}_heads", settings.get(f"{side}_heads")
             if heads and side not in settings["on"]:
-                raise ValueError(f"{given} needs '{side}' in mixers.explicit.on={settings['on']!r}")
+                raise refuse(name, heads, f"mixers.explicit.on={settings['on']!r} does not have {side!r}")
             if heads and heads > layout.key_value_heads:
-                raise ValueError(f"{given} is not allowed: use 1 to {layout.key_value_heads}, the key/value heads")
+                raise refuse(name, heads, f"use 1 to {layout.key_value_heads}, the key/value heads")
         if settings["norm"] and "differential" in layer:
-            raise ValueError(
-                "mixers.explicit.norm=True cannot be used with 'differential', which norms pairs of heads itself: "
-                "set mixers.explicit.norm=False"
-            )
+            raise refuse("mixers.explicit.norm", True, "'differential' norms pairs of heads itself: use False")
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
@@ -182,19 +166,6 @@ class Explicit(Mechanism):
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Norm each head's output."""
         return output if self.norm is None else self.norm(output.to(self.norm.weight.dtype)).to(output.dtype)
-
-    @package_only
-    def cached_numbers(self) -> int:
-        """One per combined head where keys are normed, two in half precision."""
-        numbers = 1 if self.key.weight.dtype.itemsize >= 4 else 2
-        return numbers * self.layout.key_value_heads if self.divides_keys else 0
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """The combination of all cached tokens, and once more of new keys where they are normed."""
-        tokens = {"key": call.keys + (call.new_keys if self.divides_keys else 0), "value": call.keys}
-        sizes = {"key": self.layout.head_dim, "value": self.layout.value_dim}
-        return sum(weight_count(getattr(self, side)) * sizes[side] * tokens[side] for side in self.settings["on"])
 
 
 def explicit_attention_forward(

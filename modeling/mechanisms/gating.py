@@ -12,17 +12,7 @@ import transformers.initialization as init
 from torch import Tensor
 
 from ..ops import local_heads
-from .base import (
-    AttentionState,
-    CallSizes,
-    HeadLayout,
-    LinearMap,
-    Mechanism,
-    Rules,
-    Settings,
-    package_only,
-    weight_count,
-)
+from .base import AttentionState, HeadLayout, LinearMap, Mechanism, Rules, Settings, package_only
 
 
 class GatingRules(Rules):
@@ -63,8 +53,3 @@ class Gating(Mechanism):
         """Multiply each head's output by its gate."""
         gates = 2 * torch.sigmoid(self.gate(state.hidden_states))
         return output * local_heads(gates, output.shape[2]).unsqueeze(-1).to(output.dtype)
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """The map of each new token."""
-        return weight_count(self) * call.queries

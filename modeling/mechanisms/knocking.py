@@ -13,17 +13,7 @@ import transformers.initialization as init
 from torch import Tensor, nn
 
 from ..options import Choice, Subset
-from .base import (
-    AttentionState,
-    CallSizes,
-    HeadLayout,
-    LinearMap,
-    Mechanism,
-    Rules,
-    Settings,
-    package_only,
-    weight_count,
-)
+from .base import AttentionState, HeadLayout, LinearMap, Mechanism, Rules, Settings, package_only
 
 
 class KnockingRules(Rules):
@@ -106,13 +96,3 @@ class Knocking(Mechanism):
         for side in self.settings["on"]:
             heads = getattr(state, side).transpose(1, 2)  # (B, T, heads, d), contiguous as the projection leaves it
             setattr(state, side, getattr(self, side)(heads).transpose(1, 2))
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """Each head of each new token is mapped."""
-        heads = {
-            "query": self.layout.query_heads * call.queries,
-            "key": call.key_heads * call.new_keys,
-            "value": call.value_heads * call.new_keys,
-        }
-        return sum(heads[side] * weight_count(knock) for side, knock in self.named_children())

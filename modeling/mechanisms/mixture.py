@@ -24,19 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..backends import is_plain_sdpa, register_backend
 from ..ops import local_heads, widened
-from ..options import Choice, Count, Number
-from .base import (
-    AttentionState,
-    AuxiliaryLoss,
-    CallSizes,
-    HeadLayout,
-    LinearMap,
-    Mechanism,
-    Rules,
-    Settings,
-    package_only,
-    weight_count,
-)
+from ..options import Choice, Count, Number, refuse
+from .base import AttentionState, AuxiliaryLoss, HeadLayout, LinearMap, Mechanism, Rules, Settings, package_only
 
 
 class MixtureRules(Rules):
@@ -63,31 +52,18 @@ class MixtureRules(Rules):
         """There are heads to select and to select from, and no norm divides the gates away."""
         shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
         if active > heads:
-            raise ValueError(
-                f"mixers.mixture.active_heads={active} is more than the layer's {heads} head outputs: "
-                f"allowed are 1 to {heads}"
-            )
+            raise refuse("mixers.mixture.active_heads", active, f"use 1 to {heads}, the layer's head outputs")
         if shared >= active:
-            raise ValueError(
-                f"mixers.mixture.shared_heads={shared} leaves nothing to route among active_heads={active}: "
-                f"allowed are 0 to {active - 1}"
-            )
+            raise refuse("mixers.mixture.shared_heads", shared, f"use less than active_heads={active}")
         if settings["router"] == "query_norm" and "differential" in layer:
-            raise ValueError(
-                "mixers.mixture.router='query_norm' scores single query heads, but 'differential' joins them in "
-                "pairs: use router='two_stage'"
-            )
+            reason = "it scores single query heads, and 'differential' joins them in pairs: use 'two_stage'"
+            raise refuse("mixers.mixture.router", "query_norm", reason)
         if settings["router"] == "query_norm" and heads - shared < 2:
-            raise ValueError(
-                f"mixers.mixture.router='query_norm' compares the routed heads with each other and has "
-                f"{heads - shared} of them: allowed are 2 or more; lower shared_heads"
-            )
+            reason = f"it compares routed heads, of which there is one: use at most {heads - 2}, or router='two_stage'"
+            raise refuse("mixers.mixture.shared_heads", shared, reason)
         order = list(layer)
         if layer.get("explicit", {}).get("norm") and order.index("mixture") < order.index("explicit"):
-            raise ValueError(
-                "mixers.mixture before mixers.explicit with norm=True: the norm over head outputs would divide the "
-                "gates away; put 'explicit' first or set mixers.explicit.norm=False"
-            )
+            raise ValueError("the norm of mixers.explicit would divide the gates of mixers.mixture away: put it first")
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:
@@ -205,11 +181,6 @@ class Mixture(Mechanism):
             )
         value = balance_loss(scores, selected, attention_mask)
         return AuxiliaryLoss("balance_loss", value, config.mixers["mixture"]["balance_weight"])
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """The routers; heads that do not count are computed all the same."""
-        return weight_count(self) * call.queries
 
 
 def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_mask: Tensor | None) -> Tensor:

@@ -31,19 +31,8 @@ from ..ops import (
     weigh_values,
     widened,
 )
-from ..options import Integer, Subset
-from .base import (
-    AttentionState,
-    CallSizes,
-    HeadLayout,
-    LinearMap,
-    Mechanism,
-    ParameterModule,
-    Rules,
-    Settings,
-    package_only,
-    weight_count,
-)
+from ..options import Integer, Subset, refuse
+from .base import AttentionState, HeadLayout, LinearMap, Mechanism, ParameterModule, Rules, Settings, package_only
 from .talking_blocks import talking_blocks
 
 STAGES = ("logits", "weights")
@@ -64,16 +53,11 @@ class TalkingRules(Rules):
         """Head counts meet, and dynamic terms have a static map to add to."""
         on, heads = settings["on"], settings.get("softmax_heads")
         if heads not in (None, layout.query_heads) and len(on) < 2:
-            raise ValueError(
-                f"mixers.talking.softmax_heads={heads} needs a map on both sides of the softmax, but "
-                f"mixers.talking.on={on!r}: allowed is {layout.query_heads}, or on=['logits', 'weights']"
-            )
+            reason = f"use {layout.query_heads}, or on={list(STAGES)!r}, maps on both sides of the softmax"
+            raise refuse("mixers.talking.softmax_heads", heads, reason)
         for name in settings["dynamic"]:
             if name.split("_")[1] not in on:
-                raise ValueError(
-                    f"mixers.talking.dynamic={name!r} adds to the static map of {name.split('_')[1]!r}, which "
-                    f"mixers.talking.on={on!r} does not have"
-                )
+                raise refuse("mixers.talking.dynamic", name, f"mixers.talking.on={on!r} has no map that it adds to")
 
     @classmethod
     @package_only
@@ -163,30 +147,6 @@ class Talking(Mechanism):
         made = state.key_side_data.get(f"talking.{name}")
         made = getattr(self, name)(state.hidden_states) if made is None else made
         return made.view(*made.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(made.dtype))
-
-    @package_only
-    def cached_numbers(self) -> int:
-        """The keys' maps."""
-        return sum(getattr(self, name).weight.shape[0] for name in self.settings["dynamic"] if name.startswith("key"))
-
-    @package_only
-    def multiplications(self, call: CallSizes) -> int:
-        """One map on each pair of query and key, those of keys apart, and the projections that make dynamic maps."""
-        pairs = call.queries * call.keys
-        total = sum(weight_count(getattr(self, stage)) * pairs for stage in self.settings["on"])
-        for name in self.settings["dynamic"]:
-            made, of_queries = getattr(self, name), name.startswith("query")
-            total += weight_count(made) * (call.queries if of_queries else call.new_keys)
-            total += 0 if of_queries else made.weight.shape[0] * pairs
-        return total
-
-    @package_only
-    def learnt(self) -> dict[str, Tensor]:
-        """The maps, and their product, which is the map across heads without the softmax between them."""
-        matrices = super().learnt()
-        if set(self.settings["on"]) == set(STAGES):
-            matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
-        return matrices
 
 
 class HeadMaps(NamedTuple):

@@ -14,10 +14,11 @@ from crosshead.evals.inspect_layer import (
     map_measures,
     mean_of_pairs,
     output_similarity,
+    output_weights,
     pattern_similarity,
     value_norms,
 )
-from crosshead.evals.inspect_matrices import joined, matrix_records
+from crosshead.evals.inspect_matrices import joined, learnt_matrices, matrix_records
 from crosshead.evals.inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 from crosshead.evals.inspect_watch import watching
 from tiers import grid
@@ -84,11 +85,9 @@ def test_what_is_seen_is_what_happened(backbone, case):
     for layer, seen in enumerate(found):
         assert torch.equal(seen.weights, outputs.attentions[layer][0])
         assert torch.equal(seen.output.flatten(1), inputs[layer])
-        weights = seen.weights.unsqueeze(0)
         mixers = getattr(model.model.layers[layer].self_attn, "mixers", {})
-        for mixer in mixers.values():
-            weights = mixer.output_weights(weights)
-        made = torch.nn.functional.normalize(made_of(weights[0], seen), dim=-1)
+        weights = output_weights(seen.weights, mixers.values())
+        made = torch.nn.functional.normalize(made_of(weights, seen), dim=-1)
         # What differential norms afterwards points the same way.
         assert torch.allclose(made, torch.nn.functional.normalize(seen.made, dim=-1), atol=1e-5)
         routes = "mixture" in mixers
@@ -184,10 +183,7 @@ def test_the_greatest_weights_are_exact(case):
     model, _, found = see("Llama", CASES[case])
     mixers = list(getattr(model.model.layers[1].self_attn, "mixers", {}).values())
     record = layer_record(found[1], mixers)
-    weights = found[1].weights.unsqueeze(0)
-    for mixer in mixers:
-        weights = mixer.output_weights(weights)
-    shown = list(weights[0])
+    shown = list(output_weights(found[1].weights, mixers))
     if len(record["labels"]) > len(shown):
         shown += list(found[1].weights)
     assert len(record["labels"]) == len(shown)
@@ -211,7 +207,7 @@ def test_what_mechanisms_have_learnt():
     product = talking.weights.weight.detach() @ talking.logits.weight.detach()
     assert torch.allclose(shown(records["weights x logits"]).float(), product, atol=1e-3)
     alone = toys.mixed_model("Llama", {"talking": {"on": ["logits"]}}).model.layers[0].self_attn.mixers["talking"]
-    assert list(alone.learnt()) == ["logits"]
+    assert list(learnt_matrices(alone)) == ["logits"]
     differential = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers["differential"]
     (record,) = matrix_records(1, "differential", differential)
     assert shown(record).item() == pytest.approx(differential().item(), rel=1e-4)

@@ -9,8 +9,8 @@ from pydoc_data.topics import topics
 import pytest
 
 import house
+from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.model_cards import published
-from crosshead.modeling.access_tokens import TOKEN, without_tokens
 
 MIXED = "a1B2c3D4" * 12
 JWT = [base64.urlsafe_b64encode(text).decode().rstrip("=") for text in (b'{"alg":"HS256"}', b'{"sub":"1234567890"}')]

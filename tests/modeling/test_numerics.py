@@ -10,7 +10,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import eager_mask
 
 import crosshead
-from crosshead.modeling.losses import share_of_batch
+from crosshead.modeling.model import share_of_batch
 from tiers import grid
 from toys import CASES, mixed_config, mixed_model, tokens
 
