@@ -54,16 +54,17 @@ class MixtureRules(Rules):
         if active > heads:
             raise refuse("mixers.mixture.active_heads", active, f"use 1 to {heads}, the layer's head outputs")
         if shared >= active:
-            raise refuse("mixers.mixture.shared_heads", shared, f"use less than active_heads={active}")
+            raise refuse("mixers.mixture.shared_heads", shared, f"use 0 to {active - 1} of active_heads={active}")
         if settings["router"] == "query_norm" and "differential" in layer:
             reason = "it scores single query heads, and 'differential' joins them in pairs: use 'two_stage'"
             raise refuse("mixers.mixture.router", "query_norm", reason)
         if settings["router"] == "query_norm" and heads - shared < 2:
-            reason = f"it compares routed heads, of which there is one: use at most {heads - 2}, or router='two_stage'"
+            reason = f"router='query_norm' compares routed heads, 2 or more of {heads}: use 0 to {heads - 2}"
             raise refuse("mixers.mixture.shared_heads", shared, reason)
         order = list(layer)
         if layer.get("explicit", {}).get("norm") and order.index("mixture") < order.index("explicit"):
-            raise ValueError("the norm of mixers.explicit would divide the gates of mixers.mixture away: put it first")
+            reason = "it would divide the gates of mixers.mixture away: put 'explicit' first, or use False"
+            raise refuse("mixers.explicit.norm", True, reason)
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:

@@ -53,7 +53,7 @@ class TalkingRules(Rules):
         """Head counts meet, and dynamic terms have a static map to add to."""
         on, heads = settings["on"], settings.get("softmax_heads")
         if heads not in (None, layout.query_heads) and len(on) < 2:
-            reason = f"use {layout.query_heads}, or on={list(STAGES)!r}, maps on both sides of the softmax"
+            reason = f"with mixers.talking.on={on!r} use {layout.query_heads}, or map on both sides of the softmax"
             raise refuse("mixers.talking.softmax_heads", heads, reason)
         for name in settings["dynamic"]:
             if name.split("_")[1] not in on:

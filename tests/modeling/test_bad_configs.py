@@ -24,7 +24,7 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("knocking.form", FORMS, ["mpl", "MLP", "", True, 0, ["mlp"], {"mlp": {}}]),
     ("knocking.on", TARGETS, ["value", 1, True, ["value", None], [["value"]], {"value": True}, {"value"}]),
     ("knocking.on", TARGETS, [[], ["key", "value", "key"]]),
-    ("knocking.on", (*TARGETS, "'values'", "'values'"), [["key", "values"]]),
+    ("knocking.on", (*TARGETS, "'values'"), [["key", "values"]]),
     ("knocking.init", ("'identity'", "'random'"), ["zero", 0.02, ["identity"]]),
     ("knocking.layers", LAYERS, [[], 1, False, "all", [2], range(3)]),
     ("explicit.layers", LAYERS, [[-1], [1.0]]),
@@ -55,12 +55,12 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
 
 MECHANISMS = ("'knocking'", "'explicit'", "'mixture'", "'talking'", "'differential'")
 MISSING = ("mixers.mixture.active_heads", *COUNT)
-ONE_ROUTED = ("mixers.mixture.router='query_norm'", "1", "2", "shared_heads")
+ONE_ROUTED = ("mixers.mixture.shared_heads=3", "router='query_norm'", "0 to 2")
 SINGLE_HEADS = ("mixers.mixture.router='query_norm'", "'differential'", "'two_stage'")
-TWO_NORMS = ("mixers.explicit.norm=True", "'differential'", "mixers.explicit.norm=False")
-GATES_LOST = ("mixers.mixture", "mixers.explicit", "mixers.explicit.norm=False")
+TWO_NORMS = ("mixers.explicit.norm=True", "'differential'", "False")
+GATES_LOST = ("mixers.mixture", "mixers.explicit.norm=True", "'explicit' first", "False")
 TWO_OWNERS = ("mixers.talking", "mixers.differential")
-ONE_MAP = ("mixers.talking.softmax_heads=6", "mixers.talking.on=['logits']", "4", "['logits', 'weights']")
+ONE_MAP = ("mixers.talking.softmax_heads=6", "mixers.talking.on=['logits']", "4")
 
 BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     # the wrong type
