@@ -10,10 +10,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crosshead.modeling.cache import split_heads
 from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism, Settings
+from crosshead.modeling.ops import split_heads
 
 from .bench_pairs import Run
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from crosshead.modeling.cache import split_heads
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
+from crosshead.modeling.ops import split_heads
 
 
 @dataclass(frozen=True)

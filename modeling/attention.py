@@ -8,11 +8,11 @@ from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from .cache import split_heads, update_cache
+from .cache import update_cache
 from .configuration import shared_layout
 from .mechanisms import MECHANISMS
 from .mechanisms.base import AttentionState, HeadLayout
-from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward
+from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward, split_heads
 
 
 class HeadScale(HeadRMSNorm):

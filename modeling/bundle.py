@@ -199,10 +199,7 @@ def read_module(name: str) -> Module:
 
 
 def _resolve(name: str, level: int, target: str) -> str:
-    folder = Path(name).parent
-    for _ in range(level - 1):
-        folder = folder.parent
-    path = folder / target.replace(".", "/")
+    path = Path(name).parents[level - 1] / target.replace(".", "/")
     return (path / "__init__" if (PACKAGE / path).is_dir() else path).as_posix()
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .mechanisms.base import AttentionState
+from .ops import one_wide_head, split_heads
 
 
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
@@ -23,14 +24,14 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    keys, side_data = merge_heads(state.key), list(state.key_side_data.values())
+    keys, side_data = one_wide_head(state.key), [numbers.unsqueeze(1) for numbers in state.key_side_data.values()]
     widths = [numbers.shape[-1] for numbers in (keys, *side_data)]
-    keys = (torch.cat([keys, *side_data], dim=-1) if side_data else keys).unsqueeze(1)
+    keys = torch.cat([keys, *side_data], dim=-1) if side_data else keys
     _check_past(past, keys, layer_index)
-    keys, values = (x.squeeze(1) for x in cache.update(keys, merge_heads(state.value).unsqueeze(1), layer_index))
+    keys, values = cache.update(keys, one_wide_head(state.value), layer_index)
     if side_data:
         keys, *side_data = keys.split(widths, dim=-1)
-        state.key_side_data = dict(zip(state.key_side_data, side_data, strict=True))
+        state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, side_data, strict=True)}
     state.key, state.value = split_heads(keys, state.key.shape[-1]), split_heads(values, state.value.shape[-1])
 
 
@@ -50,13 +51,3 @@ def _check_past(past: tuple[int, int] | None, keys: Tensor, layer_index: int) ->
             f"the cache of layer {layer_index} holds {past[0]} heads of {past[1]} numbers, the layer stores "
             f"{keys.shape[1]} of {keys.shape[-1]}: the past is of another model, or a prefix made for the stock one"
         )
-
-
-def merge_heads(x: Tensor) -> Tensor:
-    """(B, heads, S, d) -> (B, S, heads * d)."""
-    return x.transpose(1, 2).flatten(2)
-
-
-def split_heads(x: Tensor, size: int) -> Tensor:
-    """(B, S, heads * size) -> (B, heads, S, size)."""
-    return x.view(*x.shape[:-1], -1, size).transpose(1, 2)

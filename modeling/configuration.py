@@ -16,10 +16,8 @@ from .options import Layers, refuse, unknown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig as ConfigBase
-else:
-    # A plain class at run time: as a configuration of its own it would override the stock fields' defaults.
+else:  # a plain class: as a configuration of its own it would override the stock fields' defaults
     ConfigBase = object
-
 AUTO_CLASSES = {
     "AutoModel": "Model",
     "AutoModelForCausalLM": "ForCausalLM",

@@ -23,10 +23,8 @@ from .mechanisms.base import AuxiliaryLoss, ParameterModule
 
 if TYPE_CHECKING:
     ModelBase = PreTrainedModel
-else:
-    # Plain classes at run time: the library reads settings of every `PreTrainedModel` on the way to a stock class.
+else:  # a plain class: the library reads settings of every `PreTrainedModel` on the way to a stock class
     ModelBase = object
-
 IGNORED_LABEL = -100
 RECORDERS = {
     name: OutputRecorder(mechanism, index=index)
@@ -124,9 +122,12 @@ class CrossheadBackbone(CrossheadPreTrained):
                 layer.self_attn = self.attention_class(self.config, index)
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
-        if self._recorded():
-            # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
+
+    def train(self, mode: bool = True) -> Any:
+        """Also prepare for recorded losses: the compiler cannot trace the lock that the library takes for it."""
+        if mode and self._recorded():
             maybe_install_capturing_hooks(self)
+        return super().train(mode)
 
 
 class CrossheadCausalLM(CrossheadPreTrained):

@@ -22,13 +22,10 @@ def rms_normalised(x: Tensor, eps: float) -> Tensor:
     return (x.to(widened(x.dtype)) * inverse_rms(x, eps)).to(x.dtype)
 
 
-class HeadRMSNorm(nn.Module):
+class HeadRMSNorm(nn.RMSNorm):
     """RMSNorm over the features of one head, with one weight vector for all heads; as stock, but float64 stays."""
 
-    def __init__(self, head_dim: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(head_dim))
-        self.eps = eps
+    eps: float
 
     def forward(self, x: Tensor) -> Tensor:
         """`weight * x / rms(x)`."""
@@ -73,6 +70,16 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
+def one_wide_head(x: Tensor) -> Tensor:
+    """(B, heads, S, d) -> (B, 1, S, heads * d); a view where the cache holds them so."""
+    return x.transpose(1, 2).reshape(x.shape[0], 1, x.shape[2], x.shape[1] * x.shape[3])
+
+
+def split_heads(x: Tensor, size: int) -> Tensor:
+    """(B, S, heads * size), or (B, 1, S, heads * size) -> (B, heads, S, size)."""
+    return x.view(x.shape[0], x.shape[-2], -1, size).transpose(1, 2)
+
+
 def repeat_heads(x: Tensor, heads: int) -> Tensor:
     """(B, groups, S, d) -> (B, heads, S, d): head `i` reads group `i * groups // heads`."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
@@ -112,6 +119,4 @@ def eager_attention_forward(
 def local_heads(per_head: Tensor, heads: int) -> Tensor:
     """The part of (..., all heads) that belongs to this process, which has `heads` of them (tensor parallelism)."""
     parts = per_head.shape[-1] // heads
-    if parts == 1:
-        return per_head
-    return per_head.narrow(-1, torch.distributed.get_rank() % parts * heads, heads)
+    return per_head if parts == 1 else per_head.narrow(-1, torch.distributed.get_rank() % parts * heads, heads)

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from ..backends import is_plain_sdpa
-from ..mechanisms.explicit import explicit_attention_forward, fold_map, one_wide_head, unfold_outputs
+from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
+from ..ops import one_wide_head
 from .cpu import HIDDEN, additive, flash_kernel, runs_here
 
 LEAST_KEYS = 256
@@ -24,45 +25,42 @@ def explicit_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float,
-    dropout: float = 0.0,
-    key_map: torch.Tensor | None = None,
-    value_map: torch.Tensor | None = None,
-    key_scale: torch.Tensor | None = None,
-    implementation: str | None = "sdpa",
-    **kwargs: Any,
+    **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as `explicit_attention_forward` has it, on all threads where there is one sequence."""
-    maps = None if key_map is None or value_map is None or key_scale is not None else (key_map, value_map)
-    if maps is None or not explicit_eligible(query, key, value, dropout, maps, implementation):
-        options = {"key_map": key_map, "value_map": value_map, "key_scale": key_scale, **kwargs}
-        options |= {"dropout": dropout, "scaling": scaling, "implementation": implementation}
-        return explicit_attention_forward(module, query, key, value, attention_mask, **options)
+    if part_count(key) == 1 or not explicit_eligible(query, key, value, **options):
+        return explicit_attention_forward(module, query, key, value, attention_mask, scaling, **options)
+    maps = options["key_map"], options["value_map"]
     batch, heads, tokens, _ = query.shape
     mask = None if attention_mask is None else row_mask(attention_mask, heads, query.dtype)
     rows = fold_map(query, maps[0]).flatten(1, 2)
     output = attend_in_parts(rows, one_wide_head(key)[:, 0], one_wide_head(value)[:, 0], mask, scaling)
-    return unfold_outputs(output.view(batch, heads, tokens, -1).transpose(1, 2), maps[1]), None
+    return unfold_outputs(output.view(batch, heads, tokens, -1), maps[1]).transpose(1, 2), None
 
 
 def explicit_eligible(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    dropout: float,
-    maps: tuple[torch.Tensor, torch.Tensor],
+    dropout: float = 0.0,
+    key_map: torch.Tensor | None = None,
+    value_map: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
     implementation: str | None = "sdpa",
+    **options: Any,
 ) -> bool:
-    """Whether attention in parts works and pays for a call whose keys and values are both combined."""
-    if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation):
+    """Whether attention in parts works for a call: keys and values are both combined, and nothing is learnt."""
+    if key_map is None or value_map is None or key_scale is not None or key.shape != value.shape:
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value, *maps)):
+    if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
         return False
-    return flash_kernel() is not None and key.shape == value.shape and part_count(key) > 1
+    tensors = query, key, value, key_map, value_map
+    return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def part_count(keys: torch.Tensor) -> int:
     """The number of parts for keys (B, n, S, d): 1 where the sequences alone occupy all threads."""
-    return min(-(-torch.get_num_threads() // len(keys)), keys.shape[2] // LEAST_KEYS)
+    return max(1, min(-(-torch.get_num_threads() // len(keys)), keys.shape[2] // LEAST_KEYS))
 
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:

@@ -5,11 +5,11 @@ Parameters live in `ParameterModule`s and are read only inside their `forward`, 
 never the parameter itself: libraries that offload or shard weights free them after that call.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,10 +17,9 @@ from ..options import Option
 
 Settings = dict[str, Any]
 """The options of one mechanism in one layer, complete, per-layer counts resolved to one number."""
-Definition = TypeVar("Definition", bound=Callable[..., Any])
 
 
-def package_only(definition: Definition) -> Definition:
+def package_only(definition: Any) -> Any:
     """Mark a definition that published models do not need: the code that is written beside them leaves it out."""
     return definition
 
@@ -125,9 +124,19 @@ class ParameterModule(nn.Module):
 class LinearMap(ParameterModule):
     """A linear map without bias, oriented as `nn.Linear`: a subclass would be quantised or adapted with the others."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
+    def __init__(self, in_features: int, out_features: int, start: str = "random") -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.start = start
+
+    def initialise(self, std: float) -> None:
+        """Start as the identity, as zero, or at random."""
+        if self.start == "identity":
+            init.copy_(self.weight, torch.eye(*self.weight.shape, dtype=self.weight.dtype, device=self.weight.device))
+        elif self.start == "zero":
+            init.zeros_(self.weight)
+        else:
+            init.normal_(self.weight, mean=0.0, std=std)
 
     def forward(self, x: Tensor) -> Tensor:
         """`x W^T`."""

@@ -82,10 +82,8 @@ class Differential(Mechanism, ParameterModule):
     def check_implementation(cls, implementation: str | None) -> None:
         """Implementations that may be called several times in a layer."""
         if implementation in ENGINES:
-            raise ValueError(
-                f"attn_implementation={implementation!r} cannot run 'differential', which calls attention four times "
-                "in a layer: use 'sdpa', 'eager', 'flash_attention_2' or 'flex_attention' in transformers"
-            )
+            reason = "'differential' calls attention 4 times: use 'sdpa', 'eager', flash attention or 'flex_attention'"
+            raise refuse("attn_implementation", implementation, reason)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Differences of the model's own attention."""
@@ -120,29 +118,40 @@ def differential_attention_forward(
     """Outputs (B, T, pairs, 2d): the first heads' attention minus `subtracted` times the second heads'."""
     if subtracted is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    scale = subtracted.to(query.dtype)
     masks: Any = (attention_mask, attention_mask)
     if isinstance(attention_mask, Tensor) and attention_mask.ndim == 4 and attention_mask.shape[1] > 1:
         masks = pairs_of(attention_mask)
+    elif query.shape[2] == 1 and is_plain_sdpa(implementation):
+        return attend_one_query(query, key, value, attention_mask, scaling, scale), None
     pairs, halves = zip(pairs_of(query), pairs_of(key), masks, strict=True), pairs_of(value)
     weights = None
     if implementation in (None, "eager"):
         stacked = torch.stack([attention_weights(q, k, mask, scaling) for q, k, mask in pairs], dim=2).flatten(1, 2)
         weights = stacked  # the outputs are made from it, so it has a gradient
         outputs = [[weigh_values(part, half) for half in halves] for part in pairs_of(stacked)]
-    elif query.shape[2] == 1 and is_plain_sdpa(implementation) and masks[0] is attention_mask:
-        outputs = [[attend_one_query(q, k, half, mask, scaling) for half in halves] for q, k, mask in pairs]
     else:
         attend, options = ALL_ATTENTION_FUNCTIONS[implementation], {"scaling": scaling, **kwargs}
         outputs = [[attend(module, q, k, half, mask, **options)[0] for half in halves] for q, k, mask in pairs]
-    scale = subtracted.to(query.dtype)
     return torch.cat([first - scale * second for first, second in zip(*outputs, strict=True)], dim=-1), weights
 
 
-def attend_one_query(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Stock attention of one query (B, heads, 1, d): query heads that share keys are the rows of one head."""
-    rows = query.reshape(len(query), key.shape[1], -1, query.shape[3])
-    output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(len(query), 1, -1, value.shape[3])
+def attend_one_query(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, scale: Tensor
+) -> Tensor:
+    """The same for one query (B, heads, 1, d): each pair of keys is a sequence, with one half of the values at a time.
+
+    The query heads that share a pair of keys are the rows of its two heads.
+    """
+    batch, pairs = len(query), key.shape[1] // 2
+    rows = query.reshape(batch * pairs, -1, 2, query.shape[3]).transpose(1, 2)
+    keys, values = (x.reshape(batch * pairs, 2, *x.shape[2:]) for x in (key, value))
+    if mask is not None:
+        mask = mask.expand(batch, pairs, -1, -1).reshape(batch * pairs, 1, *mask.shape[2:])
+    halves = [values[:, half, None].expand_as(values) for half in (0, 1)]
+    attend = functional.scaled_dot_product_attention
+    output = torch.cat([attend(rows, keys, half, attn_mask=mask, scale=scaling) for half in halves], dim=-1)
+    return (output[:, 0] - scale * output[:, 1]).view(batch, 1, -1, output.shape[3])
 
 
 register_backend("crosshead_differential", differential_attention_forward)

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, is_plain_sdpa, logger, register_backend
-from ..ops import apply_mask, head_map_init, inverse_rms, widened
+from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, one_wide_head, widened
 from ..options import Count, Flag, Subset, refuse
 from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
@@ -103,7 +103,7 @@ class Explicit(Mechanism):
         components = {"key": layout.key_components, "value": layout.value_components}
         for side in settings["on"]:
             self.add_module(side, HeadCombination(layout.key_value_heads, components[side]))
-        self.norm = nn.RMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
+        self.norm = HeadRMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
         self.wide_cache = len(settings["on"]) == 2
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
 
@@ -165,7 +165,7 @@ class Explicit(Mechanism):
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Norm each head's output."""
-        return output if self.norm is None else self.norm(output.to(self.norm.weight.dtype)).to(output.dtype)
+        return output if self.norm is None else self.norm(output).to(output.dtype)
 
 
 def explicit_attention_forward(
@@ -198,53 +198,49 @@ def explicit_attention_forward(
         value = one_wide_head(value)
     if not is_plain_sdpa(implementation):
         attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
-        output, weights = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+        output = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
     elif wide and key_scale is None:
-        output, weights = attend_one_head(query, key, value, attention_mask, scaling), None
+        output = attend_one_head(query, key, value, attention_mask, scaling)
     else:
-        output, weights = weigh_components(query, key, value, attention_mask, scaling, key_scale), None
-    return output if value_map is None else unfold_outputs(output, value_map), weights
-
-
-def one_wide_head(components: Tensor) -> Tensor:
-    """(B, h', S, d) -> (B, 1, S, h' d); a view where the cache holds them so."""
-    return components.transpose(1, 2).flatten(2).unsqueeze(1)
+        output = weigh_components(query, key, value, attention_mask, scaling, key_scale)
+    return (output if value_map is None else unfold_outputs(output, value_map)).transpose(1, 2), None
 
 
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
     """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head."""
-    by_head = query.unflatten(1, (len(scalars), -1)).unsqueeze(4)  # (B, h, group, T, 1, d)
-    return (by_head * scalars.to(query.dtype)[:, None, None, :, None]).flatten(4).flatten(1, 2)
+    heads, components = scalars.shape
+    by_head = query.reshape(len(query), heads, -1, 1, query.shape[3])  # (B, h, group x T, 1, d)
+    return (by_head * scalars.to(query.dtype).view(heads, 1, components, 1)).view(*query.shape[:3], -1)
 
 
 def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
-    """(B, T, H, h' d) -> (B, T, H, d): the components of each output, summed with the scalars of its value head."""
-    by_head = output.unflatten(3, (scalars.shape[1], -1)).unflatten(2, (len(scalars), -1))  # (B, T, h, group, h', d)
-    return (by_head * scalars.to(output.dtype)[:, None, :, None]).sum(4).flatten(2, 3)
+    """(B, H, T, h' d) -> (B, H, T, d): the components of each output, summed with the scalars of its value head."""
+    heads, components = scalars.shape
+    by_head = output.reshape(len(output), heads, -1, components, output.shape[3] // components)
+    return (by_head * scalars.to(output.dtype).view(heads, 1, components, 1)).sum(3).view(*output.shape[:3], -1)
 
 
 def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, T, H, m)."""
+    """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, H, T, m)."""
     batch, heads, tokens, size = query.shape
     if mask is not None and (tokens > 1 or mask.shape[1] > 1):
         mask = mask.expand(-1, heads, -1, -1).flatten(1, 2).unsqueeze(1)
     rows = query.reshape(batch, 1, heads * tokens, size)
     output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.view(batch, heads, tokens, -1).transpose(1, 2)
+    return output.view(batch, heads, tokens, -1)
 
 
 def weigh_components(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, key_scale: Tensor | None
 ) -> Tensor:
-    """Attention with logits in float32; queries (B, H, T, n), keys and values of one head or of h: (B, T, H, m)."""
+    """Attention with logits in float32; queries (B, H, T, n), keys and values of one head or of h: (B, H, T, m)."""
     (batch, heads, tokens, _), wide = query.shape, widened(query.dtype)
     rows = query.to(wide).reshape(batch, key.shape[1], -1, query.shape[3])
     logits = torch.matmul(rows, key.to(wide).transpose(2, 3)).view(batch, heads, tokens, -1) * scaling
     if key_scale is not None:
         logits = logits * key_scale.repeat_interleave(heads // key_scale.shape[1], dim=1).unsqueeze(2)
     weights = functional.softmax(apply_mask(logits, mask), dim=-1).view(batch, value.shape[1], -1, key.shape[2])
-    output = torch.matmul(weights, value.to(wide)).view(batch, heads, tokens, -1)
-    return output.transpose(1, 2).to(value.dtype)
+    return torch.matmul(weights, value.to(wide)).view(batch, heads, tokens, -1).to(value.dtype)
 
 
 register_backend("crosshead_explicit", explicit_attention_forward)

@@ -3,12 +3,10 @@
 `o_i <- g_i o_i`, `g = 2 sigmoid(x G)`, one number per token and head. `G` starts as zero, where every gate is 1: the
 model starts with the outputs of the stock one.
 
-Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for the neutral
-start.
+Paper: "Gated Attention for Large Language Models", the headwise variant; the factor 2 is ours, for that start.
 """
 
 import torch
-import transformers.initialization as init
 from torch import Tensor
 
 from ..ops import local_heads
@@ -32,14 +30,6 @@ class GatingRules(Rules):
         return True
 
 
-class GateMap(LinearMap):
-    """Gates from hidden states."""
-
-    def initialise(self, std: float) -> None:
-        """Start with gates of 1."""
-        init.zeros_(self.weight)
-
-
 class Gating(Mechanism):
     """One gate per token and head."""
 
@@ -47,7 +37,7 @@ class Gating(Mechanism):
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
-        self.gate = GateMap(layout.hidden_size, layout.output_heads)
+        self.gate = LinearMap(layout.hidden_size, layout.output_heads, "zero")
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Multiply each head's output by its gate."""

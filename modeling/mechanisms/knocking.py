@@ -9,7 +9,6 @@ Paper: "Knocking-Heads Attention", sections 3.2 and 3.3.
 """
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 
 from ..options import Choice, Subset
@@ -37,29 +36,12 @@ class KnockingRules(Rules):
         return settings["init"] == "identity"
 
 
-class SharedMap(LinearMap):
-    """A square map, applied to every head."""
-
-    def __init__(self, size: int, start: str) -> None:
-        super().__init__(size, size)
-        self.start = start
-
-    def initialise(self, std: float) -> None:
-        """Start as the identity, as zero, or at random."""
-        if self.start == "random":
-            init.normal_(self.weight, mean=0.0, std=std)
-        elif self.start == "zero":
-            init.zeros_(self.weight)
-        else:
-            init.copy_(self.weight, torch.eye(len(self.weight), dtype=self.weight.dtype, device=self.weight.device))
-
-
 class GateKnock(nn.Module):
     """`2 x * sigmoid(x G)`."""
 
     def __init__(self, size: int, start: str) -> None:
         super().__init__()
-        self.gate = SharedMap(size, "zero" if start == "identity" else start)
+        self.gate = LinearMap(size, size, "zero" if start == "identity" else start)
 
     def forward(self, x: Tensor) -> Tensor:
         """Gate each feature of each head."""
@@ -71,8 +53,8 @@ class MlpKnock(GateKnock):
 
     def __init__(self, size: int, start: str) -> None:
         super().__init__(size, start)
-        self.up = SharedMap(size, start)
-        self.down = SharedMap(size, start)
+        self.up = LinearMap(size, size, start)
+        self.down = LinearMap(size, size, start)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map each head through the shared MLP."""
@@ -86,10 +68,11 @@ class Knocking(Mechanism):
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
-        forms: dict[str, type[nn.Module]] = {"mlp": MlpKnock, "linear": SharedMap, "gate": GateKnock}
+        form, start = settings["form"], settings["init"]
         for side in settings["on"]:
             size = layout.value_dim if side == "value" else layout.head_dim
-            self.add_module(side, forms[settings["form"]](size, settings["init"]))
+            gated = MlpKnock if form == "mlp" else GateKnock
+            self.add_module(side, LinearMap(size, size, start) if form == "linear" else gated(size, start))
 
     def before_rope(self, state: AttentionState) -> None:
         """Map the heads of each chosen side."""

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import transformers.initialization as init
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -61,8 +60,8 @@ class MixtureRules(Rules):
         if settings["router"] == "query_norm" and heads - shared < 2:
             reason = f"router='query_norm' compares routed heads, 2 or more of {heads}: use 0 to {heads - 2}"
             raise refuse("mixers.mixture.shared_heads", shared, reason)
-        order = list(layer)
-        if layer.get("explicit", {}).get("norm") and order.index("mixture") < order.index("explicit"):
+        names = list(layer)
+        if layer.get("explicit", {}).get("norm") and names.index("mixture") < names.index("explicit"):
             reason = "it would divide the gates of mixers.mixture away: put 'explicit' first, or use False"
             raise refuse("mixers.explicit.norm", True, reason)
 
@@ -80,10 +79,6 @@ class MixtureRules(Rules):
 
 class RouterMap(LinearMap):
     """Router scores from hidden states."""
-
-    def initialise(self, std: float) -> None:
-        """Start at random."""
-        init.normal_(self.weight, mean=0.0, std=std)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Softmax over the logits, in the widened dtype."""
@@ -122,23 +117,22 @@ class Mixture(Mechanism):
 
     def forward(self, hidden_states: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
-        if self.routed is None:
-            probabilities = query_norm_scores(query[:, self.shared_heads :])
-        else:
-            probabilities = self.routed(hidden_states)
+        routed, first = self.routed, self.shared_heads
+        probabilities = query_norm_scores(query[:, first:]) if routed is None else routed(hidden_states)
         chosen = probabilities.topk(self.selected_heads, dim=-1)
         shared, routed_weight = self._shared(hidden_states, probabilities)
         if self.settings["gate"] == "binary":
             selected = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
-            routed = straight_through(selected, routed_weight * probabilities)
-            return torch.cat([straight_through(torch.ones_like(shared), shared), routed], dim=-1), probabilities
-        gates = routed_weight * chosen.values
+            gates = straight_through(selected, routed_weight * probabilities)
+            return torch.cat([straight_through(torch.ones_like(shared), shared), gates], dim=-1), probabilities
+        gates = chosen.values
         if self.settings["gate_scale"] == "unit":
             branches = 1 if self.balance is None else 2
-            gates = gates * (branches * self.selected_heads / chosen.values.sum(-1, keepdim=True))
+            gates = gates / gates.sum(-1, keepdim=True)
+            routed_weight = branches * self.selected_heads * routed_weight
             shared = shared if self.balance is None else branches * self.shared_heads * shared
-        routed = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates)
-        return torch.cat([shared, routed], dim=-1), probabilities
+        gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * routed_weight)
+        return torch.cat([shared, gates], dim=-1), probabilities
 
     def _shared(self, hidden_states: Tensor, like: Tensor) -> tuple[Tensor, Tensor | float]:
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
@@ -153,11 +147,11 @@ class Mixture(Mechanism):
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Let the function skip heads whose gate is zero."""
-        if not is_plain_sdpa(implementation):
+        own = str(implementation).startswith("crosshead_mixture")
+        if not is_plain_sdpa(implementation) or (state.query.shape[2] == 1 and not own):
             return None
         shared, active = self.shared_heads, self.shared_heads + self.selected_heads
         state.attention_kwargs = {"gates": state.gates, "shared_heads": shared, "active_heads": active}
-        own = str(implementation).startswith("crosshead_mixture")
         return implementation if own else "crosshead_mixture"
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
@@ -205,14 +199,13 @@ def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_ma
 def token_weights(scores: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The weight of each token (B, T) in a mean: zero for padding."""
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
-        weights = scores.new_ones(scores.shape[:2])
-    elif attention_mask.shape != scores.shape[:2]:
+        attention_mask = scores.new_ones(scores.shape[:2])
+    if attention_mask.shape != scores.shape[:2]:
         raise ValueError(
             f"attention_mask of shape {tuple(attention_mask.shape)} does not say which of the "
             f"{tuple(scores.shape[:2])} tokens are padding: use one of that shape"
         )
-    else:
-        weights = attention_mask.to(scores)
+    weights = attention_mask.to(scores)
     return weights / weights.sum().clamp_min(1)
 
 

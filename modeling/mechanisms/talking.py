@@ -115,11 +115,8 @@ class Talking(Mechanism):
     def check_implementation(cls, implementation: str | None) -> None:
         """Only implementations that this file replaces as a whole."""
         if implementation is not None and implementation != "eager" and not is_plain_sdpa(implementation):
-            replaced = " (it is not transformers' own 'sdpa' here)" if implementation == "sdpa" else ""
-            raise ValueError(
-                f"attn_implementation={implementation!r}{replaced} cannot run 'talking', which mixes the attention "
-                "weights of all heads: use 'sdpa', 'eager' or 'crosshead_talking'"
-            )
+            reason = "'talking' mixes all heads' weights: use transformers' own 'sdpa', 'eager' or 'crosshead_talking'"
+            raise refuse("attn_implementation", implementation, reason)
 
     def before_rope(self, state: AttentionState) -> None:
         """Make the keys' maps, which the cache holds."""

@@ -91,9 +91,9 @@ def test_names_that_clash_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     def renamed(name: str) -> bundle.Module:
         module = read(name)
         if name == "cache":
-            names = frozenset({"merge_heads", "check_layer"})
+            names = frozenset({"update_cache", "check_layer"})
             module.definitions.insert(
-                0, bundle.Definition(name, "merge_heads = check_layer = None", names, frozenset())
+                0, bundle.Definition(name, "update_cache = check_layer = None", names, frozenset())
             )
         return module
 

@@ -273,7 +273,7 @@ def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None
             "another": {"implementation": "flash_attention_2"},
         }
         options |= changes[case]
-    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *_, **given: given)
-    given: Any = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
-    assert given["scaling"] == SCALING
+    monkeypatch.setattr(cpu_explicit, "explicit_attention_forward", lambda *given, **options: (given, options))
+    (*_, scaling), given = cpu_explicit.explicit_attention(layer((8, 4)), *inputs, **options)
+    assert scaling == SCALING
     assert given["key_map"] is options["key_map"]

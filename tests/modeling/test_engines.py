@@ -89,7 +89,7 @@ def test_same_logits(case: str, calls: list[int]) -> None:
 def test_mechanisms_that_no_engine_runs_are_refused(mechanism: str, engine: str) -> None:
     model = mixed_model("Llama", {mechanism: {}}, "sdpa")
     model.config._attn_implementation = engine
-    with pytest.raises(ValueError, match=f"attn_implementation='{engine}' cannot run '{mechanism}'"):
+    with pytest.raises(ValueError, match=f"attn_implementation='{engine}' .*'{mechanism}'"):
         model(tokens(1, 5), use_cache=False)
 
 
