@@ -27,8 +27,7 @@ from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadCl
 register_checkpoint_conversion_mapping(
     "crosshead_qwen3_moe", get_checkpoint_conversion_mapping("qwen3_moe"), overwrite=True
 )
-EXPERT_BIAS = "e_score_correction_bias"
-"""The buffer's name, which other models with such a bias have as well."""
+EXPERT_BIAS = "e_score_correction_bias"  # the buffer's name, as other models have it
 
 
 class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
@@ -79,7 +78,7 @@ class BiasedRouter(stock.Qwen3MoeTopKRouter):
         return logits, weights.to(logits.dtype), chosen
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "BiasedRouter":
-        # As `model.to(torch.bfloat16)` and DeepSpeed do: steps of a thousandth would be lost in the rounding.
+        # `model.to(torch.bfloat16)` would lose steps of a thousandth in the rounding.
         exact = self.e_score_correction_bias
         super()._apply(fn, recurse)
         if self.e_score_correction_bias.dtype != torch.float32:
@@ -120,19 +119,14 @@ class CrossheadQwen3MoeModel(CrossheadBackbone, CrossheadQwen3MoePreTrainedModel
 
 
 class CrossheadQwen3MoeForCausalLM(CrossheadCausalLM, CrossheadQwen3MoePreTrainedModel, stock.Qwen3MoeForCausalLM):
-    """Its language model.
-
-    The experts' balance loss is the stock one, over all tokens of a call. Where a batch is accumulated over calls,
-    each call's counts by its share of the tokens; the stock model would add it up as often as there are calls.
-    """
+    """Its language model; where a batch is accumulated over calls, each call's balance loss counts by its tokens."""
 
     backbone_class = CrossheadQwen3MoeModel
 
     def __init__(self, config: CrossheadQwen3MoeConfig) -> None:
         super().__init__(config)
         self.router_aux_loss_coef = config.router_aux_loss_coef
-        self.num_experts = config.num_experts
-        self.num_experts_per_tok = config.num_experts_per_tok
+        self.num_experts, self.num_experts_per_tok = config.num_experts, config.num_experts_per_tok
 
     def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
         yield from super()._auxiliary_losses(outputs, attention_mask)
