@@ -81,7 +81,7 @@ class Rules:
         return False
 
 
-@dataclass
+@dataclass(slots=True)
 class AttentionState:
     """The tensors of one attention call."""
 

@@ -82,7 +82,7 @@ class RouterMap(LinearMap):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Softmax over the logits, in the widened dtype."""
-        return functional.softmax(super().forward(hidden_states), dim=-1, dtype=widened(hidden_states.dtype))
+        return super().forward(hidden_states).softmax(-1, dtype=widened(hidden_states.dtype))
 
 
 def query_norm_scores(query: Tensor) -> Tensor:
