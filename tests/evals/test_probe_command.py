@@ -115,7 +115,7 @@ def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
     command = [measured, *subject, *SMALL, "--out", "found.json"]
     before = sorted(path.name for path in place.iterdir())
     with monkeypatch.context() as broken:
-        broken.setattr("crosshead.modeling.CrossheadLlamaForCausalLM.forward", stopped)
+        broken.setattr("crosshead.CrossheadLlamaForCausalLM.forward", stopped)
         broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
         broken.setattr("crosshead.conversion.layer_probe.measure_losses", stopped)
         status, out, err = line(*command)
