@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from .architectures.families import stock_shapes
 from .convert import Options, convert, job_of
 from .errors import ConversionError
-from .families import stock_shapes
-from .job import silent
-from .shard_writer import tensor_chunks, write_index, write_shard
-from .sources import open_source
-from .store import Entry
+from .sources.resolve import open_source
+from .sources.tensor_store import Entry
+from .writing.shard_writer import tensor_chunks, write_index, write_shard
+from .writing.writer import silent
 
 SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
     (4, {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}),

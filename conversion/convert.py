@@ -11,20 +11,20 @@ from typing import Any
 from crosshead.common.access_tokens import without_tokens
 from crosshead.modeling.options import is_whole
 
-from .auto_layers import AutoLayers
-from .calibrating import SUFFIX, Text, observe
-from .calibration import Calibration, Observers
-from .created import mixed_shapes
+from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
+from .architectures.mixer_options import MixerRequest, read_mixers
+from .architectures.mixer_tensors import mixed_shapes
+from .calibration.calibrate import SUFFIX, Text, observe
+from .calibration.calibration import Calibration, Observers
+from .compress.budget_search import AutoLayers
+from .compress.mix_layers import active_heads, component_pairs, mix_layers, needed_observations
 from .errors import ConversionError, one_line
-from .exactness import starts_neutral, tolerance
-from .families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
-from .job import Job, Prepared, Progress, run_job, silent
-from .mix_layers import active_heads, component_pairs, mix_layers, needed_observations
-from .mixer_options import MixerRequest, read_mixers
 from .plan import check_source, least_size, make_plan
-from .sources import Source, open_source
-from .verify import verifier
-from .vocabulary import check_vocabulary
+from .sources.resolve import Source, open_source
+from .verification.tolerances import starts_neutral, tolerance
+from .verification.verify import verifier
+from .writing.vocabulary import check_vocabulary
+from .writing.writer import Job, Prepared, Progress, run_job, silent
 
 MOST = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}

@@ -4,15 +4,63 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .created import mixed_shapes
-from .exactness import tolerance
-from .expert_bias import dropped_biases
-from .families import Family, family_of, read_config, stock_shapes
-from .fold_layers import fold_layers
-from .job import Job, Prepared, Progress, run_job, silent
+import torch
+
+from crosshead.modeling.configuration import shared_layout
+from crosshead.modeling.mechanisms import RULES
+
+from .architectures.families import Family, Shapes, family_of, layer_prefix, read_config, stock_shapes
+from .architectures.mixer_tensors import dropped_biases, mixed_shapes, starting_values
+from .compress.fold_rules import FOLD_RULES, PROJECTIONS
+from .compress.layer_rewrites import ATTENTION, LayerRewrites, Tensors, full_names, read_attention
+from .errors import ConversionError
 from .plan import check_source, make_plan
-from .sources import Source, open_source
-from .verify import verifier
+from .sources.resolve import Source, open_source
+from .sources.tensor_store import TensorStore
+from .verification.tolerances import tolerance
+from .verification.verify import verifier
+from .writing.writer import Job, Prepared, Progress, run_job, silent
+
+
+def fold_layers(store: TensorStore, config: Any, shapes: Shapes) -> LayerRewrites:
+    """The rewrites that fold every layer; `ConversionError` where one cannot, before anything is written."""
+    applied = {layer: _mechanisms_to_apply(store, config, layer) for layer in range(config.num_hidden_layers)}
+    names: dict[str, int] = {}
+    for layer, mechanisms in applied.items():
+        sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
+        prefix = layer_prefix(layer) + ATTENTION
+        folded = [f"{prefix}{PROJECTIONS[side]}.{part}" for side in sorted(sides) for part in ("weight", "bias")]
+        names |= {name: layer for name in folded if name in shapes}
+
+    def make(layer: int) -> Tensors:
+        tensors = read_attention(store, layer)
+        for name in applied[layer]:
+            tensors = FOLD_RULES[name].apply(tensors, config.layout_of_layer(layer))
+        return full_names(layer, tensors)
+
+    return LayerRewrites(names, make)
+
+
+def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[str]:
+    """The mechanisms of a layer that must be worked in; those that are as they started, neutral, need not be."""
+    settings = config.mixers_of_layer(layer)
+    layout = shared_layout(settings, config.layout_of_layer(layer))
+    applied = []
+    for name, options in settings.items():
+        if RULES[name].starts_neutral(options, layout) and _is_as_started(store, config, layer, name):
+            continue
+        reason = FOLD_RULES[name].refusal(options, layout) if name in FOLD_RULES else "no rule says how"
+        if reason:
+            raise ConversionError(f"{name!r} in layer {layer} cannot be folded into a stock layer: {reason}")
+        applied.append(name)
+    return applied
+
+
+def _is_as_started(store: TensorStore, config: Any, layer: int, mechanism: str) -> bool:
+    prefix = f"{layer_prefix(layer)}{ATTENTION}mixers.{mechanism}."
+    started = {name: value for name, value in starting_values(config, layer, 0).items() if name.startswith(prefix)}
+    return all(torch.equal(store.read(name), value.to(store.read(name).dtype)) for name, value in started.items())
+
 
 OURS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
 """Fields of our configuration that the stock one has not, or has otherwise."""

@@ -8,8 +8,8 @@ import yaml
 
 from crosshead.modeling.options import unknown
 
+from .architectures.mixer_options import split_argument
 from .errors import ConversionError
-from .mixer_options import split_argument
 
 WORDS = {"true": True, "false": False}
 

@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 from crosshead.conversion.convert import convert
 from crosshead.conversion.fold import fold
-from crosshead.conversion.verify import verify
+from crosshead.conversion.verification.verify import verify
 from crosshead.modeling import BACKBONES, MECHANISMS
 from crosshead.modeling.backbones.llama import (
     CrossheadLlamaConfig,

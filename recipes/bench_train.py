@@ -18,21 +18,21 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
-from crosshead.evals.bench_machine import machine
-from crosshead.evals.bench_models import SHAPE as LAYERS
-from crosshead.evals.bench_pairs import in_turn, seconds
+from crosshead.evals.bench.machine import machine
+from crosshead.evals.bench.models import SHAPE as LAYERS
+from crosshead.evals.bench.pairs import in_turn, seconds
 from crosshead.modeling.options import unknown
 
-from .data_options import DataOptions, DataSource
+from .data.training_data import TrainingData, open_data
 from .errors import RecipeError
-from .models import load_tokenizer
-from .schema import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
-from .step_by_step import Rest, StepByStep
-from .telling import Progress, silent
-from .toy import write_text, write_tokenizer
+from .schema.data_options import DataOptions, DataSource
+from .schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
+from .schema.toy import write_text, write_tokenizer
 from .train import train
-from .training_arguments import training_arguments
-from .training_data import TrainingData, open_data
+from .trainer.models import load_tokenizer
+from .trainer.progress import Progress, silent
+from .trainer.stepped_trainer import Rest, StepByStep
+from .trainer.training_arguments import training_arguments
 
 LENGTH, SEQUENCES, AT_ONCE, LOG_EVERY = 512, 4, 2, 5
 WARM_UPS = 3

@@ -12,22 +12,22 @@ from typing import Any
 from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.common.posix import require_posix
 
-from .checkpoint_trainer import unwritten
-from .checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
+from .data.training_data import TrainingData, open_data
 from .errors import RecipeError
-from .model_config import check_expert_bias
-from .models import check_matches, files_beside, load_model, load_teacher, load_tokenizer
-from .processes import in_turn
-from .run_trainer import RunTrainer
-from .schema import Recipe
-from .sharding import ZERO3, check_teacher
-from .stopping import StopRequest, StopWhenAsked
-from .teacher_logits import WithTeacher, belonging
-from .telling import Progress, TellSteps, silent
-from .trainable import set_trainable
-from .training_arguments import training_arguments
-from .training_data import TrainingData, open_data
-from .watching import MetricsFile
+from .estimate.sharding import ZERO3, check_teacher
+from .schema.model_config import check_expert_bias
+from .schema.recipe import Recipe
+from .trainer.checkpoint_trainer import unwritten
+from .trainer.checkpoints import MODEL, PARTIAL, check_run, checkpoints, only_run, put, step_of
+from .trainer.metrics import MetricsFile
+from .trainer.models import check_matches, files_beside, load_model, load_teacher, load_tokenizer
+from .trainer.process_group import in_turn
+from .trainer.progress import Progress, TellSteps, silent
+from .trainer.run_trainer import RunTrainer
+from .trainer.stopping import StopRequest, StopWhenAsked
+from .trainer.teacher_logits import WithTeacher, belonging
+from .trainer.trainable import set_trainable
+from .trainer.training_arguments import training_arguments
 
 RESULT = "training.json"
 SETTINGS = ("config.json", "generation_config.json")

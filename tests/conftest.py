@@ -10,7 +10,7 @@ from warm_reload import WarmProcess
 @pytest.fixture(scope="session", autouse=True)
 def warm_process():
     """Finished folders load in a process that has imported torch and transformers already."""
-    from crosshead.conversion import reload
+    from crosshead.conversion.verification import reload
 
     process = WarmProcess()
     reload.subprocess = process
@@ -23,6 +23,6 @@ def warm_process():
 def clean_process(request, monkeypatch):
     """But where the process itself is what is tested."""
     if request.node.get_closest_marker("clean_process"):
-        from crosshead.conversion import reload
+        from crosshead.conversion.verification import reload
 
         monkeypatch.setattr(reload, "subprocess", subprocess)

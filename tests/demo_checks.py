@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 from crosshead.common.access_tokens import TOKEN
-from crosshead.evals.bench_machine import machine
+from crosshead.evals.bench.machine import machine
 from crosshead.model_cards.published import check_folder
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from crosshead.evals.bench_case import TIME, Case, placed
-from crosshead.evals.bench_cases import ATTENTION, DECODE
-from crosshead.evals.bench_mixture import CASES as MIXTURE
-from crosshead.evals.bench_pairs import Reading, Run, in_turn
-from crosshead.evals.bench_run import bench, bench_lines
-from crosshead.evals.bench_talking import CASES as TALKING
+from crosshead.evals.bench.case import TIME, Case, placed
+from crosshead.evals.bench.cases import ATTENTION, DECODE
+from crosshead.evals.bench.mixture import CASES as MIXTURE
+from crosshead.evals.bench.pairs import Reading, Run, in_turn
+from crosshead.evals.bench.run import bench, bench_lines
+from crosshead.evals.bench.talking import CASES as TALKING
 from crosshead.modeling.mechanisms.talking import HeadMaps
 from random_calls import attend
 

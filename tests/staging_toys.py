@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.shard_writer import tensor_chunks, write_shard
-from crosshead.conversion.staging import staging
-from crosshead.conversion.store import Entry
+from crosshead.conversion.sources.tensor_store import Entry
+from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard
 
 SHARDS = {f"model-{shard:02d}.safetensors": [Entry(f"{shard}.weight", "F32", (8, 5))] for shard in range(4)}
 ONE, TWO = {"command": "convert", "options": 1}, {"command": "convert", "options": 2}

@@ -17,7 +17,7 @@ from huggingface_hub import constants
 
 import document_commands as shown
 from broken import run
-from crosshead.evals import kept_memory
+from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train
 from crosshead_command.main import app
 from house import ROOT

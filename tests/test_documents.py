@@ -10,7 +10,7 @@ import pytest
 
 import document_commands as shown
 from crosshead.modeling.mechanisms import RULES
-from crosshead.recipes.load_recipe import shipped_recipes
+from crosshead.recipes.schema.load import shipped_recipes
 from house import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}

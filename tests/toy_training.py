@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from crosshead.recipes.data_options import DataSource
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.schema import Recipe
-from crosshead.recipes.toy import toy
+from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import Outcome, train
 
 KNOCKING = "small/smollm2_knocking"

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from crosshead.recipes.schema import Recipe
+from crosshead.recipes.schema.recipe import Recipe
 
 WORKER = Path(__file__).with_name("training_worker.py")
 LONGEST = 900

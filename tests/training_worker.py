@@ -10,7 +10,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from crosshead.recipes.run_trainer import RunTrainer
+from crosshead.recipes.trainer.run_trainer import RunTrainer
 from crosshead_command.main import main
 
 

@@ -12,7 +12,7 @@ from crosshead_command.strict import StrictCommand
 
 if TYPE_CHECKING:
     from crosshead.conversion.bench_convert import Synthetic
-    from crosshead.evals.bench_case import Case
+    from crosshead.evals.bench.case import Case
 
 app = typer.Typer(
     help="Measure speed: each figure beside that of a named rival, in turn, in one run.",
@@ -74,7 +74,7 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
 
     crosshead bench attention mixture-half-4096 talking-forward --out attention.json
     """
-    from crosshead.evals.bench_cases import ATTENTION
+    from crosshead.evals.bench.cases import ATTENTION
 
     measure("attention", ATTENTION, cases, device, rounds, out)
 
@@ -119,7 +119,7 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
 
     crosshead bench decode grouped-8k cache --rounds 5 --out decode.json
     """
-    from crosshead.evals.bench_cases import DECODE
+    from crosshead.evals.bench.cases import DECODE
 
     measure("decode", DECODE, cases, device, rounds, out)
 
@@ -138,8 +138,8 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
 
     crosshead bench compiled explicit-step --rounds 3 --out compiled.json
     """
-    from crosshead.evals.bench_cases import COMPILED
-    from crosshead.evals.bench_compiled import check_compiler
+    from crosshead.evals.bench.cases import COMPILED
+    from crosshead.evals.bench.compiled import check_compiler
 
     check_compiler()
     measure("compiled", COMPILED, cases, device, rounds, out)
@@ -170,9 +170,9 @@ def convert(
     from tempfile import TemporaryDirectory
 
     from crosshead.conversion.bench_convert import Synthetic
-    from crosshead.evals.bench_case import chosen
-    from crosshead.evals.bench_run import bench
-    from crosshead.recipes.toy import write_tokenizer
+    from crosshead.evals.bench.case import chosen
+    from crosshead.evals.bench.run import bench
+    from crosshead.recipes.schema.toy import write_tokenizer
 
     check(out)
     with TemporaryDirectory() as scratch, progress() as show:
@@ -186,7 +186,7 @@ def convert(
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
     from crosshead.conversion.bench_convert import MIXERS
-    from crosshead.evals.bench_case import TOLD, Case
+    from crosshead.evals.bench.case import TOLD, Case
 
     config = checkpoint.config
     fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -228,8 +228,8 @@ def train(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers take the GPU that they see; torch has not looked yet
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.evals.bench_case import check_device
-    from crosshead.evals.kept_memory import keep_memory
+    from crosshead.evals.bench.case import check_device
+    from crosshead.evals.bench.machine import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
     check_device(device)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 from crosshead_command.screen import progress
 
 if TYPE_CHECKING:
-    from crosshead.evals.bench_case import Case
+    from crosshead.evals.bench.case import Case
 
 
 def measure(
     name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
 ) -> None:
     """Of the known cases, the named ones or all: measured, written and told."""
-    from crosshead.evals.bench_case import chosen
-    from crosshead.evals.bench_run import bench
-    from crosshead.evals.kept_memory import keep_memory
+    from crosshead.evals.bench.case import chosen
+    from crosshead.evals.bench.machine import keep_memory
+    from crosshead.evals.bench.run import bench
 
     wanted = chosen(list(known), cases or [], f"bench {name}")
     check(out)
@@ -29,14 +29,14 @@ def measure(
 
 def check(out: Path | None) -> None:
     """Nothing is measured that could not be written."""
-    from crosshead.evals.whole_files import check_targets
+    from crosshead.evals.atomic_write import check_targets
 
     check_targets([] if out is None else [out], overwrite=True)
 
 
 def tell(report: dict[str, Any], out: Path | None) -> None:
     """Write what is asked for, and print a table."""
-    from crosshead.evals.bench_run import bench_lines
+    from crosshead.evals.bench.run import bench_lines
 
     write(report, out)
     print_lines(bench_lines(report))
@@ -44,7 +44,7 @@ def tell(report: dict[str, Any], out: Path | None) -> None:
 
 def write(report: dict[str, Any], out: Path | None) -> None:
     """Where it is asked for."""
-    from crosshead.evals.whole_files import write_whole
+    from crosshead.evals.atomic_write import write_whole
 
     if out is not None:
         write_whole({out: json.dumps(report, indent=2) + "\n"})

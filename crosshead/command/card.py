@@ -45,8 +45,8 @@ def write_card(
     """
     from dataclasses import replace
 
+    from crosshead.evals.atomic_write import write_whole
     from crosshead.evals.model_fingerprint import model_fingerprint
-    from crosshead.evals.whole_files import write_whole
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
@@ -60,8 +60,8 @@ def write_card(
 
 def _cost(facts: Any) -> dict[str, Any]:
     """What the model costs, and would without mechanisms."""
-    from crosshead.conversion.families import PREFIX, family_of, read_config
-    from crosshead.evals.cost_report import cost_report
+    from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.evals.cost.report import cost_report
 
     kind = "mixed" if str(facts.config.get("model_type")).startswith(PREFIX) else "stock"
     config = read_config(dict(facts.config), kind, facts.name)

@@ -60,7 +60,7 @@ def _licence(head: Mapping[str, Any]) -> dict[str, str]:
 
 def _in_gguf(path: Path) -> dict[str, Any]:
     """The keys that converters to GGUF write."""
-    from crosshead.conversion.gguf_store import GgufStore
+    from crosshead.conversion.gguf.store import GgufStore
 
     content = GgufStore(path).file.metadata
     named = {

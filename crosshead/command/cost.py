@@ -26,7 +26,7 @@ def cost(
     """
     import json
 
-    from crosshead.evals.cost_report import cost_lines, cost_report
+    from crosshead.evals.cost.report import cost_lines, cost_report
 
     report = {"model": model} | cost_report(_config(model, mixer or [], revision), length)
     if as_json:
@@ -38,8 +38,8 @@ def cost(
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """The configuration to count: of ours, and with what `convert` would make of the same --mixer."""
-    from crosshead.conversion.families import PREFIX, family_of, read_config
-    from crosshead.conversion.mixer_options import read_mixers
+    from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.conversion.architectures.mixer_options import read_mixers
     from crosshead.conversion.recipe import with_recipe
 
     content = _content(model, revision)
@@ -55,9 +55,9 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """What the config says: of a GGUF file, what it would say."""
-    from crosshead.conversion.gguf_store import GgufStore
-    from crosshead.conversion.published_folder import CONFIG
-    from crosshead.conversion.strict_json import parse_object
+    from crosshead.conversion.gguf.store import GgufStore
+    from crosshead.conversion.sources.checked_json import parse_object
+    from crosshead.conversion.sources.model_folder import CONFIG
 
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
@@ -78,7 +78,7 @@ def _from_hub(model: str, revision: str | None) -> Path:
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError
 
-    from crosshead.conversion.published_folder import CONFIG
+    from crosshead.conversion.sources.model_folder import CONFIG
 
     try:
         return Path(hf_hub_download(model, CONFIG, revision=revision))

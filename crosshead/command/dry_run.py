@@ -2,9 +2,9 @@
 
 import json
 
-from crosshead.recipes.dry_run import dry_run, dry_run_lines
-from crosshead.recipes.schema import Recipe
-from crosshead.recipes.sharding import ONE_GPU, read_sharding
+from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.estimate.sharding import ONE_GPU, read_sharding
+from crosshead.recipes.schema.recipe import Recipe
 
 
 def show_dry_run(recipe: Recipe, accelerate: str | None, as_json: bool) -> None:

@@ -49,8 +49,8 @@ def evaluate(
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
-    from crosshead.evals.evaluate import evaluate as run
-    from crosshead.evals.whole_files import check_targets, write_whole
+    from crosshead.evals.atomic_write import check_targets, write_whole
+    from crosshead.evals.harness.evaluate import evaluate as run
 
     if suite is not None and tasks is not None:
         raise typer.BadParameter("give --suite or --tasks, not both")
@@ -85,7 +85,7 @@ def _tell(told: str) -> None:
 
 def _show(out: Path, as_json: bool) -> None:
     """What was written, as it is or as tables."""
-    from crosshead.evals.eval_report import eval_lines
+    from crosshead.evals.harness.report import eval_lines
 
     written = out.read_text(encoding="utf-8")
     if as_json:

@@ -33,8 +33,8 @@ def inspect(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.evals.inspect_files import check_target, write_report
-    from crosshead.evals.inspect_report import inspect_report
+    from crosshead.evals.inspect.page import check_target, write_report
+    from crosshead.evals.inspect.report import inspect_report
 
     disable_progress_bar()
     check_target(out, overwrite)
@@ -47,7 +47,7 @@ def inspect(
 
 def _texts(given: Sequence[str]) -> dict[str, str]:
     """The texts by what to call them."""
-    from crosshead.conversion.text import read_text
+    from crosshead.conversion.calibration.text import read_text
 
     texts: dict[str, str] = {}
     for each in given:

@@ -46,7 +46,7 @@ def heads(
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.evals.masked_heads import lines
+    from crosshead.evals.probe.masked_heads import lines
 
     disable_progress_bar()
     _check_out(out, overwrite)
@@ -77,7 +77,7 @@ def layers(
 
     crosshead probe layers Qwen/Qwen3-0.6B --text prose.txt --out layers.json
     """
-    from crosshead.conversion.layer_probe import lines, probe_layers
+    from crosshead.conversion.compress.layer_probe import lines, probe_layers
 
     _check_out(out, overwrite)
     with progress() as show:
@@ -96,7 +96,7 @@ def layers(
 
 def _opened(name: str, length: int) -> Any:
     """A model whose heads can be masked, on windows of so many tokens."""
-    from crosshead.evals.inspect_text import check_family
+    from crosshead.evals.inspect.text import check_family
     from crosshead.evals.open_model import open_model
 
     opened = open_model(name)
@@ -108,9 +108,9 @@ def _opened(name: str, length: int) -> Any:
 
 
 def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
-    from crosshead.conversion.text import default_text, read_text, windows
-    from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+    from crosshead.conversion.calibration.text import default_text, read_text, windows
     from crosshead.evals.open_model import load_model
+    from crosshead.evals.probe.masked_heads import counts_to_mask, masked_heads
 
     prose = default_text() if text is None else read_text(text)
     tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
@@ -121,7 +121,7 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Before any work, not after it."""
-    from crosshead.evals.whole_files import check_targets
+    from crosshead.evals.atomic_write import check_targets
 
     if out.suffix != ".json":
         raise ValueError(f"--out {out} does not end in .json: the figures go there, and the plot beside it, in .svg")
@@ -129,8 +129,8 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _write(out: Path, report: Mapping[str, Any], lines: Mapping[str, Any], axes: tuple[str, str]) -> None:
-    from crosshead.evals.line_plot import line_plot
-    from crosshead.evals.whole_files import write_whole
+    from crosshead.evals.atomic_write import write_whole
+    from crosshead.evals.probe.plot import line_plot
 
     picture = out.with_suffix(".svg")
     write_whole({out: json.dumps(report, indent=2) + "\n", picture: line_plot(lines, *axes)})

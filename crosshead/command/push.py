@@ -59,8 +59,8 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     import torch
 
     from crosshead.common.access_tokens import TOKEN
-    from crosshead.conversion.published_folder import foreign_code
-    from crosshead.conversion.reload import reload_check
+    from crosshead.conversion.sources.model_folder import foreign_code
+    from crosshead.conversion.verification.reload import reload_check
     from crosshead.model_cards.facts import CONFIG, read_json
     from crosshead.model_cards.published import check_folder
 

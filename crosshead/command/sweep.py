@@ -30,11 +30,11 @@ def sweep(
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.recipes.load_recipe import load_recipe
-    from crosshead.recipes.processes import in_turn, together
-    from crosshead.recipes.sweep import PICTURE
-    from crosshead.recipes.sweep import sweep as run
-    from crosshead.recipes.toy import toy as at_toy_size
+    from crosshead.recipes.schema.load import load_recipe
+    from crosshead.recipes.schema.toy import toy as at_toy_size
+    from crosshead.recipes.sweep.sweep import PICTURE
+    from crosshead.recipes.sweep.sweep import sweep as run
+    from crosshead.recipes.trainer.process_group import in_turn, together
 
     disable_progress_bar()
     with together(), progress() as show:

@@ -37,11 +37,11 @@ def train(
     from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.recipes.load_recipe import load_recipe
-    from crosshead.recipes.processes import in_turn, together
-    from crosshead.recipes.saved_teacher import save_teacher as write_teacher
-    from crosshead.recipes.toy import toy as at_toy_size
+    from crosshead.recipes.schema.load import load_recipe
+    from crosshead.recipes.schema.toy import toy as at_toy_size
     from crosshead.recipes.train import train as run
+    from crosshead.recipes.trainer.process_group import in_turn, together
+    from crosshead.recipes.trainer.saved_teacher import save_teacher as write_teacher
     from crosshead_command.dry_run import show_dry_run
 
     if not dry_run and (accelerate is not None or as_json):

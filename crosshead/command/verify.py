@@ -22,7 +22,7 @@ def verify(
 
     Fails where the two ought to be equal and are not.
     """
-    from crosshead.conversion.verify import verify as run
+    from crosshead.conversion.verification.verify import verify as run
 
     with progress() as show:
         report = run(source, model, revision=revision, text=text, trust_remote_code=trust_remote_code, progress=show)

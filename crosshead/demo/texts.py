@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from crosshead.conversion.calibrating import HELD_OUT
-from crosshead.conversion.text import default_text
-from crosshead.evals.eval_quiet import quiet
-from crosshead.evals.eval_suite import read_suite
-from crosshead.evals.eval_tasks import load_tasks, task_manager
+from crosshead.conversion.calibration.calibrate import HELD_OUT
+from crosshead.conversion.calibration.text import default_text
+from crosshead.evals.harness.harness import quiet
+from crosshead.evals.harness.suite import read_suite
+from crosshead.evals.harness.tasks import load_tasks, task_manager
 
 PARAGRAPH = "\n\n"
 

@@ -1,11 +1,17 @@
 import pytest
 import torch
 
-from crosshead.conversion import aligned_values as values_module
-from crosshead.conversion.aligned_frame import Errors
-from crosshead.conversion.aligned_keys import aligned_keys, mixed_keys, pair_maps
-from crosshead.conversion.aligned_values import aligned_values, grouped, one_fewer
-from crosshead.conversion.head_groups import cheapest_groups
+from crosshead.conversion.compress import aligned_maps as values_module
+from crosshead.conversion.compress.aligned_frame import Errors
+from crosshead.conversion.compress.aligned_maps import (
+    aligned_keys,
+    aligned_values,
+    cheapest_groups,
+    grouped,
+    mixed_keys,
+    one_fewer,
+    pair_maps,
+)
 from tiers import grid
 
 D = 6

@@ -14,17 +14,18 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
-from crosshead.conversion import auto_layers, job
-from crosshead.conversion.calibrating import DEFAULT_NAME, HELD_OUT, Text, observe
-from crosshead.conversion.calibration import Observers
+from crosshead.conversion.architectures.families import read_config, stock_shapes
+from crosshead.conversion.calibration.calibrate import DEFAULT_NAME, HELD_OUT, Text, observe
+from crosshead.conversion.calibration.calibration import Observers
+from crosshead.conversion.calibration.fingerprint import fingerprint_of
+from crosshead.conversion.calibration.text import default_text
+from crosshead.conversion.compress import budget_search as auto_layers
 from crosshead.conversion.convert import Options, job_of
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.families import read_config, stock_shapes
-from crosshead.conversion.fingerprint import fingerprint_of
-from crosshead.conversion.safetensors_store import WEIGHTS, SafetensorsStore
-from crosshead.conversion.shard_writer import write_shard
-from crosshead.conversion.sources import open_source
-from crosshead.conversion.text import default_text
+from crosshead.conversion.sources.resolve import open_source
+from crosshead.conversion.sources.safetensors_store import WEIGHTS, SafetensorsStore
+from crosshead.conversion.writing import writer as job
+from crosshead.conversion.writing.shard_writer import write_shard
 from crosshead_command.screen import calibration_lines
 from tiers import first, grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock

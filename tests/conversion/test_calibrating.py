@@ -4,15 +4,15 @@ import pytest
 import torch
 from tokenizers import processors
 
-from crosshead.conversion import calibrating
-from crosshead.conversion.calibrating import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
-from crosshead.conversion.families import read_config
-from crosshead.conversion.fast_arithmetic import fast_dtype
-from crosshead.conversion.layer_choice import TRIAL_LENGTH, TRIALS
-from crosshead.conversion.sample import read_sample
-from crosshead.conversion.sampled_text import SEED, sampled_text
-from crosshead.conversion.sources import open_source
-from crosshead.conversion.streamed_model import StreamedModel
+from crosshead.conversion.architectures.families import read_config
+from crosshead.conversion.calibration import calibrate as calibrating
+from crosshead.conversion.calibration.calibrate import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
+from crosshead.conversion.calibration.head_statistics import fast_dtype
+from crosshead.conversion.calibration.sampled_text import SEED, sampled_text
+from crosshead.conversion.calibration.streamed_model import StreamedModel
+from crosshead.conversion.compress.budget_search import TRIAL_LENGTH, TRIALS
+from crosshead.conversion.sources.resolve import open_source
+from crosshead.conversion.verification.verify import read_sample
 from tiers import first
 from toy_checkpoints import character_tokenizer, write_stock
 

@@ -6,11 +6,11 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 import toys
-from crosshead.conversion import compare as compare_module
-from crosshead.conversion.compare import compare
+from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.safetensors_store import SafetensorsStore
-from crosshead.conversion.streamed_model import StreamedModel
+from crosshead.conversion.sources.safetensors_store import SafetensorsStore
+from crosshead.conversion.verification import logit_diff as compare_module
+from crosshead.conversion.verification.logit_diff import compare
 
 TOKENS = toys.tokens(3, 11)
 

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 import toys
-from crosshead.conversion.created import created_shapes, mixed_shapes, starting_values
+from crosshead.conversion.architectures.families import FAMILIES, read_config, stock_shapes
+from crosshead.conversion.architectures.mixer_tensors import created_shapes, mixed_shapes, starting_values
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.exactness import cache_bytes, starts_neutral
-from crosshead.conversion.families import FAMILIES, read_config, stock_shapes
+from crosshead.conversion.verification.tolerances import cache_bytes, starts_neutral
 from tiers import grid
 
 PLAIN = pytest.param({}, marks=pytest.mark.oldest)

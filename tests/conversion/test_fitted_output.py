@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion import fast_arithmetic, fitted_output
-from crosshead.conversion.fitted_output import MOST, PULL, AttentionCalls, output_change
-from crosshead.conversion.layer_rewrites import substituted
+from crosshead.conversion.calibration import head_statistics as fast_arithmetic
+from crosshead.conversion.compress import fitted_output
+from crosshead.conversion.compress.fitted_output import MOST, PULL, AttentionCalls, output_change
+from crosshead.conversion.compress.layer_rewrites import substituted
 
 
 @pytest.fixture(autouse=True)

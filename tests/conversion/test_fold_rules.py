@@ -5,8 +5,8 @@ import torch
 
 import toys
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.fold_layers import fold_layers
-from crosshead.conversion.store import DTYPE_NAMES, Entry
+from crosshead.conversion.fold import fold_layers
+from crosshead.conversion.sources.tensor_store import DTYPE_NAMES, Entry
 
 FOLDABLE = {
     "linear knock": {"knocking": {"form": "linear", "on": ["query", "key", "value"]}},

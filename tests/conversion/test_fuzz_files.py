@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save
 
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
+from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(12.0).reshape(4, 3),

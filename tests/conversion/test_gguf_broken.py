@@ -5,7 +5,7 @@ import sys
 import pytest
 
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.gguf_store import GgufStore
+from crosshead.conversion.gguf.store import GgufStore
 
 gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
 

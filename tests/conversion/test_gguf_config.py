@@ -7,7 +7,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import toys
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.gguf_store import GgufStore
+from crosshead.conversion.gguf.store import GgufStore
 
 gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
-from crosshead.conversion.gguf_tokenizer import OLDEST_TRANSFORMERS
+from crosshead.conversion.gguf.store import OLDEST_TRANSFORMERS
 
 gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
 

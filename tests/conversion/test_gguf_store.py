@@ -6,9 +6,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import toys
-from crosshead.conversion import gguf_store
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.store import DTYPES, TensorStore
+from crosshead.conversion.gguf import store as gguf_store
+from crosshead.conversion.sources.tensor_store import DTYPES, TensorStore
 from tiers import grid, oldest
 
 gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
@@ -72,7 +72,7 @@ def test_numbers_that_are_not_quantised_keep_their_format(tmp_path):
 
 def test_pieces_are_whole_heads(tmp_path, monkeypatch):
     model, store = stored(tmp_path, "Llama")
-    monkeypatch.setattr("crosshead.conversion.gguf_tensors.CHUNK", 1)
+    monkeypatch.setattr("crosshead.conversion.gguf.tensors.CHUNK", 1)
     for name, tensor in gguf_toys.stock_tensors(model).items():
         assert torch.equal(store.read(name), tensor)
     assert len(list(store.chunks("model.layers.0.self_attn.q_proj.weight"))) == model.config.num_attention_heads

@@ -5,7 +5,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from crosshead.conversion.growing_file import write_growing
+from crosshead.conversion.writing.growing_file import write_growing
 
 GROUPS = [
     {"0.gram": torch.rand(2, 3, 5, dtype=torch.float64), "0.change": torch.rand(4, 6)},

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion.families import layer_prefix
-from crosshead.conversion.head_order import HeadUse, most_used_first, reorder
+from crosshead.conversion.architectures.families import layer_prefix
+from crosshead.conversion.compress.reorder_heads import HeadUse, most_used_first, reorder
 
 
 def best_by_trial(use, groups, shared):

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion import head_statistics
-from crosshead.conversion.head_statistics import HeadStatistics
+from crosshead.conversion.calibration import head_statistics
+from crosshead.conversion.calibration.head_statistics import HeadStatistics
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 D = toys.SIZES["head_dim"]

@@ -9,7 +9,7 @@ from huggingface_hub import close_session, constants
 import toys
 from broken import INDEX
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.sources import open_source
+from crosshead.conversion.sources.resolve import open_source
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import MANY_SHARDS
 from toy_tokenizer import toy_tokenizer

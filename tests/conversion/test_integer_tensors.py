@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import crosshead
-from crosshead.conversion.safetensors_store import WEIGHTS
+from crosshead.conversion.sources.safetensors_store import WEIGHTS
 from toy_checkpoints import write_stock
 
 BUFFERS = {

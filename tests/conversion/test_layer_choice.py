@@ -7,11 +7,11 @@ import torch
 
 import crosshead
 import toys
-from crosshead.conversion.calibrating import Text
+from crosshead.conversion.calibration.calibrate import Text
+from crosshead.conversion.calibration.streamed_model import StreamedModel
+from crosshead.conversion.compress.budget_search import choose, counts_to_try, measure_losses
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.layer_choice import choose, counts_to_try, measure_losses
-from crosshead.conversion.sources import open_source
-from crosshead.conversion.streamed_model import StreamedModel
+from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
 from tiers import first
 from toy_checkpoints import write_stock

@@ -7,10 +7,10 @@ import subprocess
 
 import pytest
 
-from crosshead.conversion import staging as module
-from crosshead.conversion import work_folder
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.staging import staging
+from crosshead.conversion.writing import atomic_output as module
+from crosshead.conversion.writing import work_folder
+from crosshead.conversion.writing.atomic_output import staging
 from staging_toys import ONE, SHARDS, TWO, complete, fill, names, old_model, refusal, run, stopped, write
 
 

@@ -9,9 +9,10 @@ from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.file_bytes import CHUNK
-from crosshead.conversion.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
-from crosshead.conversion.shard_writer import (
+from crosshead.conversion.sources.file_bytes import CHUNK
+from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
+from crosshead.conversion.sources.tensor_store import DTYPE_NAMES, Entry
+from crosshead.conversion.writing.shard_writer import (
     digest_of,
     is_intact,
     shard_size,
@@ -19,7 +20,6 @@ from crosshead.conversion.shard_writer import (
     write_index,
     write_shard,
 )
-from crosshead.conversion.store import DTYPE_NAMES, Entry
 from tiers import grid
 
 TENSORS = {

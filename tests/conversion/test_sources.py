@@ -8,10 +8,10 @@ from transformers import AutoTokenizer
 
 import crosshead
 import toys
-from crosshead.conversion import gguf_tokenizer
-from crosshead.conversion.calibrating import Text
+from crosshead.conversion.calibration.calibrate import Text
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.sources import open_source
+from crosshead.conversion.gguf import store as gguf_tokenizer
+from crosshead.conversion.sources.resolve import open_source
 from toy_tokenizer import toy_tokenizer
 
 SIDE = ["LICENSE.txt", "USE_POLICY.md", "generation_config.json", "tokenizer.json", "tokenizer_config.json"]

@@ -6,10 +6,10 @@ from multiprocessing import get_context
 import pytest
 import torch
 
-from crosshead.conversion import staging as module
-from crosshead.conversion.shard_writer import tensor_chunks, write_shard
-from crosshead.conversion.staging import staging
-from crosshead.conversion.store import Entry
+from crosshead.conversion.sources.tensor_store import Entry
+from crosshead.conversion.writing import atomic_output as module
+from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard
 from staging_toys import ONE
 
 

@@ -6,9 +6,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import toys
+from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.safetensors_store import SafetensorsStore
-from crosshead.conversion.streamed_model import StreamedModel
+from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from tiers import grid, oldest
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}

@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import crosshead
-from crosshead.conversion.published_folder import forget_loading
+from crosshead.conversion.sources.model_folder import forget_loading
 from toy_checkpoints import write_stock
 
 CLEAN = """

@@ -5,11 +5,11 @@ import json
 
 import pytest
 
-from crosshead.conversion import staging as module
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.shard_writer import write_shard
-from crosshead.conversion.staging import staging
-from crosshead.conversion.store import Entry
+from crosshead.conversion.sources.tensor_store import Entry
+from crosshead.conversion.writing import atomic_output as module
+from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.shard_writer import write_shard
 from staging_toys import ONE, SHARDS, TWO, complete, items, names, refusal, run, stopped, write
 
 ERRORS = [ConversionError, RuntimeError, MemoryError, OSError, KeyboardInterrupt]

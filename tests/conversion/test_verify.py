@@ -7,10 +7,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import crosshead
-from crosshead.conversion import fold_layers, mix_layers, reload, verify
+from crosshead.conversion import fold as fold_layers
+from crosshead.conversion.compress import mix_layers
+from crosshead.conversion.compress.fold_rules import FOLD_RULES, FoldRule
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.fold_rules import FOLD_RULES, FoldRule
-from crosshead.conversion.store import Entry
+from crosshead.conversion.sources.tensor_store import Entry
+from crosshead.conversion.verification import reload, verify
 from crosshead.modeling import bundle
 from tiers import grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock

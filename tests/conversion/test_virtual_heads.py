@@ -2,10 +2,9 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion import aligned_keys, aligned_values
-from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.head_statistics import KINDS, HeadStatistics
-from crosshead.conversion.virtual_heads import (
+from crosshead.conversion.calibration.head_statistics import KINDS, HeadStatistics
+from crosshead.conversion.compress import aligned_maps as aligned_keys
+from crosshead.conversion.compress.virtual_heads import (
     FRAME,
     approximate,
     output_name,
@@ -14,6 +13,7 @@ from crosshead.conversion.virtual_heads import (
     shapes_of_solved,
     solved,
 )
+from crosshead.conversion.errors import ConversionError
 from tiers import grid
 
 D, HEADS = toys.SIZES["head_dim"], 4
@@ -24,8 +24,8 @@ PREFIX = "model.layers.{}.self_attn."
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch):
     """What is folded does not depend on how good it is."""
-    for module in (aligned_keys, aligned_values):
-        monkeypatch.setattr(module, "STEPS", 8)
+    for name in ("KEY_STEPS", "VALUE_STEPS"):
+        monkeypatch.setattr(aligned_keys, name, 8)
 
 
 def toy(backbone, **changes):
@@ -192,7 +192,7 @@ def test_what_is_solved_already_is_not_solved_again(backbone, monkeypatch):
     }
     assert len(found) == 2 * len(FRAME)
     held = HeadStatistics.from_tensors(statistics.sums | found, layout)
-    monkeypatch.setattr("crosshead.conversion.virtual_heads.Errors", None)
+    monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
     again = rewrite(tensors, held, layout, 3, 2, "aligned")
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from crosshead.conversion.errors import ConversionError
-from crosshead.conversion.store import DTYPES, Entry
-from crosshead.conversion.vocabulary import check_vocabulary, grown
+from crosshead.conversion.sources.tensor_store import DTYPES, Entry
+from crosshead.conversion.writing.vocabulary import check_vocabulary, grown
 
 
 class PieceStore:

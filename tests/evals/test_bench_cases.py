@@ -9,10 +9,14 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from crosshead.evals import bench_attention, bench_compiled, bench_host, bench_mixture, bench_models
-from crosshead.evals.bench_attention import attention, dense, stock
-from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, placed
-from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
+from crosshead.evals.bench import attention as bench_attention
+from crosshead.evals.bench import compiled as bench_compiled
+from crosshead.evals.bench import host as bench_host
+from crosshead.evals.bench import mixture as bench_mixture
+from crosshead.evals.bench import models as bench_models
+from crosshead.evals.bench.attention import attention, dense, stock
+from crosshead.evals.bench.case import MEMORY, WHOLE_MEMORY, placed
+from crosshead.evals.bench.cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.errors import EvalError
 from crosshead.modeling.mechanisms.explicit import explicit_attention_forward
 

@@ -13,10 +13,14 @@ import torch
 
 from broken import run
 from crosshead.conversion.bench_convert import MIXERS
-from crosshead.evals import bench_cases, bench_compiled, bench_pairs, bench_run, kept_memory
-from crosshead.evals.bench_case import DTYPES, TIME, TOLD, Case
-from crosshead.evals.bench_cases import ATTENTION, COMPILED, DECODE
-from crosshead.evals.bench_run import amount, bench, bench_lines
+from crosshead.evals.bench import cases as bench_cases
+from crosshead.evals.bench import compiled as bench_compiled
+from crosshead.evals.bench import machine as kept_memory
+from crosshead.evals.bench import pairs as bench_pairs
+from crosshead.evals.bench import run as bench_run
+from crosshead.evals.bench.case import DTYPES, TIME, TOLD, Case
+from crosshead.evals.bench.cases import ATTENTION, COMPILED, DECODE
+from crosshead.evals.bench.run import amount, bench, bench_lines
 from house import ROOT
 from tiers import first
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from crosshead.evals import bench_talking
-from crosshead.evals.bench_case import MEMORY, WHOLE_MEMORY, Case
-from crosshead.evals.bench_memory import Counter, added, peak_bytes
+from crosshead.evals.bench import talking as bench_talking
+from crosshead.evals.bench.case import MEMORY, WHOLE_MEMORY, Case
+from crosshead.evals.bench.memory import Counter, added, peak_bytes
 from crosshead.evals.errors import EvalError
 
 pytestmark = pytest.mark.slow  # as tests of measuring tools are

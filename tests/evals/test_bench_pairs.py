@@ -2,8 +2,8 @@
 
 import pytest
 
-from crosshead.evals import bench_pairs
-from crosshead.evals.bench_pairs import compare, figures, in_turn, seconds, timed
+from crosshead.evals.bench import pairs as bench_pairs
+from crosshead.evals.bench.pairs import compare, figures, in_turn, seconds, timed
 
 
 @pytest.fixture

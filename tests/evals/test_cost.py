@@ -9,9 +9,9 @@ from transformers import DynamicCache
 
 import crosshead
 import toys
-from crosshead.conversion.exactness import cache_bytes
-from crosshead.evals.cost import FLOPS, model_cost, on_meta
-from crosshead.evals.cost_report import cost_report
+from crosshead.conversion.verification.tolerances import cache_bytes
+from crosshead.evals.cost.model import FLOPS, model_cost, on_meta
+from crosshead.evals.cost.report import cost_report
 from tiers import grid
 
 LENGTH = 9

@@ -7,7 +7,7 @@ import pytest
 import gguf_toys
 import toys
 from broken import edit_json, run
-from crosshead.evals.cost_report import cost_report
+from crosshead.evals.cost.report import cost_report
 from hub_client import hub_with
 from hub_server import COMMIT, Repository
 from toy_checkpoints import write_stock

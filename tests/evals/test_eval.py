@@ -13,10 +13,10 @@ import yaml
 
 import toys
 from broken import run
-from crosshead.evals import eval_report
-from crosshead.evals.eval_report import eval_lines
-from crosshead.evals.eval_tasks import TASKS
-from crosshead.evals.evaluate import evaluate
+from crosshead.evals.harness import report as eval_report
+from crosshead.evals.harness.evaluate import evaluate
+from crosshead.evals.harness.report import eval_lines
+from crosshead.evals.harness.tasks import TASKS
 from toy_eval import CHOICE, ITEMS, ROLLING, WORD, WRITTEN, trained_model, write_scorable, write_task
 
 LIMIT = 24

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crosshead.evals.eval_tasks import TASKS
+from crosshead.evals.harness.tasks import TASKS
 
 AGREEMENT = {"verb", "phrase", "clause", "determiner", "reflexive", "there"}
 ORDER = {"noun_phrase", "adjective", "auxiliary", "question", "preposition", "negation"}

@@ -7,10 +7,10 @@ import pytest
 
 import toys
 from broken import run
-from crosshead.evals import evaluate as evaluating
-from crosshead.evals.eval_compare import difference
-from crosshead.evals.eval_items import Items, t_quantile
-from crosshead.evals.eval_report import eval_lines
+from crosshead.evals.harness import evaluate as evaluating
+from crosshead.evals.harness.compare import difference
+from crosshead.evals.harness.items import Items, t_quantile
+from crosshead.evals.harness.report import eval_lines
 from toy_eval import ITEMS, ROLLING, write_scorable, write_task
 
 

@@ -3,10 +3,10 @@
 import pytest
 import yaml
 
-from crosshead.evals import eval_suite
 from crosshead.evals.errors import EvalError
-from crosshead.evals.eval_suite import read_suite, suite_names
-from crosshead.evals.eval_tasks import TASKS
+from crosshead.evals.harness import suite as eval_suite
+from crosshead.evals.harness.suite import read_suite, suite_names
+from crosshead.evals.harness.tasks import TASKS
 
 ROWS = {"moh-llm": 6, "moh-llama3": 14, "mea": 6, "mea-reasoning": 11, "kha": 19, "quick": 4, "offline": 2}
 """Rows of the papers' tables, those that the harness lacks included."""

@@ -11,9 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 
 import toys
 from broken import edit_json, run, snapshot
-from crosshead.evals.inspect_files import write_report
-from crosshead.evals.inspect_page import page_text
-from crosshead.evals.inspect_text import pieces_of
+from crosshead.evals.inspect.page import page_text, write_report
+from crosshead.evals.inspect.text import pieces_of
 from toy_checkpoints import character_tokenizer, write_model, write_stock
 
 TEXT = "the cat sat on the mat."

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import toys
-from crosshead.evals.inspect_layer import (
+from crosshead.evals.inspect.layer import (
     layer_record,
     map_measures,
     mean_of_pairs,
@@ -18,9 +18,9 @@ from crosshead.evals.inspect_layer import (
     pattern_similarity,
     value_norms,
 )
-from crosshead.evals.inspect_matrices import joined, learnt_matrices, matrix_records
-from crosshead.evals.inspect_pack import pack_indices, pack_maps, pack_numbers, plain, rounded
-from crosshead.evals.inspect_watch import watching
+from crosshead.evals.inspect.matrices import joined, learnt_matrices, matrix_records
+from crosshead.evals.inspect.pack import pack_indices, pack_maps, pack_numbers, plain, rounded
+from crosshead.evals.inspect.recorder import watching
 from tiers import grid
 
 LENGTH = 9

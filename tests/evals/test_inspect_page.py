@@ -8,8 +8,8 @@ from selenium.webdriver.common.keys import Keys
 
 import toys
 from browser import BROWSER, DRIVER, opened, running, until
-from crosshead.evals.inspect_files import write_report
-from crosshead.evals.inspect_report import inspect_report
+from crosshead.evals.inspect.page import write_report
+from crosshead.evals.inspect.report import inspect_report
 from toy_checkpoints import character_tokenizer, write_model
 
 MINUS, DASH = "\N{MINUS SIGN}", "\N{EN DASH}"

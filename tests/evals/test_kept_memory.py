@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from crosshead.evals import kept_memory
+from crosshead.evals.bench import machine as kept_memory
 
 pytestmark = pytest.mark.slow  # as tests of measuring tools are
 

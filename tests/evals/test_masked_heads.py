@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import toys
-from crosshead.evals.masked_heads import counts_to_mask, masked_heads
+from crosshead.evals.probe.masked_heads import counts_to_mask, masked_heads
 
 MODELS = {"stock": lambda: toys.stock_model("Qwen3"), "talking": lambda: toys.mixed_model("Qwen3", {"talking": {}})}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.evals.plot_field import LEFT, TOP, Field, round_numbers, short
+from crosshead.evals.probe.plot import LEFT, TOP, Field, round_numbers, short
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_interrupted_or_on_a_full_disk(measured, place, line, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setattr("crosshead.CrossheadLlamaForCausalLM.forward", stopped)
         broken.setattr("transformers.LlamaForCausalLM.forward", stopped)
-        broken.setattr("crosshead.conversion.layer_probe.measure_losses", stopped)
+        broken.setattr("crosshead.conversion.compress.layer_probe.measure_losses", stopped)
         status, out, err = line(*command)
         assert (status, out, err.count("\n")) == (130, "", 1)
     with monkeypatch.context() as broken:
@@ -134,8 +134,8 @@ def test_the_probe_is_what_conversion_measures(place):
     from torch.nn import functional
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from crosshead.conversion.layer_probe import probe_layers
-    from crosshead.conversion.text import default_text, windows
+    from crosshead.conversion.calibration.text import default_text, windows
+    from crosshead.conversion.compress.layer_probe import probe_layers
 
     report = probe_layers("source", method="svd", length=32, count=3)
     tokens = windows(AutoTokenizer.from_pretrained("source"), default_text(), 32, 3, 61)

@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
-from crosshead.conversion.text import read_text, windows
-from crosshead.evals.bench_machine import machine
+from crosshead.conversion.calibration.text import read_text, windows
+from crosshead.evals.bench.machine import machine
 
 
 def arguments() -> argparse.Namespace:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import crosshead.recipes.train  # noqa: F401  # before the forks, with all that it imports
-from crosshead.recipes.schema import Recipe
+from crosshead.recipes.schema.recipe import Recipe
 from crosshead_command.main import main as crosshead_main
 from toy_training import KNOCKING, toy_run
 from training_sessions import group_variables, rank_variables, write_recipe

@@ -17,9 +17,9 @@ from typing import Any
 from train_small import documents, train_tokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from crosshead.evals.bench_machine import machine
-from crosshead.recipes.data_options import DataOptions, DataSource
-from crosshead.recipes.schema import CheckpointOptions, ModelOptions, Recipe, TrainOptions
+from crosshead.evals.bench.machine import machine
+from crosshead.recipes.schema.data_options import DataOptions, DataSource
+from crosshead.recipes.schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions
 from crosshead.recipes.train import train
 
 BASELINE = "baseline"

@@ -14,7 +14,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from crosshead.recipes.schema import Recipe
+from crosshead.recipes.schema.recipe import Recipe
 from toy_training import KNOCKING, MIXTURE, toy_run
 from training_sessions import Run
 

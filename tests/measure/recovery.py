@@ -25,14 +25,14 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 import crosshead
-from crosshead.evals.bench_machine import machine
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.models import load_tokenizer, vocabulary_of
-from crosshead.recipes.objective import evaluated
-from crosshead.recipes.schema import Recipe
+from crosshead.evals.bench.machine import machine
+from crosshead.recipes.data.training_data import open_data
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.training_data import open_data
-from crosshead.recipes.watching import MetricsFile
+from crosshead.recipes.trainer.loss import evaluated
+from crosshead.recipes.trainer.metrics import MetricsFile
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
 
 CASES: dict[str, dict[str, Any]] = {
     "explicit": {"key_heads": "2", "value_heads": "2"},

@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from crosshead.recipes.models import load_tokenizer, vocabulary_of
-from crosshead.recipes.schema import LoraOptions, Recipe
-from crosshead.recipes.training_data import open_data
+from crosshead.recipes.data.training_data import open_data
+from crosshead.recipes.schema.recipe import LoraOptions, Recipe
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
 from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from result_files import RESULTS, Content, written_by
 
-from crosshead.evals.bench_run import amount, spread, verdict
+from crosshead.evals.bench.run import amount, spread, verdict
 
 SPEEDS = {
     "attention": "Attention and models",

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.conversion.bench_convert import Synthetic
-from crosshead.evals.bench_machine import machine
-from crosshead.evals.bench_pairs import figures
+from crosshead.evals.bench.machine import machine
+from crosshead.evals.bench.pairs import figures
 from toy_checkpoints import character_tokenizer
 
 

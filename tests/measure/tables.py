@@ -18,12 +18,12 @@ from conversion_tables import heads_table, streaming_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
-from crosshead.evals.cost_report import cost_report
+from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.recipes.dry_run import dry_run
-from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
-from crosshead.recipes.model_config import model_config
-from crosshead.recipes.sharding import read_sharding
+from crosshead.recipes.estimate.dry_run import dry_run
+from crosshead.recipes.estimate.sharding import read_sharding
+from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.model_config import model_config
 from house import ROOT
 
 PAGES = ROOT / "modeling" / "docs"

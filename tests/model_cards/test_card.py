@@ -28,7 +28,7 @@ pytestmark = pytest.mark.xdist_group("card")
 def whole(tmp_path_factory, warm_process):
     """A converted model, with what verification measured."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("crosshead.conversion.reload.subprocess", warm_process)
+        patch.setattr("crosshead.conversion.verification.reload.subprocess", warm_process)
         return converted(tmp_path_factory.mktemp("card") / "made")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from broken import run
-from crosshead.recipes.load_recipe import load_recipe
+from crosshead.recipes.schema.load import load_recipe
 from crosshead_command.card import write_card
 from toy_checkpoints import write_stock
 from toy_data import write_jsonl

@@ -9,10 +9,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 import toys
-from crosshead.recipes.activations import Arithmetic, activations
-from crosshead.recipes.data_options import DataOptions, DataSource
-from crosshead.recipes.schema import LoraOptions, TrainOptions
-from crosshead.recipes.trainable import set_trainable
+from crosshead.recipes.estimate.activations import Arithmetic, activations
+from crosshead.recipes.schema.data_options import DataOptions, DataSource
+from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
+from crosshead.recipes.trainer.trainable import set_trainable
 from tiers import grid
 
 LENGTH = 40

@@ -12,10 +12,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from crosshead.recipes.data_options import DataOptions, DataSource
+from crosshead.recipes.data.source_files import SUFFIXES, identity
+from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.source_files import SUFFIXES, identity
-from crosshead.recipes.training_data import open_data
+from crosshead.recipes.schema.data_options import DataOptions, DataSource
 from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
 
 GOOD = words(*range(1, 40))

@@ -8,10 +8,10 @@ import sys
 import datasets
 import pytest
 
-from crosshead.recipes.data_options import DataOptions, DataSource
-from crosshead.recipes.documents import documents
+from crosshead.recipes.data.readers import documents
+from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.training_data import open_data
+from crosshead.recipes.schema.data_options import DataOptions, DataSource
 from toy_data import separating_tokenizer, write_jsonl, write_parquet
 
 READ = """

@@ -9,11 +9,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config
 
 from broken import run
-from crosshead.recipes.dry_run import dry_run
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.model_config import CONFIGS, model_config
-from crosshead.recipes.sharding import ONE_GPU
-from crosshead.recipes.toy import write_tokenizer
+from crosshead.recipes.estimate.dry_run import dry_run
+from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.schema.model_config import CONFIGS, model_config
+from crosshead.recipes.schema.toy import write_tokenizer
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, MIXTURE, toy_run, train
 

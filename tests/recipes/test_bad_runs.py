@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import crosshead
 from broken import run as run_command
 from broken import snapshot
-from crosshead.recipes import training_arguments
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.toy import toy_config
+from crosshead.recipes.schema.toy import toy_config
+from crosshead.recipes.trainer import training_arguments
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, LORA, MIXTURE, toy_run, train
 
@@ -157,7 +157,7 @@ CASES = {
 def test_one_line(name, tmp_path, monkeypatch, capfd):
     case = CASES[name]
     recipe = case.change(toy_run(case.name, tmp_path), tmp_path)
-    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     before = snapshot(tmp_path)
     status, out, err = run_command(capfd, monkeypatch, f"train {case.name} --toy {tmp_path}")
     assert (status, out) == (1, ""), err

@@ -12,12 +12,12 @@ import torch
 from transformers import Trainer
 
 from broken import run
-from crosshead.evals import kept_memory
+from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train as module
 from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.run_trainer import RunTrainer
-from crosshead.recipes.step_by_step import StepByStep
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.trainer.run_trainer import RunTrainer
+from crosshead.recipes.trainer.stepped_trainer import StepByStep
 
 SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
 
@@ -104,7 +104,7 @@ def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
 def test_steps_are_timed_and_make_rounds(monkeypatch):
     """Of each side alone, whichever goes first."""
     clock = [0.0]
-    monkeypatch.setattr("crosshead.evals.bench_pairs.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("crosshead.evals.bench.pairs.time.perf_counter", lambda: clock[0])
 
     def steps(*taken):
         def run(rest):

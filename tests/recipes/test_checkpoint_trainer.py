@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from crosshead.recipes.checkpoint_trainer import CheckpointTrainer
+from crosshead.recipes.trainer.checkpoint_trainer import CheckpointTrainer
 from toys import CASES, mixed_model
 
 

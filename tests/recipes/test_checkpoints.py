@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crosshead.recipes import checkpoints as module
-from crosshead.recipes.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.schema import MechanismOptions
+from crosshead.recipes.schema.recipe import MechanismOptions
+from crosshead.recipes.trainer import checkpoints as module
+from crosshead.recipes.trainer.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
 
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from crosshead.recipes import distilling
-from crosshead.recipes.distilling import (
+from crosshead.recipes.data.packing import NOT_PREDICTED
+from crosshead.recipes.trainer import distillation as distilling
+from crosshead.recipes.trainer.distillation import (
     attention_errors,
     attention_outputs,
     instead_of_labels,
     next_token_losses,
     predictions,
 )
-from crosshead.recipes.packing import NOT_PREDICTED
 from toys import CASES, mixed_model, stock_model, tokens
 
 VOCABULARY = 13

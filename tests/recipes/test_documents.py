@@ -5,10 +5,10 @@ import json
 import datasets
 import pytest
 
-from crosshead.recipes import documents as reading
-from crosshead.recipes.data_options import DataSource
-from crosshead.recipes.documents import documents
-from crosshead.recipes.source_files import identity, source_files, total_size
+from crosshead.recipes.data import readers as reading
+from crosshead.recipes.data.readers import documents
+from crosshead.recipes.data.source_files import identity, source_files, total_size
+from crosshead.recipes.schema.data_options import DataSource
 from toy_data import write_jsonl, write_parquet
 
 TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3

@@ -9,15 +9,15 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from broken import run
-from crosshead.evals.cost import model_cost
-from crosshead.recipes.dry_run import dry_run, dry_run_lines
+from crosshead.evals.cost.model import model_cost
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.model_config import model_config
-from crosshead.recipes.models import load_model, load_tokenizer
-from crosshead.recipes.sharding import FSDP, ONE_GPU, Sharding, read_sharding
-from crosshead.recipes.toy import toy
-from crosshead.recipes.trainable import is_new, set_trainable
+from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.estimate.sharding import FSDP, ONE_GPU, Sharding, read_sharding
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.toy import toy
+from crosshead.recipes.trainer.models import load_model, load_tokenizer
+from crosshead.recipes.trainer.trainable import is_new, set_trainable
 from tiers import grid
 
 ACCELERATE = Path(__file__).parents[2] / "recipes" / "accelerate"

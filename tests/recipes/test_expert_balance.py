@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
-from crosshead.recipes.dry_run import dry_run
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.expert_balance import ExpertBalance, read_everywhere
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.models import check_expected
-from crosshead.recipes.sharding import ONE_GPU
+from crosshead.recipes.estimate.dry_run import dry_run
+from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
+from crosshead.recipes.trainer.expert_balance import ExpertBalance, read_everywhere
+from crosshead.recipes.trainer.models import check_expected
 from tiers import first
 from toy_checkpoints import write_stock
 from toy_training import EXPERTS, KNOCKING, losses, metrics, resumed, toy_run, weights

@@ -11,7 +11,7 @@ import torch
 
 from crosshead.recipes import train as module
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.saved_teacher import save_teacher
+from crosshead.recipes.trainer.saved_teacher import save_teacher
 from tiers import first
 from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights
 

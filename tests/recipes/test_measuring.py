@@ -7,8 +7,8 @@ from pydoc_data.topics import topics
 
 import pytest
 
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.toy import write_tokenizer
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.toy import write_tokenizer
 from measure import processes, recovery, resume
 from measuring import measured
 from toy_checkpoints import write_stock

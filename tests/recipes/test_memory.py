@@ -13,13 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 import toys
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.memory import Teacher, memory
-from crosshead.recipes.model_config import model_config
-from crosshead.recipes.sharding import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding
-from crosshead.recipes.stopping import StopWhenAsked
-from crosshead.recipes.toy import toy
+from crosshead.recipes.estimate.memory import Teacher, memory
+from crosshead.recipes.estimate.sharding import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
+from crosshead.recipes.trainer.stopping import StopWhenAsked
 from tiers import first
 
 LORA = ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]

@@ -5,12 +5,11 @@ import torch
 from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
-from crosshead.recipes.distilling import attention_errors, attention_outputs
-from crosshead.recipes.objective import Objective, evaluated
-from crosshead.recipes.packing import NOT_PREDICTED
-from crosshead.recipes.routing import HeadRouting, extremes
-from crosshead.recipes.schema import Distillation
-from crosshead.recipes.teacher_logits import INDICES, LOGARITHMS
+from crosshead.recipes.data.packing import NOT_PREDICTED
+from crosshead.recipes.schema.recipe import Distillation
+from crosshead.recipes.trainer.distillation import attention_errors, attention_outputs
+from crosshead.recipes.trainer.loss import HeadRouting, Objective, evaluated, extremes
+from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS
 from toys import CASES, mixed_model, stock_model, tokens
 
 BALANCE_WEIGHT = 8.0

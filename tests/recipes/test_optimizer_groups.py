@@ -6,15 +6,15 @@ import pytest
 import torch
 from transformers import Trainer
 
-from crosshead.recipes.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.optimizer_groups import separate_mechanisms
-from crosshead.recipes.schema import LoraOptions, MechanismOptions, TrainOptions
-from crosshead.recipes.sharding import ONE_GPU
-from crosshead.recipes.stopping import StopWhenAsked
-from crosshead.recipes.sweep import sweep_runs
-from crosshead.recipes.trainable import is_new
+from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import LoraOptions, MechanismOptions, TrainOptions
+from crosshead.recipes.sweep.sweep import sweep_runs
+from crosshead.recipes.trainer.optimizer import separate_mechanisms
+from crosshead.recipes.trainer.stopping import StopWhenAsked
+from crosshead.recipes.trainer.trainable import is_new
 from tiers import grid
 from toy_training import LORA, losses, resumed, toy_run, train, weights
 from toys import CASES, MECHANISM_CASES, mixed_model

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
-from crosshead.recipes.schedule import rate
+from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.trainer.optimizer import rate
 
 BILLION = 1_000_000_000
 

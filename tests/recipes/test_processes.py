@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from crosshead.recipes.processes import together
+from crosshead.recipes.trainer.process_group import together
 
 TASKS = Path("/proc/self/task")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.recipes.schedule import rate
+from crosshead.recipes.trainer.optimizer import rate
 from toy_training import KNOCKING, metrics, toy_run, train
 
 

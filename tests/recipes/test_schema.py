@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
+from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 

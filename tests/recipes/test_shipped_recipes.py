@@ -10,11 +10,11 @@ import typer
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from crosshead.conversion.mixer_options import read_mixers, split_argument
-from crosshead.recipes.checkpoints import MODEL
-from crosshead.recipes.load_recipe import load_recipe, shipped_recipes
-from crosshead.recipes.model_config import model_config
-from crosshead.recipes.toy import toy, toy_config
+from crosshead.conversion.architectures.mixer_options import read_mixers, split_argument
+from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.toy import toy, toy_config
+from crosshead.recipes.trainer.checkpoints import MODEL
 from crosshead_command.main import app
 
 RECIPES = Path(__file__).parents[2] / "recipes"

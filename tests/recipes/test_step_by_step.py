@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.recipes.step_by_step import StepByStep
+from crosshead.recipes.trainer.stepped_trainer import StepByStep
 
 
 def counting(made, steps=3):

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from broken import run as run_command
-from crosshead.recipes import run_trainer, stopping
-from crosshead.recipes.checkpoints import checkpoints, step_of
-from crosshead.recipes.schema import LoraOptions
-from crosshead.recipes.stopping import StopRequest, StopWhenAsked
+from crosshead.recipes.schema.recipe import LoraOptions
+from crosshead.recipes.trainer import run_trainer, stopping
+from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
+from crosshead.recipes.trainer.stopping import StopRequest, StopWhenAsked
 from tiers import first
 from toy_training import KNOCKING, LORA, losses, metrics, toy_run, train, weights
 from training_sessions import Run
@@ -96,7 +96,7 @@ def test_the_command_says_so(number, tmp_path, monkeypatch, capfd):
     from crosshead.recipes import train as module
 
     recipe = toy_run(KNOCKING, tmp_path)
-    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     real = module.train
     monkeypatch.setattr(
         module, "train", lambda asked, show: real(asked, when(2, lambda: os.kill(os.getpid(), number)))

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from broken import run
-from crosshead.recipes import sweep as module
 from crosshead.recipes.errors import DivergedError, RecipeError
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
-from crosshead.recipes.scaling_law import ScalingLaw
-from crosshead.recipes.sweep import PICTURE, REPORT, Try, choose, lower, sweep, sweep_runs
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.sweep import sweep as module
+from crosshead.recipes.sweep.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
+from crosshead.recipes.sweep.scaling_law import ScalingLaw
+from crosshead.recipes.sweep.sweep import PICTURE, REPORT, Try, choose, lower, sweep, sweep_runs
 from crosshead.recipes.train import Outcome
 from crosshead_command.sweep import _lines as lines_of
 

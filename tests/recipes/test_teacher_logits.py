@@ -11,14 +11,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from broken import run as run_command
-from crosshead.recipes import teacher_logits as module
+from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.load_recipe import load_recipe
-from crosshead.recipes.models import load_tokenizer, vocabulary_of
-from crosshead.recipes.saved_teacher import save_teacher
-from crosshead.recipes.teacher_logits import INDICES, LOGARITHMS, WithTeacher, belonging
-from crosshead.recipes.toy import toy
-from crosshead.recipes.training_data import open_data
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.toy import toy
+from crosshead.recipes.trainer import teacher_logits as module
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.trainer.saved_teacher import save_teacher
+from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, belonging
 from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
 
 
@@ -163,7 +163,7 @@ def test_what_is_not_finished_is_not_there(error, recipe, tmp_path):
 
 
 def test_by_command(recipe, tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr("crosshead.recipes.toy.toy", lambda *_: recipe)
+    monkeypatch.setattr("crosshead.recipes.schema.toy.toy", lambda *_: recipe)
     command = f"train {MIXTURE} --toy {tmp_path} --save-teacher {tmp_path / 'logits'}"
     assert run_command(capfd, monkeypatch, command)[:2] == (0, f"wrote {tmp_path / 'logits'}\n")
     assert train(from_disk(recipe, tmp_path / "logits")).model

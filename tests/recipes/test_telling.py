@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from crosshead.recipes.telling import TellSteps
 from crosshead.recipes.train import train
+from crosshead.recipes.trainer.progress import TellSteps
 from toy_training import KNOCKING, metrics, toy_run
 
 

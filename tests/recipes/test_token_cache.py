@@ -11,11 +11,11 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 
-from crosshead.recipes import tokenising
-from crosshead.recipes.data_options import DataSource
+from crosshead.recipes.data import tokenising
+from crosshead.recipes.data.token_cache import open_cache
+from crosshead.recipes.data.tokenising import HELD_OUT, TRAINING, TokenEncoder
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.token_cache import open_cache
-from crosshead.recipes.tokenising import HELD_OUT, TRAINING, TokenEncoder
+from crosshead.recipes.schema.data_options import DataSource
 from toy_data import separating_tokenizer, toy_texts, write_jsonl
 
 fork = get_context("fork")

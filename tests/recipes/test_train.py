@@ -10,12 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosshead.recipes import train as module
+from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.load_recipe import shipped_recipes
-from crosshead.recipes.models import load_model, load_tokenizer
-from crosshead.recipes.schema import LoraOptions
+from crosshead.recipes.schema.load import shipped_recipes
+from crosshead.recipes.schema.recipe import LoraOptions
 from crosshead.recipes.train import Outcome, train
-from crosshead.recipes.training_data import open_data
+from crosshead.recipes.trainer.models import load_model, load_tokenizer
 from tiers import first
 from toy_checkpoints import write_stock
 from toy_training import (

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.schema import LoraOptions, TrainOptions
-from crosshead.recipes.trainable import PROJECTIONS, set_trainable, whole_model
+from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
+from crosshead.recipes.trainer.trainable import PROJECTIONS, set_trainable, whole_model
 from tiers import grid
 from toy_training import LORA, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens

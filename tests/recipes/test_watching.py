@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from crosshead.recipes import run_trainer, watching
-from crosshead.recipes.checkpoints import checkpoints
 from crosshead.recipes.errors import RecipeError
-from crosshead.recipes.moving import moved, plain_name, starting_points
-from crosshead.recipes.routing import HeadRouting
-from crosshead.recipes.schema import LoraOptions, TrainOptions
+from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
-from crosshead.recipes.trainable import set_trainable
-from crosshead.recipes.watching import LossWatch, MetricsFile
+from crosshead.recipes.trainer import metrics as watching
+from crosshead.recipes.trainer import run_trainer
+from crosshead.recipes.trainer.checkpoints import checkpoints
+from crosshead.recipes.trainer.drift import moved, plain_name, starting_points
+from crosshead.recipes.trainer.loss import HeadRouting
+from crosshead.recipes.trainer.metrics import LossWatch, MetricsFile
+from crosshead.recipes.trainer.trainable import set_trainable
 from toy_training import KNOCKING, LORA, MIXTURE, killed, losses, metrics, toy_run, train
 from toys import CASES, mixed_model
 

@@ -1,0 +1,1 @@
+"""The convertible model families, and the tensors that mechanisms add to them."""

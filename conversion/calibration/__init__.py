@@ -1,0 +1,1 @@
+"""Running the source on text, and what is recorded of its heads."""

@@ -1,0 +1,1 @@
+"""New attention tensors: fewer key and value heads, reordered heads, folded mechanisms."""

@@ -1,0 +1,150 @@
+"""Tensors out of a GGUF file, some rows at a time: read, unpacked where they are quantised, rows in stock order."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ..errors import ConversionError
+from ..sources.file_bytes import CHUNK, fill, opened
+from ..sources.tensor_store import DTYPE_NAMES, DTYPES, Entry
+from .header import GgufTensor
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What becomes of a GGUF architecture."""
+
+    model_type: str
+    stock_class: str
+    interleaved: bool = False
+    """Whether the rows of each query and key head come in rotated pairs, and not half after half as in stock ones."""
+    experts: bool = False
+
+
+ARCHITECTURES = {
+    "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts=True),
+}
+"""The value of `general.architecture` -> its stock family."""
+EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+_OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
+_INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+}
+_STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+
+
+def stock_names(name: str, experts: int) -> dict[str, int | None]:
+    """The stock tensors that one of GGUF's holds: one per expert where it is a stack of them, none if it is unknown.
+
+    The values say which of the stack, None where there is none.
+    """
+    if name in _OUTER:
+        return {_OUTER[name]: None}
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return {}
+    layer, part, kind = match.groups()
+    if part in _INNER:
+        return {f"model.layers.{layer}.{_INNER[part]}.{kind}": None}
+    if part in _STACKED:
+        return {f"model.layers.{layer}.mlp.experts.{i}.{_STACKED[part]}.{kind}": i for i in range(experts)}
+    return {}
+
+
+def head_count_key(name: str) -> str | None:
+    """Which count tells the heads that this tensor's rows belong to, for queries and keys; None for others."""
+    match = _LAYER.fullmatch(name)
+    return {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(match[2]) if match else None
+
+
+def depth(name: str) -> tuple[int, int]:
+    """Sorts by the order in which a model uses the tensors: the embedding, layer by layer, the norm and the head."""
+    if match := _LAYER.fullmatch(name):
+        return 1, int(match[1])
+    return (0, 0) if name == EMBEDDING else (2, 0)
+
+
+UNPACKED = torch.float32
+"""What the `gguf` package unpacks quantised numbers to."""
+
+
+@dataclass(frozen=True)
+class StockTensor:
+    """One stock tensor and where its numbers lie: a whole tensor of the file, or one expert of a stack."""
+
+    source: GgufTensor
+    expert: int | None = None
+    head_rows: int | None = None
+    """Rows of one head, where they are interleaved: rotated pairs beside each other."""
+
+    def entry(self, name: str) -> Entry:
+        """What a store says of it."""
+        dtype = DTYPES.get(self.source.format.name, UNPACKED)
+        return Entry(name, DTYPE_NAMES[dtype], self.source.shape[self.expert is not None :])
+
+    def blocks(self) -> Iterator[torch.Tensor]:
+        """Consecutive rows, a few megabytes at a time and whole heads where rows are interleaved."""
+        entry = self.entry("")
+        rows, row_size = entry.shape[0], entry.size // entry.shape[0]
+        packed = self.source.size // prod(self.source.shape[: len(self.source.shape) - len(entry.shape) + 1])
+        unit = self.head_rows or 1
+        step = max(1, CHUNK // (row_size * unit)) * unit
+        start = self.source.start + (self.expert or 0) * rows * packed
+        with opened(self.source.path) as (descriptor, _):
+            for row in range(0, rows, step):
+                count = min(step, rows - row)
+                raw = torch.empty(count, packed, dtype=torch.uint8)
+                fill(raw.numpy().data.cast("B"), descriptor, self.source.path, start + row * packed)
+                yield self._in_order(unpack(raw, self.source.format)).view(count, *entry.shape[1:])
+
+    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.head_rows is None:
+            return rows
+        # (heads, pairs, first and second, columns) -> (heads, first and second, pairs, columns)
+        return rows.view(-1, self.head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+
+
+def unpack(raw: torch.Tensor, form: Any) -> torch.Tensor:
+    """Rows of bytes as rows of numbers."""
+    if form.name in DTYPES:
+        return raw.view(DTYPES[form.name])
+    from gguf import dequantize
+
+    return torch.from_numpy(dequantize(raw.numpy(), form))
+
+
+def check_format(name: str, tensor: GgufTensor) -> None:
+    """Refuse what cannot be unpacked, before anything is written."""
+    if tensor.format.name in DTYPES:
+        return
+    from gguf import GGML_QUANT_SIZES
+
+    try:
+        if len(tensor.shape) < 2:
+            raise NotImplementedError
+        unpack(torch.zeros(1, GGML_QUANT_SIZES[tensor.format][1], dtype=torch.uint8), tensor.format)
+    except NotImplementedError as error:
+        raise ConversionError(
+            f"{tensor.path}: tensor {name!r} of {len(tensor.shape)} dimensions is stored as {tensor.format.name}, "
+            "which the gguf package cannot unpack: give a GGUF file in another format, such as Q8_0 or F16"
+        ) from error

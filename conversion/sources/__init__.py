@@ -1,0 +1,1 @@
+"""Where checkpoints come from: folders, the Hub, and the files in them."""

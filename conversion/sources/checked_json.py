@@ -1,0 +1,57 @@
+"""JSON out of files that may hold anything: what is odd about it becomes one line that names the file."""
+
+import json
+import reprlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConversionError
+from .file_bytes import opened, read_at
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring = 2, 100
+_LONGEST = 120
+
+
+def shown(value: Any) -> str:
+    """A value out of a file as it may stand in a message: quoted, without line breaks, and never long."""
+    return _SHORT.repr(value)[:_LONGEST]
+
+
+def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
+    """The JSON object in a file; one of more than `largest` bytes is not read, because `what` is smaller."""
+    with opened(path) as (descriptor, status):
+        if status.st_size > largest:
+            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
+        raw = read_at(descriptor, path, 0, status.st_size)
+    return parse_object(raw, str(path))
+
+
+def parse_object(raw: bytes, where: str) -> dict[str, Any]:
+    """The JSON object in `raw`, which `where` names in errors; refused where a key stands twice or a number is NaN."""
+    try:
+        content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
+    except RecursionError as error:
+        raise ConversionError(f"{where} is nested too deeply to be read: fetch the file again") from error
+    except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or one of ours
+        raise ConversionError(f"{where} is not usable JSON ({_first_line(error)}): fetch the file again") from error
+    if not isinstance(content, dict):
+        raise ConversionError(f"{where} holds {shown(content)} where a JSON object belongs: fetch the file again")
+    return content
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shown(twice)} stands there twice")
+    return content
+
+
+def _no_number(text: str) -> float:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _first_line(error: ValueError) -> str:
+    return str(error).split("\n")[0][:_LONGEST]

@@ -1,0 +1,78 @@
+"""Bounded reads out of files that are never mapped: mapped pages would count as memory of this process."""
+
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from ..errors import ConversionError
+
+CHUNK = 1 << 20
+"""Bytes handed on at a time: a multiple of every item size, small enough for a processor's cache."""
+
+
+class Buffers:
+    """Buffers that are used again and again, because the first touch of new memory costs more than the reading."""
+
+    def __init__(self) -> None:
+        self._spare: list[memoryview] = []
+
+    @contextmanager
+    def lent(self) -> Iterator[memoryview]:
+        """A buffer of `CHUNK` bytes for one pass over some bytes; another pass at the same time gets another."""
+        buffer = self._spare.pop() if self._spare else torch.empty(CHUNK, dtype=torch.uint8).numpy().data
+        try:
+            yield buffer
+        finally:
+            self._spare.append(buffer)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
+    """A descriptor of a plain file and what the file system says of it; failures in the block are one line."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would make it wait
+    except (OSError, ValueError) as error:
+        raise ConversionError(_unreadable(path, error)) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ConversionError(f"{path} cannot be read: it is not a file")
+        yield descriptor, status
+    except OSError as error:
+        raise ConversionError(_unreadable(path, error)) from error
+    finally:
+        os.close(descriptor)
+
+
+def _unreadable(path: Path, error: OSError | ValueError) -> str:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return f"{path} cannot be read: {reason}"
+
+
+def fill(buffer: memoryview, descriptor: int, path: Path, start: int) -> None:
+    """Read from `start` on until the buffer is full."""
+    while buffer:
+        count = os.preadv(descriptor, [buffer], start)
+        if not count:
+            raise ConversionError(f"{path} ended at byte {start} while it was read: leave the source alone meanwhile")
+        buffer, start = buffer[count:], start + count
+
+
+def read_at(descriptor: int, path: Path, start: int, count: int) -> bytes:
+    """A few bytes from `start` on."""
+    raw = bytearray(count)
+    fill(memoryview(raw), descriptor, path, start)
+    return bytes(raw)
+
+
+def chunks_at(path: Path, start: int, count: int, buffers: Buffers) -> Iterator[memoryview]:
+    """`count` bytes from `start` on in pieces of `CHUNK`, each good until the next is asked for."""
+    with opened(path) as (descriptor, _), buffers.lent() as buffer:
+        for offset in range(0, count, CHUNK):
+            piece = buffer[: count - offset]
+            fill(piece, descriptor, path, start + offset)
+            yield piece

@@ -1,0 +1,1 @@
+"""Writing a converted checkpoint: shards, and atomic output."""

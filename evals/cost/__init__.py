@@ -1,0 +1,1 @@
+"""Parameters, arithmetic and cache sizes of models."""

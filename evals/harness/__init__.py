@@ -1,0 +1,1 @@
+"""Scores by lm-evaluation-harness, and comparisons item by item."""

@@ -1,0 +1,1 @@
+"""Reports of what attention heads do on a text."""

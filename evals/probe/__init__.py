@@ -1,0 +1,1 @@
+"""How much a model needs each of its heads."""

@@ -1,0 +1,1 @@
+"""Training data: readers, tokenisation, caching, and the order of samples."""

@@ -1,0 +1,163 @@
+"""Sources tokenised once: a folder per source and settings, complete or not there, mapped into memory.
+
+    <digest>/              named by what the tokens depend on: the source's files, the tokenizer, the share held out
+      training.tokens      all tokens of the documents to train on, a separator after each document
+      training.ends        where each of these documents ends, after its separator: int64
+      held_out.*           the same of the documents to evaluate on
+      cache.json           what the digest was made of, and what the files hold
+    <digest>.lock          held by the one process that tokenises; the others wait for it
+    .<digest>.*.partial/   what is being written, or what a process that was killed left: the next one removes it
+
+On a disk without locks each process tokenises for itself, and the first that is done publishes.
+Nothing is forced to the disk. A power cut can leave a folder that is too short; it is noticed and made again.
+"""
+
+import json
+import logging
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+
+from crosshead.common.posix import lock_file
+
+from ..errors import RecipeError, one_line
+from ..schema.data_options import DataSource
+from .readers import documents
+from .source_files import identity, total_size
+from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
+
+FORMAT = 2
+"""Goes up when the same settings would give other files."""
+RECORD = "cache.json"
+POSITION = np.dtype(np.int64)
+
+Progress = Callable[[int, int | None], None]
+"""Told how much is tokenised and, if known, how much there is: bytes of files, or documents of a Hub dataset."""
+
+logger = logging.getLogger(__name__)
+
+
+def silent(done: int, total: int | None) -> None:
+    """Progress for nobody."""
+
+
+class TokenStream:
+    """The documents of one part of a cache, one after the other, mapped into memory."""
+
+    def __init__(self, folder: Path, part: str, dtype: np.dtype[Any]) -> None:
+        self._place = folder, part, dtype
+        self.tokens: Tokens = _mapped(folder / f"{part}.tokens", dtype)
+        self.ends: Tokens = _mapped(folder / f"{part}.ends", POSITION)
+        """Where each document ends, after its separator."""
+
+    def __reduce__(self) -> tuple[type["TokenStream"], tuple[Any, ...]]:
+        """To another process goes the place; a mapping would be sent as its content."""
+        return TokenStream, self._place
+
+
+@dataclass(frozen=True)
+class TokenCache:
+    """A source that is tokenised."""
+
+    folder: Path
+    dtype: np.dtype[Any]
+    parts: dict[str, PartRecord]
+
+    def stream(self, part: str) -> TokenStream:
+        """The documents to train on, or those held out."""
+        return TokenStream(self.folder, part, self.dtype)
+
+
+def open_cache(
+    source: DataSource, encoder: TokenEncoder, held_out: float, root: Path, progress: Progress = silent
+) -> TokenCache:
+    """The tokens of a source, found below `root` or put there; `RecipeError` where that is not possible."""
+    try:
+        key = {"format": FORMAT, "source": identity(source), "encoder": encoder.identity(), "held_out": held_out}
+    except OSError as error:
+        raise RecipeError(f"{source.path} cannot be read: {error.strerror}") from error
+    folder = root / blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
+    found = _complete(folder, encoder)
+    if found is not None:
+        return found
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with _locked(root / f"{folder.name}.lock") as is_locked:
+            if is_locked:
+                for remains in root.glob(f".{folder.name}.*partial"):  # of a process that was killed
+                    shutil.rmtree(remains)
+            return _complete(folder, encoder) or _build(folder, key, source, encoder, held_out, progress)
+    except OSError as error:
+        raise RecipeError(f"the token cache {root} cannot be written: {error.strerror or one_line(error)}") from error
+
+
+def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
+    """What is there, if its files are as long as they should be."""
+    try:
+        content = json.loads((folder / RECORD).read_bytes())
+        parts = {name: PartRecord(**content["parts"][name]) for name in PARTS}
+        sizes = {f"{name}.tokens": part.tokens * encoder.dtype.itemsize for name, part in parts.items()}
+        sizes |= {f"{name}.ends": part.documents * POSITION.itemsize for name, part in parts.items()}
+        whole = all((folder / file).stat().st_size == size for file, size in sizes.items())
+    except (OSError, ValueError, LookupError, TypeError):
+        whole = False
+    if whole:
+        return TokenCache(folder, encoder.dtype, parts)
+    if folder.exists():
+        logger.warning("the token cache %s is damaged: it is made again", folder)
+    return None
+
+
+def _build(
+    folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: Progress
+) -> TokenCache:
+    partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
+    partial.mkdir()
+    done, total = [0], total_size(source)
+
+    def advance(count: int) -> None:
+        done[0] += count
+
+    def report() -> None:
+        progress(done[0], total)
+
+    try:
+        try:
+            parts = write_tokens(documents(source, advance), encoder, held_out, source.max_tokens, partial, report)
+        except LongDocumentError as error:
+            raise RecipeError(f"{source.path}: {error}") from None
+        if not any(part.documents for part in parts.values()):
+            raise RecipeError(f"the {source.kind} source {source.path} is empty: it holds no text")
+        content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}
+        (partial / RECORD).write_text(json.dumps(content, indent=2), encoding="utf-8")
+        if folder.exists():  # damaged; or of another process, where the disk has no locks
+            if found := _complete(folder, encoder):
+                return found
+            shutil.rmtree(folder)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return TokenCache(folder, encoder.dtype, parts)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[bool]:
+    """Hold a lock that ends with the process, however it ends; false where the disk has no locks."""
+    with path.open("a") as file:
+        try:
+            is_locked = lock_file(file, path.parent)
+        except BlockingIOError:
+            logger.warning("another process is tokenising into %s: waiting for it", path.parent)
+            is_locked = lock_file(file, path.parent, wait=True)
+        yield is_locked
+
+
+def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # nothing cannot be mapped

@@ -1,0 +1,1 @@
+"""The size, work and memory of a run, without running it."""

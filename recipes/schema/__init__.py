@@ -1,0 +1,1 @@
+"""Recipes: their sections, how they are read from YAML, and model configurations."""

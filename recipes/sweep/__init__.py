@@ -1,0 +1,1 @@
+"""Learning-rate sweeps and scaling laws."""

@@ -1,0 +1,75 @@
+"""A recipe as transformers' `TrainingArguments`."""
+
+from typing import Any
+
+import torch
+
+from ..errors import RecipeError
+from ..schema.recipe import Recipe
+
+
+def accumulation(recipe: Recipe, processes: int) -> int:
+    """Micro batches that each process runs per step; their number must come out even."""
+    at_once = recipe.train.micro_batch * processes
+    if recipe.batch_size % at_once:
+        raise RecipeError(
+            f"a step of {recipe.batch_size} sequences cannot be shared by {processes} processes with "
+            f"train.micro_batch={recipe.train.micro_batch}: change one of them"
+        )
+    return recipe.batch_size // at_once
+
+
+def training_arguments(recipe: Recipe) -> Any:
+    """What the Trainer is told; order, learning rate and checkpoints are not its business."""
+    from accelerate.utils import parse_flag_from_env
+    from transformers import TrainingArguments
+    from transformers.integrations.integration_utils import get_available_reporting_integrations
+
+    train, watch = recipe.train, recipe.watch
+    trackers = get_available_reporting_integrations()
+    for name in watch.report_to:
+        if name not in trackers:
+            there = ", ".join(trackers) or "none"
+            raise RecipeError(f"watch.report_to: no tracker {name!r} is installed, only {there}: `pip install {name}`")
+    evaluation: dict[str, Any] = {"eval_strategy": "no"}
+    if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
+        evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}
+    arguments = TrainingArguments(
+        output_dir=recipe.output,
+        max_steps=recipe.steps,
+        per_device_train_batch_size=train.micro_batch,
+        per_device_eval_batch_size=train.micro_batch,
+        learning_rate=train.learning_rate,
+        weight_decay=train.weight_decay,
+        adam_beta1=train.betas[0],
+        adam_beta2=train.betas[1],
+        adam_epsilon=train.eps,
+        max_grad_norm=train.gradient_clipping,
+        bf16=train.dtype == "bfloat16",
+        seed=train.seed,
+        logging_steps=watch.every,
+        logging_nan_inf_filter=False,  # a loss that is no number must be seen
+        save_strategy="steps",
+        save_steps=recipe.checkpoints.every,
+        report_to=list(watch.report_to) or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+        use_cpu=not torch.accelerator.is_available(),  # unless told, it would not see the other processes of a CPU run
+        dataloader_pin_memory=torch.accelerator.is_available(),
+        ignore_data_skip=True,  # the sampler itself begins where the run was left
+        ddp_find_unused_parameters=False,
+        # With FSDP2 each micro batch's gradients are shared out: else every GPU would keep them whole until the last.
+        accelerator_config={
+            "gradient_accumulation_kwargs": {"sync_each_batch": parse_flag_from_env("ACCELERATE_USE_FSDP")}
+        },
+        **evaluation,
+    )
+    if arguments.n_gpu > 1:
+        raise RecipeError(
+            f"one process sees {arguments.n_gpu} GPUs: start one for each with `accelerate launch --num_processes "
+            f"{arguments.n_gpu} -m crosshead train`, or name one in CUDA_VISIBLE_DEVICES"
+        )
+    if arguments.device.type == "cpu":  # not "cpu:0", to which older versions of transformers cannot load a checkpoint
+        arguments._setup_devices = torch.device("cpu")
+    arguments.gradient_accumulation_steps = accumulation(recipe, arguments.world_size)  # which it has found out
+    return arguments
