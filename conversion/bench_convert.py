@@ -21,9 +21,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from crosshead.common.errors import ConversionError
+
 from .architectures.families import stock_shapes
 from .convert import Options, convert, job_of
-from .errors import ConversionError
 from .sources.resolve import open_source
 from .sources.tensor_store import Entry
 from .writing.shard_writer import tensor_chunks, write_index, write_shard

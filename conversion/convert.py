@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
+from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.options import is_whole
 
 from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
@@ -18,7 +19,6 @@ from .calibration.calibrate import SUFFIX, Text, observe
 from .calibration.calibration import Calibration, Observers
 from .compress.budget_search import AutoLayers
 from .compress.mix_layers import active_heads, component_pairs, mix_layers, needed_observations
-from .errors import ConversionError, one_line
 from .plan import check_source, least_size, make_plan
 from .sources.resolve import Source, open_source
 from .verification.tolerances import starts_neutral, tolerance

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import RULES
 
@@ -13,7 +14,6 @@ from .architectures.families import Family, Shapes, family_of, layer_prefix, rea
 from .architectures.mixer_tensors import dropped_biases, mixed_shapes, starting_values
 from .compress.fold_rules import FOLD_RULES, PROJECTIONS
 from .compress.layer_rewrites import ATTENTION, LayerRewrites, Tensors, full_names, read_attention
-from .errors import ConversionError
 from .plan import check_source, make_plan
 from .sources.resolve import Source, open_source
 from .sources.tensor_store import TensorStore

@@ -4,8 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from crosshead.common.errors import ConversionError
+
 from .architectures.families import FUSED_EXPERTS, Shapes, ignored, layer_prefix
-from .errors import ConversionError
 from .sources.tensor_store import DTYPES, Entry, TensorStore
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

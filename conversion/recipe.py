@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.options import unknown
 
 from .architectures.mixer_options import split_argument
-from .errors import ConversionError
 
 WORDS = {"true": True, "false": False}
 

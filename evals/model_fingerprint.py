@@ -5,7 +5,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from .errors import EvalError
+from crosshead.common.errors import EvalError
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 SAMPLE = 4096

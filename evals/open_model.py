@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from .errors import EvalError, one_line
+from crosshead.common.errors import EvalError, one_line
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 """How the names of language models end that the library does not list, such as a repository's own."""

@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, TrainerCallback
 
+from crosshead.common.errors import RecipeError
 from crosshead.evals.bench.machine import machine
 from crosshead.evals.bench.models import SHAPE as LAYERS
 from crosshead.evals.bench.pairs import in_turn, seconds
 from crosshead.modeling.options import unknown
 
 from .data.training_data import TrainingData, open_data
-from .errors import RecipeError
 from .schema.data_options import DataOptions, DataSource
 from .schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
 from .schema.toy import write_text, write_tokenizer

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import leave_out_tokens
+from crosshead.common.errors import RecipeError
 from crosshead.common.posix import require_posix
 
 from .data.training_data import TrainingData, open_data
-from .errors import RecipeError
 from .estimate.sharding import ZERO3, check_teacher
 from .schema.model_config import check_expert_bias
 from .schema.recipe import Recipe

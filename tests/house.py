@@ -108,6 +108,26 @@ def imported_folder(source: Source, name: str, level: int) -> str | None:
     return parts[1] if len(parts) > 1 and parts[1] in ARROWS else "crosshead"
 
 
+def module_of(source: Source) -> str:
+    """The name under which a file is installed, without `crosshead.` at its start."""
+    return source.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imported_modules(source: Source, modules: set[str]) -> set[str]:
+    """The modules of ours that a file imports when it is imported itself."""
+    package = module_of(source).split(".")[: None if source.path.endswith("__init__.py") else -1]
+    found = set()
+    for node in source.tree.body:
+        if isinstance(node, ast.ImportFrom):
+            start = package[: len(package) - node.level + 1] if node.level else []
+            target = ".".join([*start, *(node.module or "").split(".")]).strip(".")
+            target = (
+                target if node.level or target.startswith("crosshead.common") else target.removeprefix("crosshead.")
+            )
+            found |= {target, *(f"{target}.{each.name}" for each in node.names)} & modules
+    return found - {module_of(source)}
+
+
 def arrows(source: Source) -> list[str]:
     """A folder imports only what the arrows allow, and under the name it is installed by."""
     if source.is_test:

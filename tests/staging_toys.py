@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.writing.atomic_output import staging
 from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard

@@ -1,6 +1,7 @@
 """The house keeps its own rules: every rule over every file, and every rule caught breaking."""
 
 import tomllib
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -147,6 +148,14 @@ def test_every_rule_is_seen_breaking():
 def test_rules_see_every_python_file():
     roots = {path.split("/")[0] for path in FILES if path.endswith(".py")}
     assert roots == {*house.FOLDERS, "tests"}, "a root folder with code needs a place in house.FOLDERS"
+
+
+def test_no_import_cycles(sources):
+    ours = [source for path, source in sources.items() if path in OURS and not source.is_test]
+    modules = {house.module_of(source) for source in ours}
+    graph = {house.module_of(source): house.imported_modules(source, modules) for source in ours}
+    assert graph["recipes.train"] >= {"recipes.trainer.run_trainer", "crosshead.common.errors"}
+    assert list(TopologicalSorter(graph).static_order())  # or CycleError
 
 
 def test_every_folder_is_packaged():

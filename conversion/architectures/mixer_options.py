@@ -8,12 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
-
-from ..errors import ConversionError
 
 ONLY_HERE: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},

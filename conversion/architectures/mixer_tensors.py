@@ -5,12 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, ParameterModule
 
-from ..errors import ConversionError
 from ..sources.tensor_store import TensorStore
 from .families import Shapes, layer_prefix
 

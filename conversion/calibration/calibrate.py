@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConversionError, one_line
+from crosshead.common.errors import ConversionError, one_line
+
 from ..sources.model_folder import file_digest
 from ..sources.resolve import Source
 from ..verification.reload import fits_in_memory

@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes
@@ -17,7 +18,6 @@ from ..compress.fitted_output import AttentionCalls, output_change
 from ..compress.layer_rewrites import Tensors
 from ..compress.reorder_heads import HeadUse
 from ..compress.virtual_heads import approximate, output_name, shapes_of_solved, solved
-from ..errors import ConversionError
 from ..writing.growing_file import write_growing
 from .head_statistics import KINDS, PARTS, HeadStatistics, fast_products, full_products
 from .streamed_model import StreamedModel

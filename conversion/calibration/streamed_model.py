@@ -16,8 +16,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from crosshead.common.errors import ConversionError
+
 from ..architectures.families import PREFIX, layer_prefix
-from ..errors import ConversionError
 from ..plan import EMBEDDING, HEAD
 from ..sources.tensor_store import TensorStore
 

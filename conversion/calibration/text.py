@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
 
 SHORTEST_WINDOW = 32
 """Tokens: less context than this says little about a model."""

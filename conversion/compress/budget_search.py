@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.mixer_options import MixerRequest
@@ -24,7 +25,6 @@ from ..calibration.calibrate import Text
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel
-from ..errors import ConversionError
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore

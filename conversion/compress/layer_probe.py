@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from crosshead.common.errors import ConversionError
+
 from ..architectures.families import FAMILIES, family_of, read_config, stock_shapes
 from ..calibration.calibrate import Text, load_tokenizer, observe
 from ..calibration.calibration import Observers
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import default_text, read_text, windows
-from ..errors import ConversionError
 from ..plan import check_source
 from ..sources.resolve import open_source
 from ..writing.writer import Progress, silent

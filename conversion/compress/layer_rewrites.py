@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from crosshead.common.errors import ConversionError
+
 from ..architectures.families import layer_prefix
-from ..errors import ConversionError
 from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]

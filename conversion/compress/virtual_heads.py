@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes
 from ..calibration.head_statistics import KINDS, PARTS, HeadStatistics
-from ..errors import ConversionError
 from .aligned_frame import Errors, Frame
 from .aligned_maps import aligned_keys, aligned_values, mixed_keys
 from .layer_rewrites import Tensors

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.checked_json import shown
 from ..sources.tensor_store import DTYPES
 from .header import GgufFile

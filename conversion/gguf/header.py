@@ -11,7 +11,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.checked_json import shown
 from ..sources.file_bytes import opened
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.file_bytes import CHUNK, fill, opened
 from ..sources.tensor_store import DTYPE_NAMES, DTYPES, Entry
 from .header import GgufTensor

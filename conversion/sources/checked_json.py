@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from .file_bytes import opened, read_at
 
 _SHORT = reprlib.Repr()

@@ -12,7 +12,8 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from .checked_json import shown
 from .safetensors_store import INDEX, WEIGHTS, read_index
 

@@ -10,7 +10,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from .checked_json import parse_object, shown
 from .file_bytes import opened, read_at
 from .tensor_store import STORED, Entry

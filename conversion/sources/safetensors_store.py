@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from .checked_json import read_object, shown
 from .file_bytes import Buffers, chunks_at, fill, opened
 from .safetensors_header import LONGEST_HEADER, Header, read_header

@@ -7,8 +7,9 @@ from itertools import count, product
 import torch
 from torch.nn import functional
 
+from crosshead.common.errors import ConversionError
+
 from ..calibration.streamed_model import StreamedModel
-from ..errors import ConversionError
 
 POSITIONS = 64
 """Logits are made for so many positions at a time: those of a whole window can be gigabytes."""

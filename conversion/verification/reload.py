@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers.utils.hub import HF_MODULES_CACHE
 
+from crosshead.common.errors import ConversionError
 from crosshead.common.free_memory import available_memory
 
-from ..errors import ConversionError
 from ..sources.safetensors_store import SafetensorsStore
 
 WORKER = Path(__file__).with_name("reload_worker.py")

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
+from crosshead.common.errors import ConversionError
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import Settings
 
 from ..architectures.families import family_of
 from ..architectures.mixer_tensors import layer_components
-from ..errors import ConversionError
 
 APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
     "explicit": lambda settings: not settings["norm"],  # component heads, fitted

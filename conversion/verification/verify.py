@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from crosshead.common.errors import ConversionError
+
 from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
 from ..architectures.mixer_tensors import mixed_shapes
 from ..calibration.calibrate import DEFAULT_NAME, HELD_OUT, load_tokenizer
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import default_text, read_text, windows
-from ..errors import ConversionError
 from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,

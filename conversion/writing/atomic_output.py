@@ -26,7 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.model_folder import CONFIG
 from ..sources.resolve import TEMPLATES
 from ..sources.tensor_store import Entry

@@ -16,7 +16,8 @@ from threading import Lock
 
 import torch
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
 from ..sources.safetensors_header import LENGTH_BYTES, METADATA
 from ..sources.safetensors_store import INDEX

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
-from ..errors import ConversionError
+from crosshead.common.errors import ConversionError
+
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
 from .shard_writer import rounded, tensor_chunks
 

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from crosshead.common.errors import ConversionError
 from crosshead.common.posix import lock_file
-
-from ..errors import ConversionError
 
 SUFFIX = ".crosshead-partial"
 

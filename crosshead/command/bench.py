@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from crosshead.evals.bench.case import Case
 
 app = typer.Typer(
-    help="Measure speed: each figure beside that of a named rival, in turn, in one run.",
+    help="Measure speed and memory beside a baseline.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

@@ -29,7 +29,7 @@ def measure(
 
 def check(out: Path | None) -> None:
     """Nothing is measured that could not be written."""
-    from crosshead.evals.atomic_write import check_targets
+    from crosshead.common.atomic_write import check_targets
 
     check_targets([] if out is None else [out], overwrite=True)
 
@@ -44,7 +44,7 @@ def tell(report: dict[str, Any], out: Path | None) -> None:
 
 def write(report: dict[str, Any], out: Path | None) -> None:
     """Where it is asked for."""
-    from crosshead.evals.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_whole
 
     if out is not None:
         write_whole({out: json.dumps(report, indent=2) + "\n"})

@@ -22,7 +22,7 @@ def card(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that somebody has edited.")] = False,
 ) -> None:
-    """Write a model's card, README.md, from what was measured.
+    """Write the model card, README.md, from measured results.
 
     Every number comes from the folder's conversion.json, training.json and config.json, and from --eval. For example:
 
@@ -45,7 +45,7 @@ def write_card(
     """
     from dataclasses import replace
 
-    from crosshead.evals.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_whole
     from crosshead.evals.model_fingerprint import model_fingerprint
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts

@@ -38,7 +38,7 @@ def convert(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the source.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Give a Llama or Qwen checkpoint attention heads that work together.
+    """Convert a stock Llama or Qwen checkpoint to a crosshead model.
 
     Mechanisms: knocking, explicit, mixture, talking, differential, gating. For example:
 

@@ -18,7 +18,7 @@ def cost(
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
-    """What a model costs with its mechanisms, and without: parameters, work for each token, KV cache.
+    """Count parameters, FLOPs and KV cache of a model.
 
     From the config alone, whatever the size. For example:
 

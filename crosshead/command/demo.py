@@ -17,7 +17,7 @@ def demo(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The folder to fill; crosshead-demo if not given.")] = None,
 ) -> None:
-    """The whole way: fetch a model, convert it three ways, train one, score all, decode, look inside, write cards.
+    """Run the whole workflow on SmolLM2-135M. Converts, trains, evaluates, inspects and writes cards.
 
     What was made is kept: the same command goes on where it stopped, and a second run only shows the table. It wants
     `pip install 'crosshead[demo]'`. For example:

@@ -41,7 +41,7 @@ def evaluate(
         bool, typer.Option("--confirm-run-unsafe-code", help="For tasks that run the code which a model writes.")
     ] = False,
 ) -> None:
-    """Score models with lm-evaluation-harness, on a paper's suite or on tasks of your choice.
+    """Score models with lm-evaluation-harness. Runs a paper's suite, or tasks of your choice.
 
     For example:
 
@@ -49,7 +49,7 @@ def evaluate(
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
-    from crosshead.evals.atomic_write import check_targets, write_whole
+    from crosshead.common.atomic_write import check_targets, write_whole
     from crosshead.evals.harness.evaluate import evaluate as run
 
     if suite is not None and tasks is not None:

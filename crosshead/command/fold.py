@@ -18,7 +18,7 @@ def fold(
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the model.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Take a crosshead model back to a stock one, where the algebra allows it.
+    """Convert a crosshead model back to a stock checkpoint.
 
     Linear `knocking`, `explicit` without norm and `mixture` with every head on become part of the projections.
     """

@@ -24,7 +24,7 @@ def inspect(
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
 ) -> None:
-    """See what the heads of a model do with a text: one page that opens offline, in any browser.
+    """Write an HTML page of what the heads of a model do on a text.
 
     All heads of a layer, one head token by token, what the mechanisms have learnt, which heads are on, norms,
     similarity of heads. For example:

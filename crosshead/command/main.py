@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from crosshead_command import (
     bench,
@@ -27,6 +28,15 @@ from crosshead_command import (
 from crosshead_command.screen import InterruptedByUserError
 from crosshead_command.strict import StrictCommand
 
+GROUPS = {
+    "Convert": ("convert", "verify", "fold"),
+    "Train": ("train", "sweep"),
+    "Evaluate": ("eval", "cost", "bench", "probe"),
+    "Inspect": ("inspect",),
+    "Publish": ("card", "push", "zoo"),
+    "Try": ("demo",),
+}
+"""The sections of `crosshead --help`."""
 COMMANDS: dict[str, Callable[..., Any]] = {
     "convert": convert.convert,
     "cost": cost.cost,
@@ -46,11 +56,23 @@ RESUMABLE = {"convert", "demo", "fold", "push"}
 EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train", "scipy": "eval"}
 """Packages that a command may need -> the extra that brings them."""
 
+
+class GroupedCommands(TyperGroup):
+    """Lists commands by section in `--help`."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write one section for each group."""
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+
+
 app = typer.Typer(
     name="crosshead",
-    help="Attention heads that work together, for Llama- and Qwen-family models.",
+    help="Attention mechanisms across heads for Llama and Qwen models: convert, train, evaluate, publish.",
     no_args_is_help=True,
-    add_completion=False,
+    cls=GroupedCommands,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )

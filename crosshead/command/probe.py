@@ -11,7 +11,7 @@ from crosshead_command.screen import progress
 from crosshead_command.strict import StrictCommand
 
 app = typer.Typer(
-    help="Measure what heads and layers are worth: figures that take many runs, as JSON and as a plot.",
+    help="Measure the loss with heads masked or layers compressed.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -121,7 +121,7 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Before any work, not after it."""
-    from crosshead.evals.atomic_write import check_targets
+    from crosshead.common.atomic_write import check_targets
 
     if out.suffix != ".json":
         raise ValueError(f"--out {out} does not end in .json: the figures go there, and the plot beside it, in .svg")
@@ -129,7 +129,7 @@ def _check_out(out: Path, overwrite: bool) -> None:
 
 
 def _write(out: Path, report: Mapping[str, Any], lines: Mapping[str, Any], axes: tuple[str, str]) -> None:
-    from crosshead.evals.atomic_write import write_whole
+    from crosshead.common.atomic_write import write_whole
     from crosshead.evals.probe.plot import line_plot
 
     picture = out.with_suffix(".svg")

@@ -22,7 +22,7 @@ def push(
         bool, typer.Option("--trust-remote-code", help="Run code of MODEL's folder that is not this crosshead's own.")
     ] = False,
 ) -> None:
-    """Publish a model on the Hub, once it is known to be whole.
+    """Upload a model to the Hub after checking that it loads.
 
     It must load in a process without crosshead, and hold no pickle, no path of this machine and no access token. What
     was interrupted goes on with the same command. For example:

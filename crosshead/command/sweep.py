@@ -21,7 +21,7 @@ def sweep(
     toy: Annotated[Path | None, typer.Option(help="Run it at toy size, in this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Choose a learning rate: train shortly with each of `sweep.learning_rates`, and fit a power law to each.
+    """Compare learning rates in short runs. A power law is fitted to each loss curve.
 
     Writes sweep.json and sweep.svg; the same command goes on where it stopped. For example:
 

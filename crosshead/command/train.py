@@ -30,7 +30,7 @@ def train(
         typer.Option(help="Write the teacher's highest logits into this folder, for distillation.logits, and stop."),
     ] = None,
 ) -> None:
-    """Train a model as a recipe says, or go on where the same run stopped.
+    """Train a model from a recipe; resumes where the same run stopped.
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """

@@ -18,7 +18,7 @@ def verify(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
-    """Compare a model with its source: tensors, logits, loss, greedy text, cache, loading without crosshead.
+    """Compare a model with its source. Checks tensors, logits, loss, greedy text, cache and loading.
 
     Fails where the two ought to be equal and are not.
     """

@@ -24,7 +24,7 @@ def zoo(
         Path | None, typer.Option(help="Make the pages anew from the shipped recipes, in this folder, and stop.")
     ] = None,
 ) -> None:
-    """List the models of the shipped recipes: mechanism, backbone, size, what each costs and what was measured.
+    """List the models of the shipped recipes. Shows mechanism, backbone, size, cost and results.
 
     For example:
 

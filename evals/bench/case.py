@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ..errors import EvalError, nearest
+from crosshead.common.errors import EvalError, nearest
+
 from .pairs import Run
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}

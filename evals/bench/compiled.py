@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ..errors import EvalError
+from crosshead.common.errors import EvalError
+
 from .case import Case
 from .models import MIXERS, PAPERS_LINEAR, SHAPE, training_step
 from .pairs import Run

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 
+from crosshead.common.errors import EvalError
 from crosshead.common.posix import require_posix
 
-from ..errors import EvalError
 from .case import MEMORY, Case
 
 WARM_UP = {"tokens": 128}

@@ -7,7 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from ..errors import EvalError
+from crosshead.common.errors import EvalError
+
 from ..model_fingerprint import model_fingerprint
 from ..open_model import Opened, load_model, open_model
 from .compare import compare

@@ -13,7 +13,8 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import EvalError
+from crosshead.common.errors import EvalError
+
 from .tasks import Loaded, seed
 
 TALKERS = ("lm_eval", "datasets", "huggingface_hub", "transformers", "accelerate")

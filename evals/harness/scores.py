@@ -4,7 +4,8 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..errors import EvalError
+from crosshead.common.errors import EvalError
+
 from .harness import Outcome
 from .items import Items, items_of
 from .tasks import Loaded

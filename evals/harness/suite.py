@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from ..errors import EvalError, nearest
+from crosshead.common.errors import EvalError, nearest
 
 SUITES = Path(__file__).parents[1] / "suites"
 

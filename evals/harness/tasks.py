@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from ..errors import EvalError, nearest, one_line
+from crosshead.common.errors import EvalError, nearest, one_line
+
 from .suite import Benchmark
 
 TASKS = Path(__file__).parents[1] / "tasks"

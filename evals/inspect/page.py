@@ -6,8 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ..atomic_write import check_targets, write_whole
-from ..errors import EvalError
+from crosshead.common.atomic_write import check_targets, write_whole
+from crosshead.common.errors import EvalError
 
 STYLE, TEMPLATE = "style.css", "page.html"
 SCRIPTS = (

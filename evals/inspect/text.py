@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from crosshead.common.errors import EvalError
 from crosshead.modeling import BACKBONES
 
-from ..errors import EvalError
 from ..open_model import Opened
 
 LONGEST_TEXT = 512

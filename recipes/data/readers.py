@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, one_line
+
 from ..schema.data_options import DataSource
 from .source_files import expanded, source_files
 

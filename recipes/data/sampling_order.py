@@ -14,7 +14,7 @@ from math import gcd, lcm
 
 import numpy as np
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
 
 LONGEST_PERIOD = 100_000
 """Samples after which the changing between sources must repeat."""

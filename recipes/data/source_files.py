@@ -5,7 +5,8 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from ..schema.data_options import DataSource
 
 SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}

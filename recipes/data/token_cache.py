@@ -25,9 +25,9 @@ from uuid import uuid4
 
 import numpy as np
 
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
-from ..errors import RecipeError, one_line
 from ..schema.data_options import DataSource
 from .readers import documents
 from .source_files import identity, total_size

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from .readers import Document
 
 PIECE = 1 << 18

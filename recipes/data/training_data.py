@@ -10,7 +10,8 @@ from typing import Any
 
 from torch.utils.data import ConcatDataset, Dataset
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from ..schema.data_options import DataOptions, DataSource
 from .packing import Sample, Windows
 from .sampling_order import RunOrder

@@ -6,9 +6,8 @@ from typing import Any
 
 import yaml
 
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling.options import is_whole
-
-from ..errors import RecipeError, one_line
 
 FOLDER = Path(__file__).parents[1] / "accelerate"
 """Where the shipped files lie."""

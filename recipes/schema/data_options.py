@@ -3,7 +3,8 @@
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from .text_values import Count, Positive, Share
 
 OF_THE_HUB = ("subset", "split", "revision", "streaming")

@@ -7,9 +7,9 @@ from typing import Any
 
 import yaml
 
+from crosshead.common.errors import RecipeError
 from crosshead.modeling.options import unknown
 
-from ..errors import RecipeError
 from .recipe import Recipe
 from .text_values import NOTHING, read_section
 

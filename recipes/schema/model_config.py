@@ -8,10 +8,10 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
-from ..errors import RecipeError, one_line
 from .text_values import Range
 
 CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}

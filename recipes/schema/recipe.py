@@ -10,8 +10,9 @@ from typing import Any, Literal
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
 
+from crosshead.common.errors import RecipeError
+
 from ..data.sampling_order import Turns
-from ..errors import RecipeError
 from .data_options import DataOptions
 from .model_config import check_expert_bias, check_length, model_config
 from .text_values import Beta, Count, NotNegative, Positive, Seed, Share, Whole

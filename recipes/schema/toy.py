@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from crosshead.common.errors import RecipeError
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
-from ..errors import RecipeError
 from .data_options import DataOptions, DataSource
 from .model_config import model_config, named_model_config
 from .recipe import ModelOptions, Recipe, TrainOptions

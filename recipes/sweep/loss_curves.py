@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from ..schema.recipe import Recipe
 from ..trainer.metrics import LEAST_RUNAWAY, LEAST_SPIKE, RECENT, SPIKE, LossWatch, MetricsFile
 from .scaling_law import LEAST_POINTS

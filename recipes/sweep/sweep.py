@@ -18,7 +18,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import DivergedError, RecipeError
+from crosshead.common.errors import DivergedError, RecipeError
+
 from ..schema.recipe import Recipe
 from ..train import train
 from ..trainer.progress import Progress, silent

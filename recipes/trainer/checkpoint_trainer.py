@@ -10,7 +10,8 @@ import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
-from ..errors import RecipeError, one_line
+from crosshead.common.errors import RecipeError, one_line
+
 from .checkpoints import PARTIAL, publish, step_of
 from .trainable import is_wrapped, whole_model
 

@@ -21,9 +21,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.errors import RecipeError
 from crosshead.common.posix import lock_file
-
-from ..errors import RecipeError
 
 PREFIX = "checkpoint-"
 PARTIAL = ".partial"

@@ -13,9 +13,8 @@ import torch
 from torch import nn
 from transformers import TrainerCallback
 
+from crosshead.common.errors import RecipeError
 from crosshead.modeling.backbones.qwen3_moe import BiasedRouter
-
-from ..errors import RecipeError
 
 
 class ExpertBalance(TrainerCallback):

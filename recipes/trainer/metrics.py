@@ -10,7 +10,8 @@ from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
-from ..errors import DivergedError, RecipeError
+from crosshead.common.errors import DivergedError, RecipeError
+
 from .checkpoints import METRICS
 
 RECENT = 50

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from crosshead.common.access_tokens import without_tokens
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.tokenizer_state import LOADING
 
-from ..errors import RecipeError, one_line
 from ..schema.model_config import model_config, named_model_config
 from ..schema.recipe import ModelOptions, Recipe
 

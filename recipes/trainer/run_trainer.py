@@ -13,7 +13,8 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from ..errors import DivergedError
+from crosshead.common.errors import DivergedError
+
 from ..schema.recipe import Recipe
 from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import checkpoints, step_of

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import torch
 
+from crosshead.common.errors import RecipeError
+
 from ..data.training_data import open_data
-from ..errors import RecipeError
 from ..schema.recipe import Recipe
 from .models import load_teacher, load_tokenizer, vocabulary_of
 from .progress import Progress, silent

@@ -15,9 +15,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from crosshead.common.errors import RecipeError, one_line
+
 from ..data.packing import Sample
 from ..data.training_data import TrainingData
-from ..errors import RecipeError, one_line
 from ..schema.recipe import Distillation, Recipe
 from .checkpoints import put
 

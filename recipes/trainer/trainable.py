@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from crosshead.common.errors import RecipeError
 from crosshead.modeling.mechanisms import MECHANISMS
 
-from ..errors import RecipeError
 from ..schema.recipe import LoraOptions, TrainOptions
 
 MIXERS = ".mixers."

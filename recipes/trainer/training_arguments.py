@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from ..errors import RecipeError
+from crosshead.common.errors import RecipeError
+
 from ..schema.recipe import Recipe
 
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from broken import run
+from crosshead.common.errors import ConversionError
 from crosshead.conversion import bench_convert
 from crosshead.conversion.bench_convert import MIXERS, Synthetic
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from tiers import first
 from toy_checkpoints import character_tokenizer

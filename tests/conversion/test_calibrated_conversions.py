@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import read_config, stock_shapes
 from crosshead.conversion.calibration.calibrate import DEFAULT_NAME, HELD_OUT, Text, observe
 from crosshead.conversion.calibration.calibration import Observers
@@ -21,7 +22,6 @@ from crosshead.conversion.calibration.fingerprint import fingerprint_of
 from crosshead.conversion.calibration.text import default_text
 from crosshead.conversion.compress import budget_search as auto_layers
 from crosshead.conversion.convert import Options, job_of
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.sources.safetensors_store import WEIGHTS, SafetensorsStore
 from crosshead.conversion.writing import writer as job

@@ -6,8 +6,8 @@ from torch.nn import functional
 from transformers import AutoConfig
 
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.streamed_model import StreamedModel
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from crosshead.conversion.verification import logit_diff as compare_module
 from crosshead.conversion.verification.logit_diff import compare

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.streamed_model import StreamedModel
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.verification.verify import checked
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock

@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import load_file
 
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import FAMILIES, read_config, stock_shapes
 from crosshead.conversion.architectures.mixer_tensors import created_shapes, mixed_shapes, starting_values
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.verification.tolerances import cache_bytes, starts_neutral
 from tiers import grid
 

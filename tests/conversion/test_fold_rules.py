@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.fold import fold_layers
 from crosshead.conversion.sources.tensor_store import DTYPE_NAMES, Entry
 

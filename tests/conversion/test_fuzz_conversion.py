@@ -10,7 +10,7 @@ import pytest
 
 import crosshead
 from broken import INDEX, no_hang
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from tiers import first
 from toy_checkpoints import MANY_SHARDS, write_stock
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
 
 TENSORS = {

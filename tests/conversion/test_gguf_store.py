@@ -6,7 +6,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import toys
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.gguf import store as gguf_store
 from crosshead.conversion.sources.tensor_store import DTYPES, TensorStore
 from tiers import grid, oldest

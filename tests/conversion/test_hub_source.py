@@ -8,7 +8,7 @@ from huggingface_hub import close_session, constants
 
 import toys
 from broken import INDEX
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.resolve import open_source
 from hub_server import COMMIT, Repository, serving
 from toy_checkpoints import MANY_SHARDS

@@ -8,9 +8,9 @@ import pytest
 
 import crosshead
 from broken import run
+from crosshead.common.errors import ConversionError
 from crosshead.conversion import convert
 from crosshead.conversion.calibration import calibrate as calibrating
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.verification import reload, verify
 from crosshead.conversion.writing import writer as job
 from toy_checkpoints import MANY_SHARDS, write_stock

@@ -14,7 +14,7 @@ import pytest
 import crosshead
 import toys
 from broken import snapshot
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from tiers import first
 from toy_checkpoints import write_model
 

@@ -7,7 +7,7 @@ import subprocess
 
 import pytest
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.writing import atomic_output as module
 from crosshead.conversion.writing import work_folder
 from crosshead.conversion.writing.atomic_output import staging

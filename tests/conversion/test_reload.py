@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import toys
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.verification import reload
 from crosshead.conversion.verification.reload import agreement, fits_in_memory, reload_check
 from crosshead.conversion.verification.reload_worker import load_shapes, load_weights, tensor_report

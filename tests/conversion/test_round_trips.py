@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import crosshead
 import toys
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from tiers import first, grid, oldest
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 

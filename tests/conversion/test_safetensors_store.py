@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
 
 A, B, C = torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(2, 3, 4).half()

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import toys
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.file_bytes import CHUNK
 from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
 from crosshead.conversion.sources.tensor_store import DTYPE_NAMES, Entry

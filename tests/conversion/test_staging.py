@@ -5,7 +5,7 @@ from collections import namedtuple
 
 import pytest
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.writing import atomic_output as module
 from crosshead.conversion.writing.atomic_output import check_apart, staging
 from staging_toys import ONE, SHARDS, TWO, complete, names, refusal, run, stopped, write

@@ -6,8 +6,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.streamed_model import StreamedModel
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from tiers import grid, oldest
 

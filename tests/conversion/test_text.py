@@ -2,9 +2,9 @@ import pytest
 import torch
 from tokenizers import processors
 
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import text as module
 from crosshead.conversion.calibration.text import default_text, read_text, start_tokens, windows
-from crosshead.conversion.errors import ConversionError
 from toy_tokenizer import toy_tokenizer
 
 

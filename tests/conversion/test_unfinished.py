@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.writing import atomic_output as module
 from crosshead.conversion.writing.atomic_output import staging

@@ -7,10 +7,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import crosshead
+from crosshead.common.errors import ConversionError
 from crosshead.conversion import fold as fold_layers
 from crosshead.conversion.compress import mix_layers
 from crosshead.conversion.compress.fold_rules import FOLD_RULES, FoldRule
-from crosshead.conversion.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.verification import reload, verify
 from crosshead.modeling import bundle

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 import toys
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.head_statistics import KINDS, HeadStatistics
 from crosshead.conversion.compress import aligned_maps as aligned_keys
 from crosshead.conversion.compress.virtual_heads import (
@@ -13,7 +14,6 @@ from crosshead.conversion.compress.virtual_heads import (
     shapes_of_solved,
     solved,
 )
-from crosshead.conversion.errors import ConversionError
 from tiers import grid
 
 D, HEADS = toys.SIZES["head_dim"], 4

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosshead.conversion.errors import ConversionError
+from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import DTYPES, Entry
 from crosshead.conversion.writing.vocabulary import check_vocabulary, grown
 

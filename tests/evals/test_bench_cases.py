@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from crosshead.common.errors import EvalError
 from crosshead.evals.bench import attention as bench_attention
 from crosshead.evals.bench import compiled as bench_compiled
 from crosshead.evals.bench import host as bench_host
@@ -17,7 +18,6 @@ from crosshead.evals.bench import models as bench_models
 from crosshead.evals.bench.attention import attention, dense, stock
 from crosshead.evals.bench.case import MEMORY, WHOLE_MEMORY, placed
 from crosshead.evals.bench.cases import ATTENTION, COMPILED, DECODE
-from crosshead.evals.errors import EvalError
 from crosshead.modeling.mechanisms.explicit import explicit_attention_forward
 
 pytestmark = pytest.mark.slow

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from crosshead.common.errors import EvalError
 from crosshead.evals.bench import talking as bench_talking
 from crosshead.evals.bench.case import MEMORY, WHOLE_MEMORY, Case
 from crosshead.evals.bench.memory import Counter, added, peak_bytes
-from crosshead.evals.errors import EvalError
 
 pytestmark = pytest.mark.slow  # as tests of measuring tools are
 

@@ -3,7 +3,7 @@
 import pytest
 import yaml
 
-from crosshead.evals.errors import EvalError
+from crosshead.common.errors import EvalError
 from crosshead.evals.harness import suite as eval_suite
 from crosshead.evals.harness.suite import read_suite, suite_names
 from crosshead.evals.harness.tasks import TASKS

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crosshead.evals.errors import EvalError
+from crosshead.common.errors import EvalError
 from crosshead.evals.model_fingerprint import SAMPLE, model_fingerprint
 
 

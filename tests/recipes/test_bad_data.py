@@ -12,9 +12,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.source_files import SUFFIXES, identity
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema.data_options import DataOptions, DataSource
 from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
 

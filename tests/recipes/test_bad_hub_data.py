@@ -8,9 +8,9 @@ import sys
 import datasets
 import pytest
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.readers import documents
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema.data_options import DataOptions, DataSource
 from toy_data import separating_tokenizer, write_jsonl, write_parquet
 
@@ -18,7 +18,7 @@ READ = """
 import sys
 from crosshead.recipes.data_options import DataSource
 from crosshead.recipes.documents import documents
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 
 for name in sys.argv[1:]:
     for streaming in (False, True):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config
 
 from broken import run
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.sharding import ONE_GPU
 from crosshead.recipes.schema.model_config import CONFIGS, model_config

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 import crosshead
 from broken import run as run_command
 from broken import snapshot
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.toy import toy_config
 from crosshead.recipes.trainer import training_arguments
 from toy_checkpoints import write_stock

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.recipe import MechanismOptions
 from crosshead.recipes.trainer import checkpoints as module
 from crosshead.recipes.trainer.checkpoints import check_run, checkpoints, only_run, publish, put, step_of

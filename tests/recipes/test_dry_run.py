@@ -9,8 +9,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from broken import run
+from crosshead.common.errors import RecipeError
 from crosshead.evals.cost.model import model_cost
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.sharding import FSDP, ONE_GPU, Sharding, read_sharding
 from crosshead.recipes.schema.load import load_recipe

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from crosshead.common.errors import RecipeError
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.sharding import ONE_GPU
 from crosshead.recipes.schema.load import load_recipe

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.trainer.saved_teacher import save_teacher
 from tiers import first
 from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import Trainer
 
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.sharding import ONE_GPU
 from crosshead.recipes.schema.load import load_recipe

@@ -7,8 +7,8 @@ from itertools import pairwise, permutations
 
 import pytest
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.sampling_order import RunOrder, Turns, shuffled
-from crosshead.recipes.errors import RecipeError
 
 TABLE_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
 """The sampling ratios of the Mixture-of-Head paper."""

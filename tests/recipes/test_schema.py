@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
 RECIPES = Path(__file__).parents[2] / "recipes"

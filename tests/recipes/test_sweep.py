@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from broken import run
-from crosshead.recipes.errors import DivergedError, RecipeError
+from crosshead.common.errors import DivergedError, RecipeError
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.sweep import sweep as module
 from crosshead.recipes.sweep.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from broken import run as run_command
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module

@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import tokenising
 from crosshead.recipes.data.tokenising import HELD_OUT, TRAINING, TokenEncoder, is_held_out, pieces, write_tokens
-from crosshead.recipes.errors import RecipeError
 from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
 
 

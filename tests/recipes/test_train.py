@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.errors import RecipeError
 from crosshead.recipes.schema.load import shipped_recipes
 from crosshead.recipes.schema.recipe import LoraOptions
 from crosshead.recipes.train import Outcome, train

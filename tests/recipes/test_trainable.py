@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
 from crosshead.recipes.trainer.trainable import PROJECTIONS, set_trainable, whole_model
 from tiers import grid

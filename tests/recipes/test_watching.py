@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from crosshead.recipes.errors import RecipeError
+from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
 from crosshead.recipes.trainer import metrics as watching
