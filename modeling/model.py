@@ -122,12 +122,9 @@ class CrossheadBackbone(CrossheadPreTrained):
                 layer.self_attn = self.attention_class(self.config, index)
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
-
-    def train(self, mode: bool = True) -> Any:
-        """Also prepare for recorded losses: the compiler cannot trace the lock that the library takes for it."""
-        if mode and self._recorded():
+        if self._recorded():
+            # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
             maybe_install_capturing_hooks(self)
-        return super().train(mode)
 
 
 class CrossheadCausalLM(CrossheadPreTrained):

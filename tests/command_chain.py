@@ -58,7 +58,7 @@ COMMANDS = {
 }
 MAIN = """
 import shlex, sys
-from crosshead.conversion import reload
+from crosshead.conversion.verification import reload
 from crosshead_command.main import main
 from warm_reload import WarmProcess
 

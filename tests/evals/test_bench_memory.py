@@ -69,7 +69,7 @@ def test_an_interrupted_measurement_leaves_no_process(monkeypatch):
 
 COUNTS = """
 import torch
-from crosshead.evals import bench_memory
+from crosshead.evals.bench import memory as bench_memory
 
 counter = bench_memory._system_counter()
 before = counter.now()

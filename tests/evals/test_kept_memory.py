@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # as tests of measuring tools are
 
 FAULTS = """
 import resource, sys
-from crosshead.evals.kept_memory import keep_memory
+from crosshead.evals.bench.machine import keep_memory
 if sys.argv[1] == "kept":
     keep_memory()
 import torch
@@ -48,8 +48,8 @@ def test_a_c_library_without_the_setting(monkeypatch):
 
 LARGE = """
 import os
-from crosshead.evals.bench_cases import ATTENTION
-from crosshead.evals.kept_memory import LARGE_PAGES, keep_memory
+from crosshead.evals.bench.cases import ATTENTION
+from crosshead.evals.bench.machine import LARGE_PAGES, keep_memory
 before = os.environ.get(LARGE_PAGES)
 keep_memory()
 assert os.environ.get(LARGE_PAGES) == before

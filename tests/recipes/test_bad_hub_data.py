@@ -16,8 +16,8 @@ from toy_data import separating_tokenizer, write_jsonl, write_parquet
 
 READ = """
 import sys
-from crosshead.recipes.data_options import DataSource
-from crosshead.recipes.documents import documents
+from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.data.readers import documents
 from crosshead.common.errors import RecipeError
 
 for name in sys.argv[1:]:
