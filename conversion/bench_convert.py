@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from crosshead.common.errors import ConversionError
 
 from .architectures.families import stock_shapes
-from .convert import Options, convert, job_of
+from .convert import Options, convert, resolve
 from .sources.resolve import open_source
 from .sources.tensor_store import Entry
 from .writing.shard_writer import tensor_chunks, write_index, write_shard
@@ -166,7 +166,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     if job["name"] == "calibration":
         with TemporaryDirectory() as scratch:
             source = open_source(job["source"], None, scratch=Path(scratch))
-            job_of(source, job["mixers"], Options(calibration=text)).prepare(lambda name: saved, silent)
+            resolve(source, job["mixers"], Options(calibration=text)).fit(lambda name: saved, silent)
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)

@@ -1,4 +1,4 @@
-"""Stock checkpoint in, crosshead checkpoint out."""
+"""Converts a stock checkpoint to a crosshead model: resolve the request, fit, write, verify, publish."""
 
 import os
 import shutil
@@ -21,10 +21,10 @@ from .compress.budget_search import AutoLayers
 from .compress.mix_layers import active_heads, component_pairs, mix_layers, needed_observations
 from .plan import check_source, least_size, make_plan
 from .sources.resolve import Source, open_source
-from .verification.tolerances import starts_neutral, tolerance
+from .verification.tolerances import Tolerance, starts_neutral, tolerance
 from .verification.verify import verifier
 from .writing.vocabulary import check_vocabulary
-from .writing.writer import Job, Prepared, Progress, run_job, silent
+from .writing.writer import Fitted, Progress, Request, run, silent
 
 MOST = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -65,6 +65,11 @@ class Options:
         if saved is not None and not os.access(saved.parent, os.W_OK | os.X_OK):
             raise ConversionError(f"--save-calibration {saved} cannot be written: name a file in another folder")
 
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype in safetensors' spelling."""
+        return DTYPES[self.dtype] if self.dtype else None
+
     def recorded(self) -> dict[str, Any]:
         """Those that were given, without anything of this machine."""
         paths = ("calibration", "save_calibration")
@@ -93,12 +98,49 @@ def convert(
     asked.check()
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, asked.revision, scratch=Path(scratch))
-        job = job_of(origin, mixers, asked)
-        return run_job(job, Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
+        request = resolve(origin, mixers, asked)
+        return run(request, Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
 
 
-def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
-    """Everything that can be decided, and refused, before the source is run or anything is written."""
+@dataclass(frozen=True, kw_only=True)
+class MechanismRequest(Request):
+    """A conversion of a stock checkpoint to a model with mechanisms."""
+
+    asked: Options
+    stock: Any
+    """The source's configuration."""
+    target: Any
+    """The target's configuration; `--layers auto` changes its mechanisms."""
+    mixers: MixerRequest
+    text: Text
+    observers: Observers
+    auto: AutoLayers | None
+    dropped: Mapping[str, str]
+    """Tensors of the source that are not written -> the reason."""
+
+    def fit(self, keep: Callable[[str], Path], progress: Progress) -> Fitted:
+        """Observe the source on a text where that is needed, choose layers, and plan every tensor."""
+        config, mixers, observed, calibration = self.target, self.mixers, dict[str, Any](), None
+        if self.observers.wanted:
+            observed["calibration"] = self.text.described()
+            calibration = self._calibrate(keep("calibration.safetensors"), progress)
+        if self.auto is not None:
+            mixers, observed["chosen"] = self.auto.resolve(calibration, keep("chosen.json"), progress)
+            config = _target_config(self.source.config, self.stock, mixers, self.asked)
+        store, shapes = self.source.store, mixed_shapes(config, stock_shapes(config))
+        rewrites = mix_layers(store, config, shapes, mixers, calibration, self.asked.seed)
+        plan = make_plan(store, shapes, self.dropped, rewrites.layers, self.asked.stored_dtype)
+        return Fitted(config, plan, rewrites, observed)
+
+    def _calibrate(self, path: Path, progress: Progress) -> Calibration:
+        calibration = observe(self.source, self.stock, self.text, self.observers, path, progress)
+        if self.asked.save_calibration is not None:
+            _copy_whole(calibration.path, Path(self.asked.save_calibration))
+        return calibration
+
+
+def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> MechanismRequest:
+    """Check the request: everything that can be refused before the source is run or anything is written."""
     stock = read_config(origin.config, "stock", origin.origin["name"])
     check_plain(origin.config, origin.origin["name"])
     dropped = check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
@@ -113,43 +155,49 @@ def job_of(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Job:
         auto.check()
     wanted = needed_observations(target, request, auto is not None)
     reads = bool(wanted) or auto is not None
-    for option, used in (("calibration", reads), ("save_calibration", bool(wanted))):
-        if not used and getattr(asked, option) is not None:
-            name = option.replace("_", "-")
-            raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
-    if text.is_saved and not wanted:
-        raise ConversionError(
-            f"--calibration {asked.calibration} has no use here: layers are chosen on a text; name a file of text"
-        )
-    described = text.described() if reads else {}
+    _check_calibration(asked, text, bool(wanted), reads)
     components = [] if auto is not None else component_pairs(target)
     biased = family_of(stock).qkv_bias(stock)
     observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
     _check_saved(_path(asked.save_calibration), observers)
-    dtype = DTYPES[asked.dtype] if asked.dtype else None
+    described = text.described() if reads else {}
+    return MechanismRequest(
+        command="convert",
+        source=origin,
+        options=asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described},
+        least_bytes=least_size(origin.store, dropped, asked.stored_dtype),
+        cached_bytes=0 if text.is_saved else observers.size,
+        computes=reads or "explicit" in request.mixers,
+        tolerance=_tolerance(origin, target, request, asked, bool(wanted)) if neutral else None,
+        asked=asked,
+        stock=stock,
+        target=target,
+        mixers=request,
+        text=text,
+        observers=observers,
+        auto=auto,
+        dropped=dropped,
+    )
 
-    def prepare(keep: Callable[[str], Path], progress: Progress) -> Prepared:
-        config, settled, observed = target, request, {"calibration": described} if wanted else {}
-        calibration = None
-        if wanted:
-            calibration = observe(origin, stock, text, observers, keep("calibration.safetensors"), progress)
-            if asked.save_calibration is not None:
-                _copy_whole(calibration.path, Path(asked.save_calibration))
-        if auto is not None:
-            settled, chosen = auto.resolve(calibration, keep("chosen.json"), progress)
-            config, observed = _target_config(origin.config, stock, settled, asked), observed | {"chosen": chosen}
-        shapes = mixed_shapes(config, stock_shapes(config))
-        rewrites = mix_layers(origin.store, config, shapes, settled, calibration, asked.seed)
-        return Prepared(config, make_plan(origin.store, shapes, dropped, rewrites.layers, dtype), rewrites, observed)
 
-    options = asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described}
+def _check_calibration(asked: Options, text: Text, observed: bool, reads: bool) -> None:
+    """`ConversionError` where an option of calibration has no effect."""
+    for option, used in (("calibration", reads), ("save_calibration", observed)):
+        if not used and getattr(asked, option) is not None:
+            name = option.replace("_", "-")
+            raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
+    if text.is_saved and not observed:
+        raise ConversionError(
+            f"--calibration {asked.calibration} has no use here: layers are chosen on a text; name a file of text"
+        )
+
+
+def _tolerance(origin: Source, target: Any, request: MixerRequest, asked: Options, observed: bool) -> Tolerance:
     # Heads in another order add up in another order, and normed keys are divided in another place.
-    rounded_to = {"F32"} if wanted or "explicit" in request.mixers else set()
+    rounded_to, dtype = {"F32"} if observed or "explicit" in request.mixers else set(), asked.stored_dtype
     if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in origin.store.entries.values()):
         rounded_to.add(dtype)
-    allowed = tolerance(target, rounded_to) if neutral else None
-    sizes = least_size(origin.store, dropped, dtype), 0 if text.is_saved else observers.size
-    return Job("convert", origin, options, *sizes, reads or "explicit" in request.mixers, allowed, prepare)
+    return tolerance(target, rounded_to)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:

@@ -1,6 +1,8 @@
-"""Crosshead checkpoint in, stock checkpoint out, where the algebra allows it."""
+"""Converts a crosshead model back to a stock checkpoint, where that is exact."""
 
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from .sources.resolve import Source, open_source
 from .sources.tensor_store import TensorStore
 from .verification.tolerances import tolerance
 from .verification.verify import verifier
-from .writing.writer import Job, Prepared, Progress, run_job, silent
+from .writing.writer import Fitted, Progress, Request, run, silent
 
 
 def fold_layers(store: TensorStore, config: Any, shapes: Shapes) -> LayerRewrites:
@@ -83,10 +85,22 @@ def fold(
     """
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(model, revision, scratch=Path(scratch))
-        return run_job(_job(origin), Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
+        return run(resolve(origin), Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
 
 
-def _job(origin: Source) -> Job:
+@dataclass(frozen=True, kw_only=True)
+class FoldRequest(Request):
+    """A conversion of a crosshead model to a stock checkpoint."""
+
+    fitted: Fitted
+
+    def fit(self, keep: Callable[[str], Path], progress: Progress) -> Fitted:
+        """Nothing depends on a text."""
+        return self.fitted
+
+
+def resolve(origin: Source) -> FoldRequest:
+    """Check the request, and plan every tensor."""
     mixed = read_config(origin.config, "mixed", origin.origin["name"])
     family = family_of(mixed)
     stock = _stock_config(origin.config, family)
@@ -96,10 +110,15 @@ def _job(origin: Source) -> Job:
     rewrites = fold_layers(origin.store, mixed, shapes)
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
     rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}
-    allowed = tolerance(stock, {"F32"} | rounded_to)
-    computed = bool(rewrites.layers)
-    return Job(
-        "fold", origin, {}, plan.size, 0, computed, allowed, lambda keep, progress: Prepared(stock, plan, rewrites, {})
+    return FoldRequest(
+        command="fold",
+        source=origin,
+        options={},
+        least_bytes=plan.size,
+        cached_bytes=0,
+        computes=bool(rewrites.layers),
+        tolerance=tolerance(stock, {"F32"} | rounded_to),
+        fitted=Fitted(stock, plan, rewrites, {}),
     )
 
 

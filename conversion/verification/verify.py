@@ -32,7 +32,7 @@ from ..sources.model_folder import (
 from ..sources.resolve import Source, open_source
 from ..sources.safetensors_store import SafetensorsStore
 from ..sources.tensor_store import DTYPES
-from ..writing.writer import Job, Progress, Verify, silent
+from ..writing.writer import Progress, Request, Verify, silent
 from .logit_diff import compare
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
@@ -119,14 +119,14 @@ def verifier(source: Source) -> Verify:
     """What a conversion does before its folder is published; a bad tokenizer shows before anything is written."""
     sample = read_sample(source, None)
 
-    def verify_job(job: Job, folder: Path, progress: Progress) -> dict[str, Any]:
+    def verify_request(request: Request, folder: Path, progress: Progress) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             made = open_source(folder, scratch=Path(scratch))
-            measured = measure(job.source, made, sample, job.tolerance, progress)
-        check_equal(measured, job.tolerance)
+            measured = measure(request.source, made, sample, request.tolerance, progress)
+        check_equal(measured, request.tolerance)
         return measured
 
-    return verify_job
+    return verify_request
 
 
 def checking(progress: Progress, checkpoints: list[Source]) -> Advance:

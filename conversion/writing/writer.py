@@ -1,4 +1,4 @@
-"""One conversion, in either direction: from a plan to a complete folder at the target's place."""
+"""Runs a conversion in either direction: fit, write, verify, publish."""
 
 import json
 import os
@@ -41,38 +41,40 @@ def silent(stage: str, done: int, total: int) -> None:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What is written."""
+class Fitted:
+    """The result of calibration and fitting: what will be written."""
 
     config: Any
     """The target's configuration."""
     plan: Plan
     rewrites: LayerRewrites
     observed: Mapping[str, Any]
-    """What the source's behaviour on text decided, for the record."""
+    """Decisions that depend on the source's outputs for a text, for the record."""
 
 
-@dataclass(frozen=True)
-class Job:
-    """What is decided before the source is run or anything is written."""
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A checked conversion, before the source is run or anything is written."""
 
     command: str
     source: Source
     options: Mapping[str, Any]
-    """As asked for, for the record; with the source they determine the result."""
-    least: int
-    """Bytes that the result will take at least."""
-    kept: int
-    """Bytes that lie beside it until it is complete, at most."""
-    computed: bool
-    """Numbers are computed, and not only copied, made or put in another format."""
+    """As given, for the record; together with the source they determine the result."""
+    least_bytes: int
+    """Minimum size of the result."""
+    cached_bytes: int
+    """Maximum size of the files that are kept until the result is complete."""
+    computes: bool
+    """Whether values are computed, and not only copied, created or cast."""
     tolerance: Tolerance | None
-    """How far the result may be from the source; None where any distance may be right."""
-    prepare: Callable[[Callable[[str], Path], Progress], Prepared]
-    """Given where to keep files for a run that goes on where this one stops, by their names."""
+    """Maximum difference from the source; None where any difference may be right."""
+
+    def fit(self, keep: Callable[[str], Path], progress: Progress) -> Fitted:
+        """Calibrate and fit. `keep` gives the path of a file by its name; a later run of the same request finds it."""
+        raise NotImplementedError
 
     @property
-    def identity(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Equal for two runs that would write the same bytes; as JSON."""
         content = {
             "command": self.command,
@@ -80,54 +82,65 @@ class Job:
             "options": dict(self.options),
             "versions": versions(),
             "processor": torch.backends.cpu.get_cpu_capability(),
-            "threads": torch.get_num_threads() if self.computed else None,  # they decide on roundings, too
+            "threads": torch.get_num_threads() if self.computes else None,  # they affect rounding
         }
         return json.loads(json.dumps(content))
 
 
-Verify = Callable[[Job, Path, Progress], dict[str, Any]]
-"""Measures a finished folder against the job's source; `ConversionError` where it is not what it ought to be."""
+Verify = Callable[[Request, Path, Progress], dict[str, Any]]
+"""Compares a finished folder with the request's source; `ConversionError` where it differs by more than allowed."""
 
 
-def run_job(
-    job: Job, out: Path, overwrite: bool, restart: bool, verify: Verify | None, progress: Progress
+def run(
+    request: Request, out: Path, overwrite: bool, restart: bool, verify: Verify | None, progress: Progress
 ) -> dict[str, Any]:
-    """Write the target beside its place, verify it there, and put it in its place; returns the record.
+    """Fit, write, verify and publish; returns the record.
 
-    What an unfinished run of the same job has left is used, unless `restart` discards it.
+    The target is written beside its place. The files of an unfinished run of the same request are used again, unless
+    `restart` discards them.
     """
     out = Path(os.path.expanduser(out))
-    for place in job.source.store.places:
+    for place in request.source.store.places:
         check_apart(place, out)
-    with staging(out, job.identity, overwrite, restart) as stage:
-        if job.command == "fold":
+    with staging(out, request.fingerprint, overwrite, restart) as stage:
+        if request.command == "fold":
             check_record(out, overwrite)
-        stage.check_room(job.least, job.kept)
-        prepared = job.prepare(stage.keep, progress)
-        stage.expect({file: [step.entry for step in steps] for file, steps in prepared.plan.shards.items()})
-        digests = write_weights(job, prepared, stage, progress)
-        copy_files(job.source.files, stage.folder)
-        forget_loading(stage.folder)
-        prepared.config.save_pretrained(stage.folder)
-        left_out = drop_tokens(job.source.config, stage.folder)
-        stock = not hasattr(prepared.config, "mixers")
-        if stock:
-            add_older_names(stage.folder / CONFIG, prepared.config)
-        content = record(job, prepared, digests) | {"left_out": left_out}
+        stage.check_room(request.least_bytes, request.cached_bytes)
+        fitted = request.fit(stage.keep, progress)
+        content = write_model(request, fitted, stage, progress)
         if verify is not None:
             stage.unverified = True
-            content["verification"] = verify(job, stage.folder, progress)
+            content["verification"] = verify(request, stage.folder, progress)
             stage.unverified = False
-        place = record_file(out, stock)
+        place = record_file(out, is_stock(fitted))
         write_json(stage.folder / RECORD if place.name == RECORD else stage.beside(place.name), content)
         others = stage.publish()
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 
 
-def write_weights(job: Job, prepared: Prepared, stage: Staging, progress: Progress) -> dict[str, str]:
+def is_stock(fitted: Fitted) -> bool:
+    """Whether the target is a stock model."""
+    return not hasattr(fitted.config, "mixers")
+
+
+def write_model(request: Request, fitted: Fitted, stage: Staging, progress: Progress) -> dict[str, Any]:
+    """Write weights, tokenizer and configuration; returns the record, without verification."""
+    plan = fitted.plan
+    stage.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
+    digests = write_weights(request.source.store, fitted, stage, progress)
+    copy_files(request.source.files, stage.folder)
+    forget_loading(stage.folder)
+    fitted.config.save_pretrained(stage.folder)
+    left_out = drop_tokens(request.source.config, stage.folder)
+    if is_stock(fitted):
+        add_older_names(stage.folder / CONFIG, fitted.config)
+    return record(request, fitted, digests) | {"left_out": left_out}
+
+
+def write_weights(store: TensorStore, fitted: Fitted, stage: Staging, progress: Progress) -> dict[str, str]:
     """All shards that are not finished yet, then the index; returns every tensor's digest."""
     digests: dict[str, str] = {}
-    plan, done, total = prepared.plan, 0, prepared.plan.size  # which takes time where tensors are many
+    plan, done, total = fitted.plan, 0, fitted.plan.size  # which takes time where tensors are many
     for file, steps in plan.shards.items():
         if file not in stage.finished:
             written = [done]
@@ -136,7 +149,7 @@ def write_weights(job: Job, prepared: Prepared, stage: Staging, progress: Progre
                 written[0] += size
                 progress("writing", written[0], total)
 
-            items = [_item(job.source.store, step, prepared.rewrites, advance) for step in steps]
+            items = [_item(store, step, fitted.rewrites, advance) for step in steps]
             stage.record(file, write_shard(stage.folder / file, items))
         digests |= stage.finished[file]
         done += sum(step.entry.size for step in steps)
@@ -168,19 +181,19 @@ def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator
         yield from tensor_chunks(rounded(store.read(entry.name), entry))
 
 
-def record(job: Job, prepared: Prepared, digests: Mapping[str, str]) -> dict[str, Any]:
+def record(request: Request, fitted: Fitted, digests: Mapping[str, str]) -> dict[str, Any]:
     """The content of `conversion.json`, verification apart."""
-    plan = prepared.plan
+    plan = fitted.plan
     steps = [step for steps in plan.shards.values() for step in steps]
     copied = {step.entry.name: digests[step.entry.name] for step in steps if step.fate == "copied"}
     return {
-        "command": job.command,
+        "command": request.command,
         "versions": versions(),
-        "source": {**job.source.origin, "digest": store_digest(job.source.store, copied)},
-        "options": dict(job.options),
-        **prepared.observed,
-        "tolerance": None if job.tolerance is None else asdict(job.tolerance),
+        "source": {**request.source.origin, "digest": store_digest(request.source.store, copied)},
+        "options": dict(request.options),
+        **fitted.observed,
+        "tolerance": None if request.tolerance is None else asdict(request.tolerance),
         "counts": describe(plan),
         "tensors": {step.entry.name: {"fate": step.fate, "crc32": digests[step.entry.name]} for step in steps},
-        "dropped": {**plan.dropped, **job.source.dropped},
+        "dropped": {**plan.dropped, **request.source.dropped},
     }

@@ -21,7 +21,7 @@ from crosshead.conversion.calibration.calibration import Observers
 from crosshead.conversion.calibration.fingerprint import fingerprint_of
 from crosshead.conversion.calibration.text import default_text
 from crosshead.conversion.compress import budget_search as auto_layers
-from crosshead.conversion.convert import Options, job_of
+from crosshead.conversion.convert import Options, resolve
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.sources.safetensors_store import WEIGHTS, SafetensorsStore
 from crosshead.conversion.writing import writer as job
@@ -254,13 +254,13 @@ def test_a_run_that_goes_on_does_not_choose_again(text, tmp_path, monkeypatch):
 
 def test_what_decides_on_roundings_decides_which_run_goes_on(tmp_path, monkeypatch):
     source = open_source(write_stock(tmp_path / "source"), scratch=tmp_path)
-    copied, computed = (job_of(source, {mixer: {}}, Options()) for mixer in ("knocking", "explicit"))
-    before = copied.identity, computed.identity
-    assert (copied.identity, computed.identity) == before
+    copied, computed = (resolve(source, {mixer: {}}, Options()) for mixer in ("knocking", "explicit"))
+    before = copied.fingerprint, computed.fingerprint
+    assert (copied.fingerprint, computed.fingerprint) == before
     monkeypatch.setattr(torch, "get_num_threads", lambda: 99)
-    assert copied.identity == before[0] and computed.identity != before[1]
+    assert copied.fingerprint == before[0] and computed.fingerprint != before[1]
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
-    assert copied.identity != before[0]
+    assert copied.fingerprint != before[0]
 
 
 @pytest.mark.parametrize("backbone", first(["Qwen3", "Llama"]))
