@@ -109,7 +109,7 @@ def resolve(origin: Source) -> FoldRequest:
     dropped |= dropped_biases(origin.store, mixed, shapes)
     rewrites = fold_layers(origin.store, mixed, shapes)
     plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
-    rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.fate == "rewritten"}
+    rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.action == "rewritten"}
     return FoldRequest(
         command="fold",
         source=origin,

@@ -1,4 +1,4 @@
-"""What becomes of every tensor, decided before a byte is written."""
+"""The plan of a conversion: the action for every tensor, decided before anything is written."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ class Step:
     """One tensor of the target."""
 
     entry: Entry
-    fate: str
+    action: str
     """copied (byte for byte), rewritten, or created."""
 
 
@@ -132,6 +132,6 @@ def _neighbour(created: str) -> str:
 
 
 def describe(plan: Plan) -> dict[str, Any]:
-    """How many tensors share each fate."""
-    fates = [step.fate for steps in plan.shards.values() for step in steps] + ["dropped"] * len(plan.dropped)
-    return {fate: fates.count(fate) for fate in ("copied", "rewritten", "created", "dropped")}
+    """The number of tensors of each action."""
+    actions = [step.action for steps in plan.shards.values() for step in steps] + ["dropped"] * len(plan.dropped)
+    return {action: actions.count(action) for action in ("copied", "rewritten", "created", "dropped")}

@@ -171,7 +171,7 @@ def _item(store: TensorStore, step: Step, rewrites: LayerRewrites, advance: Call
 def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:
     """The bytes of one tensor of the target."""
     entry = step.entry
-    if step.fate == "copied":
+    if step.action == "copied":
         yield from store.chunks(entry.name)
     elif entry.name in rewrites.layers:
         yield from tensor_chunks(rounded(rewrites.tensor(entry.name), entry))
@@ -185,7 +185,7 @@ def record(request: Request, fitted: Fitted, digests: Mapping[str, str]) -> dict
     """The content of `conversion.json`, verification apart."""
     plan = fitted.plan
     steps = [step for steps in plan.shards.values() for step in steps]
-    copied = {step.entry.name: digests[step.entry.name] for step in steps if step.fate == "copied"}
+    copied = {step.entry.name: digests[step.entry.name] for step in steps if step.action == "copied"}
     return {
         "command": request.command,
         "versions": versions(),
@@ -194,6 +194,6 @@ def record(request: Request, fitted: Fitted, digests: Mapping[str, str]) -> dict
         **fitted.observed,
         "tolerance": None if request.tolerance is None else asdict(request.tolerance),
         "counts": describe(plan),
-        "tensors": {step.entry.name: {"fate": step.fate, "crc32": digests[step.entry.name]} for step in steps},
+        "tensors": {step.entry.name: {"fate": step.action, "crc32": digests[step.entry.name]} for step in steps},
         "dropped": {**plan.dropped, **request.source.dropped},
     }

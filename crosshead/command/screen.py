@@ -90,7 +90,7 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         print(json.dumps(report, indent=2))
         return
     if "counts" in report:
-        print(", ".join(f"{count} tensors {fate}" for fate, count in report["counts"].items() if count))
+        print(", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count))
     for line in calibration_lines(report):
         print(line)
     if "verification" in report:

@@ -46,7 +46,7 @@ def test_every_tensor_is_accounted_for(tmp_path):
     source = write_stock(tmp_path / "source", "Qwen3Moe", MANY_SHARDS)
     report = crosshead.convert(source, tmp_path / "made", {"knocking": {}})
     measured = report["verification"]
-    held = sum(report["counts"][fate] for fate in ("copied", "rewritten", "created"))
+    held = sum(report["counts"][action] for action in ("copied", "rewritten", "created"))
     assert measured["tensors"] == {"expected": held, "missing": 0, "unexpected": 0}
     found = dict.fromkeys(("missing", "unexpected", "mismatched", "errors", "unloaded"), 0)
     assert measured["reload"]["tensors"] == found
