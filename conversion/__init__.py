@@ -1,1 +1,1 @@
-"""A checkpoint in, a checkpoint out: turning stock Llama and Qwen checkpoints into crosshead models and back."""
+"""Conversion of stock Llama and Qwen checkpoints to crosshead models, and back."""

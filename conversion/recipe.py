@@ -1,4 +1,4 @@
-"""A conversion's options in a YAML file, and how the command line goes before them."""
+"""Options of a conversion in a YAML file; options on the command line take precedence."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

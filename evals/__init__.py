@@ -1,1 +1,1 @@
-"""Scoring, cost, speed, and looking inside a model."""
+"""Evaluation: scores, cost, speed, inspection."""

@@ -1,4 +1,4 @@
-"""A model to look at: its configuration and tokenizer are checked before anything long begins."""
+"""Opens a model for evaluation; configuration and tokenizer are checked first."""
 
 from dataclasses import dataclass
 from pathlib import Path

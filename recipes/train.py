@@ -1,4 +1,4 @@
-"""One run of a recipe: begin or go on, train, stop cleanly, and leave a model that loads anywhere."""
+"""Runs a recipe: start or resume, train, stop cleanly, and save a model that loads anywhere."""
 
 import json
 import shutil

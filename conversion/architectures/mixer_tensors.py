@@ -1,4 +1,4 @@
-"""The tensors that a mechanism adds to a layer: their names, shapes and starting values, from the mechanism itself."""
+"""The tensors that mechanisms add to a checkpoint: names, shapes, starting values, and biases of expert routers."""
 
 from typing import Any
 

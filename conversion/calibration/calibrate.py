@@ -1,4 +1,4 @@
-"""The text that a conversion runs the source on, and what it keeps of that."""
+"""Runs the source on the calibration text, and keeps the statistics for a later run."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""What a conversion learns from running the source on text: observed layer by layer, kept in one file."""
+"""Statistics of attention heads, recorded layer by layer while the source runs on a text, in one file."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field

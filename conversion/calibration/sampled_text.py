@@ -1,4 +1,4 @@
-"""Text that a model writes by itself: more like what it was trained on than any text that we could bring."""
+"""Calibration text sampled from the model itself, which is nearer to its training data than a text of ours."""
 
 from collections.abc import Callable
 from typing import Any

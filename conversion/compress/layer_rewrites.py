@@ -1,4 +1,4 @@
-"""Layers whose attention tensors change: which names, and a function that makes a layer's new tensors."""
+"""Layers with changed attention tensors: the names, and a function that computes a layer's new tensors."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager

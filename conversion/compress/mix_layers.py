@@ -1,4 +1,4 @@
-"""The layers of a stock checkpoint as crosshead layers."""
+"""Computes the layers of a crosshead model from those of a stock checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,4 +1,4 @@
-"""A GGUF file as a store of stock tensors: unpacked as they are read, under the names of transformers."""
+"""A GGUF file as a store of stock tensors, unpacked as they are read, and its tokenizer."""
 
 import hashlib
 from collections.abc import Iterator, Mapping

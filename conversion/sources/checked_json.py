@@ -1,4 +1,4 @@
-"""JSON out of files that may hold anything: what is odd about it becomes one line that names the file."""
+"""Reads JSON from untrusted files; an error is one line that names the file."""
 
 import json
 import reprlib

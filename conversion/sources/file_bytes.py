@@ -1,4 +1,4 @@
-"""Bounded reads out of files that are never mapped: mapped pages would count as memory of this process."""
+"""Bounded reads of files without mapping them: mapped pages would count as memory of this process."""
 
 import os
 import stat

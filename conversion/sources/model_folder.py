@@ -1,4 +1,4 @@
-"""What lies beside the weights: configuration, code, tokenizer, and the record of how the model was made."""
+"""The files beside the weights: configuration, code, tokenizer, and the record of the conversion."""
 
 import hashlib
 import json

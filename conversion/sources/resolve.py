@@ -1,4 +1,4 @@
-"""Where a checkpoint comes from: a local folder, the Hub, or a GGUF file. To the rest of conversion all are alike."""
+"""Opens a checkpoint in a local folder, on the Hub or in a GGUF file, behind one interface."""
 
 import hashlib
 import json

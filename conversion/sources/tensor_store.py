@@ -1,4 +1,4 @@
-"""What conversion knows of stored tensors: name, dtype, shape, bytes. Where they lie is each store's own affair."""
+"""The interface of stored tensors: name, dtype, shape, bytes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

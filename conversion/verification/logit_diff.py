@@ -1,4 +1,4 @@
-"""Two models on the same text: how far apart their predictions are. Both are streamed: neither must fit in memory."""
+"""Compares the logits of two models on the same text. Both are streamed: neither must fit in memory."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

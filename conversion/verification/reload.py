@@ -1,4 +1,4 @@
-"""Does a finished folder load elsewhere? It is loaded in a clean process: no crosshead, no network, no caches."""
+"""Loads a finished folder in a clean process, without crosshead, network and caches."""
 
 import json
 import os

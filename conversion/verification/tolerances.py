@@ -1,4 +1,4 @@
-"""How near a conversion starts to its source: equal, approximate by design, or neither."""
+"""How much a conversion may differ from its source at the start: not at all, approximately, or by any amount."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""A model beside its source: every tensor, what both predict, what the cache takes, and whether it loads elsewhere."""
+"""Compares a model with its source: tensors, logits, cache size, and loading without crosshead."""
 
 import tempfile
 from collections.abc import Mapping

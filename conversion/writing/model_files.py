@@ -1,4 +1,4 @@
-"""Which files of a folder belong to the model in it; all others are the user's own, such as notes and a card."""
+"""The files of a folder that belong to its model; all others, such as notes and a card, are the user's own."""
 
 import json
 import os

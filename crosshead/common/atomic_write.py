@@ -1,4 +1,4 @@
-"""Files that belong together: all of them complete, or none is there."""
+"""Writes several files together: all of them are complete, or none is written."""
 
 import os
 from collections.abc import Iterable, Mapping

@@ -1,4 +1,4 @@
-"""What is measured: two things that do the same work, ours and a rival, at one shape."""
+"""A case: two implementations of the same work, ours and a baseline, at one shape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What `crosshead bench attention`, `crosshead bench decode` and `crosshead bench compiled` measure."""
+"""The cases of `crosshead bench attention`, `crosshead bench decode` and `crosshead bench compiled`."""
 
 from . import compiled as bench_compiled
 from . import explicit as bench_explicit

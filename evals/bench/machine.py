@@ -1,4 +1,4 @@
-"""On what a figure was measured."""
+"""The machine and settings of a measurement."""
 
 import ctypes
 import os

@@ -1,4 +1,4 @@
-"""The cost of a model beside that of its stock backbone, for scripts and for people."""
+"""The cost of a model beside that of its stock backbone, as JSON and as a table."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy

@@ -1,4 +1,4 @@
-"""The report of an evaluation as tables for people: its own numbers, rounded."""
+"""Formats an evaluation report as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

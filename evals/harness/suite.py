@@ -1,4 +1,4 @@
-"""Suites: which tasks, by which metric, after how many examples. The files in suites/ hold them."""
+"""Suites: tasks, metrics and few-shot counts, from the files in suites/."""
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path

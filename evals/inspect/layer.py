@@ -1,4 +1,4 @@
-"""What there is to show of one attention layer at one text."""
+"""The data of one attention layer on one text, for the report."""
 
 from collections.abc import Iterable
 from typing import Any

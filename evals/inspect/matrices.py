@@ -1,4 +1,4 @@
-"""The matrices that the mechanisms of a model have learnt, ready for JSON."""
+"""The learnt matrices of a model's mechanisms, as JSON."""
 
 import sys
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file with its styles, scripts and data inside."""
+"""Writes a report: an HTML page with styles, scripts and data inside, and its data as JSON."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What is looked into, a model and a text: checked before any work is done."""
+"""Checks the model and the text of a report before any work is done."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

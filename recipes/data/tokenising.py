@@ -1,4 +1,4 @@
-"""Documents become tokens on the disk: one file of all tokens, and one of the places where documents end."""
+"""Tokenises documents to disk: one file of all tokens, and one of document boundaries."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""All the data of a training run: what it sees, in which order, and what it is evaluated on."""
+"""The training and evaluation data of a run, in sampling order."""
 
 import json
 from collections.abc import Callable, Sequence

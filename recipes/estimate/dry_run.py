@@ -1,4 +1,4 @@
-"""What a recipe's run would be: its size, its work and its memory, with no model loaded and no text read."""
+"""The size, work and memory of a run, without loading a model or reading a text."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

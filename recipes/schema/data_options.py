@@ -1,4 +1,4 @@
-"""What a recipe says about its data."""
+"""The `data` section of a recipe."""
 
 from dataclasses import dataclass, fields
 from typing import Literal

@@ -1,4 +1,4 @@
-"""From a YAML file, and what the command line changes in it, to a checked recipe."""
+"""Reads a recipe from a YAML file and the command line, and checks it."""
 
 from collections.abc import Sequence
 from os.path import expanduser

@@ -1,4 +1,4 @@
-"""The loss curve that a run has left, and whether the run was stable."""
+"""The loss curve of a finished run, and whether the run was stable."""
 
 from contextlib import suppress
 from dataclasses import dataclass

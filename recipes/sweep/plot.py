@@ -1,4 +1,4 @@
-"""A sweep as a picture: losses over tokens, dots for what was measured and lines for what was fitted."""
+"""Plots a sweep: measured losses as dots, fitted power laws as lines."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence

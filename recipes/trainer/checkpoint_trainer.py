@@ -1,4 +1,4 @@
-"""transformers' Trainer, with checkpoints that are complete or not there, and a result that loads anywhere."""
+"""transformers' Trainer with atomic checkpoints, and a result that loads without crosshead."""
 
 import shutil
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Learning from the model that this one was made from: its predictions, and for a start its attention outputs."""
+"""Distillation from the source model: its predictions, and at first its attention outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""How far the mechanisms of a model have come since a run began."""
+"""How far the parameters of mechanisms have moved since the start of a run."""
 
 import copy
 from statistics import mean

@@ -1,4 +1,4 @@
-"""What a step minimises: the next token's loss, balance losses, and the distance from a teacher."""
+"""The training loss: next-token loss, balance losses, and the distance from a teacher."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run's losses as they come: spikes are counted, a run that is lost is ended, and all of it is written down."""
+"""Records losses during a run, counts spikes, and ends a run whose loss diverged."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The model, the tokenizer and the teacher of a recipe."""
+"""Loads the model, the tokenizer and the teacher of a recipe."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Several processes that share one disk."""
+"""Coordination of several processes that share one disk."""
 
 import gc
 import traceback

@@ -1,4 +1,4 @@
-"""How a run's progress reaches whoever watches."""
+"""Reports the progress of a run."""
 
 import time
 from typing import Any, Protocol

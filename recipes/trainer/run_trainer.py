@@ -1,4 +1,4 @@
-"""transformers' Trainer, with a run's own order of samples, learning rate, loss, evaluation and metrics."""
+"""transformers' Trainer with a run's own sampling order, learning rate, loss, evaluation and metrics."""
 
 import sys
 from collections.abc import Iterator

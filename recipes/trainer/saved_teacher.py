@@ -1,4 +1,4 @@
-"""What a recipe's teacher makes of every sample of its run, written down once: later runs do without the teacher."""
+"""Writes the teacher's probabilities for every sample of a run, so that later runs do without the teacher."""
 
 from functools import partial
 from pathlib import Path

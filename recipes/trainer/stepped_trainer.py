@@ -1,4 +1,4 @@
-"""A run that makes one step each time it is asked to, so that two runs can make theirs in turn."""
+"""A run that advances one step at a time, so that two runs can be timed in turn."""
 
 from collections.abc import Callable
 from threading import Semaphore, Thread

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM end a run after the step that it is in, or in the middle of an evaluation, with a checkpoint."""
+"""Stops a run on Ctrl-C or SIGTERM after the current step or evaluation batch, with a checkpoint."""
 
 import os
 import signal

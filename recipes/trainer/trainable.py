@@ -1,4 +1,4 @@
-"""Which parameters of a model move."""
+"""Selects the parameters that are trained."""
 
 from typing import Any
 
