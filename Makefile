@@ -44,7 +44,7 @@ test-all: $(READY) ## every test there is, slow ones too, in each environment; b
 	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-vllm
 	$(MAKE) --no-print-directory test-oldest-all
-	$(MAKE) --no-print-directory test DEFAULT=
+	$(MAKE) --no-print-directory test DEFAULT=--ignore=tests/engines
 
 # The oldest supported transformers, and a huggingface_hub that it accepts, in front of the newest ones.
 test-oldest: build/oldest/ready ## tests of models and conversions, with the oldest supported transformers
