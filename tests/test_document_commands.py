@@ -187,7 +187,8 @@ def test_examples_in_python_work(name, place, tmp_path, monkeypatch):
         text = shown.with_toys(example)
         for word, toy in shown.PLACEHOLDERS.items():
             text = text.replace(f'"{word}"', f'"{toy}"')
-        exec(compile(text, name, "exec"), {"__name__": "example"})
+        # A page may show a file of the package as a whole, with its relative imports.
+        exec(compile(text, name, "exec"), {"__name__": "example", "__package__": "crosshead.modeling.mechanisms"})
     if name == "modeling/README.md":
         assert Path("my-model", "config.json").is_file()
 
