@@ -22,13 +22,14 @@ import torch
 from transformers import LlamaConfig
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import silent
 
 from .architectures.families import stock_shapes
-from .convert import Options, convert, resolve
+from .convert import convert, resolve
+from .options import Options
 from .sources.resolve import open_source
 from .sources.tensor_store import Entry
 from .writing.shard_writer import tensor_chunks, write_index, write_shard
-from .writing.writer import silent
 
 SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
     (4, {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "vocab_size": 32000}),
@@ -166,7 +167,9 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     if job["name"] == "calibration":
         with TemporaryDirectory() as scratch:
             source = open_source(job["source"], None, scratch=Path(scratch))
-            resolve(source, job["mixers"], Options(calibration=text)).fit(lambda name: saved, silent)
+            resolve(source, job["mixers"], Options(calibration=text)).calibrate(
+                lambda name: saved, silent, dry_run=False
+            )
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)

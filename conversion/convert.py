@@ -1,80 +1,28 @@
-"""Converts a stock checkpoint to a crosshead model: resolve the request, fit, write, verify, publish."""
+"""Converts a stock checkpoint to a crosshead model: resolve the request, calibrate and fit, plan; then write."""
 
-import os
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
-from crosshead.modeling.options import is_whole
+from crosshead.common.progress import Progress, silent
 
 from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
-from .architectures.mixer_options import MixerRequest, read_mixers
 from .architectures.mixer_tensors import mixed_shapes
-from .calibration.calibrate import SUFFIX, Text, observe
-from .calibration.calibration import Calibration, Observers
+from .calibration.calibration import Calibration, Observers, observe
+from .calibration.text import Text
 from .compress.budget_search import AutoLayers
 from .compress.mix_layers import active_heads, component_pairs, mix_layers, needed_observations
-from .plan import check_source, least_size, make_plan
+from .options import MixerRequest, Options, read_mixers
+from .plan import Plan, check_source, least_size, make_plan
 from .sources.resolve import Source, open_source
+from .stages import Cached, Request, dry_run, run
 from .verification.tolerances import Tolerance, starts_neutral, tolerance
-from .verification.verify import verifier
-from .writing.vocabulary import check_vocabulary
-from .writing.writer import Fitted, Progress, Request, run, silent
-
-MOST = 2**32 - 1
-DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-
-
-@dataclass(frozen=True)
-class Options:
-    """What may be asked of a conversion beside its mechanisms."""
-
-    revision: str | None = None
-    vocab_size: int | None = None
-    dtype: str | None = None
-    calibration: str | Path | None = None
-    save_calibration: str | Path | None = None
-    layers: str | None = None
-    budget: float | None = None
-    seed: int = 0
-    allow_inexact: bool = False
-
-    def check(self) -> None:
-        """`ConversionError` where a value cannot be, whatever the model."""
-        if self.dtype not in (None, *DTYPES):
-            raise ConversionError(f"--dtype {self.dtype!r} is not allowed: use one of {', '.join(DTYPES)}")
-        if self.layers not in (None, "auto"):
-            raise ConversionError(f"--layers {self.layers!r} is not allowed: use auto, or a mechanism's own `layers`")
-        if (self.layers is None) != (self.budget is None):
-            raise ConversionError("--layers auto and --budget go together: give both or neither")
-        if self.budget is not None and not (isinstance(self.budget, int | float) and 0 < self.budget < 1):
-            raise ConversionError(f"--budget {self.budget} is not allowed: use a part of the KV cache, such as 0.5")
-        for name, value, least in (("vocab-size", self.vocab_size, 1), ("seed", self.seed, 0)):
-            if value is not None and not (is_whole(value) and least <= value <= MOST):
-                raise ConversionError(f"--{name} {value!r} is not allowed: use a whole number from {least} to {MOST}")
-        saved = _path(self.save_calibration)
-        if saved is not None and (saved.suffix != SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
-            raise ConversionError(
-                f"--save-calibration {saved} is not allowed: name a {SUFFIX} file in an existing folder"
-            )
-        if saved is not None and not os.access(saved.parent, os.W_OK | os.X_OK):
-            raise ConversionError(f"--save-calibration {saved} cannot be written: name a file in another folder")
-
-    @property
-    def stored_dtype(self) -> str | None:
-        """The dtype in safetensors' spelling."""
-        return DTYPES[self.dtype] if self.dtype else None
-
-    def recorded(self) -> dict[str, Any]:
-        """Those that were given, without anything of this machine."""
-        paths = ("calibration", "save_calibration")
-        given = {key: value for key, value in asdict(self).items() if value is not None and value is not False}
-        return {key: value for key, value in given.items() if key not in paths}
+from .writing.writer import check_vocabulary
 
 
 def convert(
@@ -85,21 +33,35 @@ def convert(
     overwrite: bool = False,
     restart: bool = False,
     verify: bool = True,
+    plan_only: bool = False,
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
     """Give a checkpoint mechanisms; returns the report, which the folder holds as `conversion.json`.
 
     `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `overwrite`
-    replaces a model in `out`. A run goes on from what an unfinished one of the same conversion has left there, unless
-    `restart` discards it. `options` are the fields of `Options`.
+    replaces a model in `out`. A run continues an unfinished one of the same conversion in `out`, unless `restart`
+    discards its work. With `plan_only` nothing is written, and the report is the plan. `options` are the fields of
+    `Options`.
     """
-    asked = Options(**options)
-    asked.check()
+    asked = Options.of(options)
     with tempfile.TemporaryDirectory() as scratch:
-        origin = open_source(source, asked.revision, scratch=Path(scratch))
-        request = resolve(origin, mixers, asked)
-        return run(request, Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
+        request = resolve(open_source(source, asked.revision, scratch=Path(scratch)), mixers, asked)
+        if plan_only:
+            return dry_run(request, Path(out), overwrite=overwrite, progress=progress)
+        return run(request, Path(out), overwrite=overwrite, restart=restart, verify=verify, progress=progress)
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The result of running the source on text."""
+
+    target: Any
+    """The target's configuration, with the layers that were chosen."""
+    mixers: MixerRequest
+    calibration: Calibration | None
+    decisions: Mapping[str, Any]
+    """For the record: the text, and the choices that were made on it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +69,6 @@ class MechanismRequest(Request):
     """A conversion of a stock checkpoint to a model with mechanisms."""
 
     asked: Options
-    stock: Any
-    """The source's configuration."""
     target: Any
     """The target's configuration; `--layers auto` changes its mechanisms."""
     mixers: MixerRequest
@@ -118,25 +78,27 @@ class MechanismRequest(Request):
     dropped: Mapping[str, str]
     """Tensors of the source that are not written -> the reason."""
 
-    def fit(self, keep: Callable[[str], Path], progress: Progress) -> Fitted:
-        """Observe the source on a text where that is needed, choose layers, and plan every tensor."""
-        config, mixers, observed, calibration = self.target, self.mixers, dict[str, Any](), None
-        if self.observers.wanted:
-            observed["calibration"] = self.text.described()
-            calibration = self._calibrate(keep("calibration.safetensors"), progress)
+    def calibrate(self, cached: Cached, progress: Progress, dry_run: bool) -> Observed:
+        """Record the source's attention heads on a text, and choose layers with `--layers auto`."""
+        target, mixers, decisions, calibration = self.target, self.mixers, dict[str, Any](), None
+        if self.observers.wanted and not (dry_run and self.auto is None):
+            decisions["calibration"] = self.text.described()
+            path = cached("calibration.safetensors")
+            calibration = observe(self.source, self.source_config, self.text, self.observers, path, progress)
+            if self.asked.save_calibration is not None and not dry_run:
+                _copy_whole(calibration.path, self.asked.save_calibration)
         if self.auto is not None:
-            mixers, observed["chosen"] = self.auto.resolve(calibration, keep("chosen.json"), progress)
-            config = _target_config(self.source.config, self.stock, mixers, self.asked)
-        store, shapes = self.source.store, mixed_shapes(config, stock_shapes(config))
-        rewrites = mix_layers(store, config, shapes, mixers, calibration, self.asked.seed)
-        plan = make_plan(store, shapes, self.dropped, rewrites.layers, self.asked.stored_dtype)
-        return Fitted(config, plan, rewrites, observed)
+            mixers, decisions["chosen"] = self.auto.resolve(calibration, cached("chosen.json"), progress)
+            target = _target_config(self.source.config, self.source_config, mixers, self.asked)
+        return Observed(target, mixers, calibration, decisions)
 
-    def _calibrate(self, path: Path, progress: Progress) -> Calibration:
-        calibration = observe(self.source, self.stock, self.text, self.observers, path, progress)
-        if self.asked.save_calibration is not None:
-            _copy_whole(calibration.path, Path(self.asked.save_calibration))
-        return calibration
+    def plan(self, calibration: Observed) -> Plan:
+        """Decide the action for every tensor."""
+        target, store = calibration.target, self.source.store
+        shapes = mixed_shapes(target, stock_shapes(target))
+        rewrites = mix_layers(store, target, shapes, calibration.mixers, calibration.calibration, self.asked.seed)
+        dtype = self.asked.stored_dtype
+        return make_plan(store, target, shapes, self.dropped, rewrites, dtype, calibration.decisions)
 
 
 def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> MechanismRequest:
@@ -149,7 +111,7 @@ def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Mechan
         raise ConversionError("no mechanism is asked for: name one with --mixer, such as --mixer knocking")
     target = _target_config(origin.config, stock, request, asked)
     neutral = starts_neutral(target, asked.allow_inexact) and asked.budget is None
-    text = Text.of(_path(asked.calibration), origin)
+    text = Text.of(asked.calibration, origin)
     auto = None if asked.budget is None else AutoLayers(asked.budget, origin, stock, target, request, text)
     if auto is not None:
         auto.check()
@@ -159,18 +121,18 @@ def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Mechan
     components = [] if auto is not None else component_pairs(target)
     biased = family_of(stock).qkv_bias(stock)
     observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
-    _check_saved(_path(asked.save_calibration), observers)
+    _check_saved(asked.save_calibration, observers)
     described = text.described() if reads else {}
     return MechanismRequest(
         command="convert",
         source=origin,
+        source_config=stock,
         options=asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described},
         least_bytes=least_size(origin.store, dropped, asked.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
         computes=reads or "explicit" in request.mixers,
         tolerance=_tolerance(origin, target, request, asked, bool(wanted)) if neutral else None,
         asked=asked,
-        stock=stock,
         target=target,
         mixers=request,
         text=text,
@@ -244,7 +206,3 @@ def _copy_whole(path: Path, target: Path) -> None:
         raise ConversionError(
             f"--save-calibration {target} cannot be written ({error.strerror}): make room, or name another folder"
         ) from error
-
-
-def _path(given: str | Path | None) -> Path | None:
-    return None if given is None else Path(given)

@@ -1,4 +1,9 @@
-"""Converts a crosshead model back to a stock checkpoint, where that is exact."""
+"""Converts a crosshead model back to a stock checkpoint, where that is exact.
+
+Each rule of a mechanism works on one layer's attention tensors, by their names within the attention. A map that is
+linear in the features of a head, or across heads, before anything nonlinear is multiplied into the projection. A
+mechanism that is unchanged since its neutral start is left out.
+"""
 
 import tempfile
 from collections.abc import Callable
@@ -9,19 +14,87 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress, silent
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import RULES
+from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
 from .architectures.families import Family, Shapes, family_of, layer_prefix, read_config, stock_shapes
 from .architectures.mixer_tensors import dropped_biases, mixed_shapes, starting_values
-from .compress.fold_rules import FOLD_RULES, PROJECTIONS
 from .compress.layer_rewrites import ATTENTION, LayerRewrites, Tensors, full_names, read_attention
-from .plan import check_source, make_plan
+from .plan import Plan, check_source, make_plan
 from .sources.resolve import Source, open_source
 from .sources.tensor_store import TensorStore
+from .stages import Request, dry_run, run
 from .verification.tolerances import tolerance
-from .verification.verify import verifier
-from .writing.writer import Fitted, Progress, Request, run, silent
+
+OURS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
+"""Fields of our configuration that the stock one has not, or has otherwise."""
+
+
+def fold(
+    model: str | Path,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    overwrite: bool = False,
+    restart: bool = False,
+    verify: bool = True,
+    plan_only: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Convert a crosshead model to its stock family; returns the report.
+
+    The report is written next to the folder as `<name>.conversion.json`, so that the folder holds nothing of
+    crosshead. A run continues an unfinished one of the same fold, unless `restart` discards its work. With `plan_only`
+    nothing is written, and the report is the plan.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        request = resolve(open_source(model, revision, scratch=Path(scratch)))
+        if plan_only:
+            return dry_run(request, Path(out), overwrite=overwrite, progress=progress)
+        return run(request, Path(out), overwrite=overwrite, restart=restart, verify=verify, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoldRequest(Request):
+    """A conversion of a crosshead model to a stock checkpoint; nothing in it depends on a text."""
+
+    target: Plan
+
+    def plan(self, calibration: Any) -> Plan:
+        """The plan, which was made to check the request."""
+        return self.target
+
+
+def resolve(origin: Source) -> FoldRequest:
+    """Check the request, and plan every tensor."""
+    mixed = read_config(origin.config, "mixed", origin.origin["name"])
+    family = family_of(mixed)
+    stock = _stock_config(origin.config, family)
+    shapes = stock_shapes(stock)
+    dropped = check_source(origin.store, mixed_shapes(mixed, shapes), mixed.tie_word_embeddings)
+    dropped |= dropped_biases(origin.store, mixed, shapes)
+    rewrites = fold_layers(origin.store, mixed, shapes)
+    plan = make_plan(origin.store, stock, shapes, dropped, rewrites)
+    rounded_to = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
+    return FoldRequest(
+        command="fold",
+        source=origin,
+        source_config=mixed,
+        options={},
+        least_bytes=plan.size,
+        cached_bytes=0,
+        computes=bool(rewrites.layers),
+        tolerance=tolerance(stock, {"F32"} | rounded_to),
+        target=plan,
+    )
+
+
+def _stock_config(content: dict[str, Any], family: Family) -> Any:
+    config = family.stock.from_dict({key: value for key, value in content.items() if key not in OURS})
+    config.architectures = [family.architecture]
+    return config
 
 
 def fold_layers(store: TensorStore, config: Any, shapes: Shapes) -> LayerRewrites:
@@ -64,65 +137,89 @@ def _is_as_started(store: TensorStore, config: Any, layer: int, mechanism: str) 
     return all(torch.equal(store.read(name), value.to(store.read(name).dtype)) for name, value in started.items())
 
 
-OURS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
-"""Fields of our configuration that the stock one has not, or has otherwise."""
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
 
 
-def fold(
-    model: str | Path,
-    out: str | Path,
-    *,
-    revision: str | None = None,
-    overwrite: bool = False,
-    restart: bool = False,
-    verify: bool = True,
-    progress: Progress = silent,
-) -> dict[str, Any]:
-    """Take a crosshead model back to its stock family; returns the report.
+@dataclass(frozen=True)
+class FoldRule:
+    """One mechanism's way back."""
 
-    The report is kept beside the folder as `<name>.conversion.json`: in the folder itself is nothing of ours. A run
-    goes on from what an unfinished one of the same fold has left, unless `restart` discards it.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        origin = open_source(model, revision, scratch=Path(scratch))
-        return run(resolve(origin), Path(out), overwrite, restart, verifier(origin) if verify else None, progress)
+    refusal: Callable[[Settings, HeadLayout], str | None]
+    """Why it cannot fold, whatever its values; None where it can."""
+    apply: Callable[[Tensors, HeadLayout], Tensors]
+    """The layer's tensors with the mechanism worked in; its own are taken away by the caller."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoldRequest(Request):
-    """A conversion of a crosshead model to a stock checkpoint."""
-
-    fitted: Fitted
-
-    def fit(self, keep: Callable[[str], Path], progress: Progress) -> Fitted:
-        """Nothing depends on a text."""
-        return self.fitted
+def fold_knocking(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """`T (W_i x + b_i)` is a projection: every head's rows, mapped."""
+    return _folded(tensors, layout, "knocking", "ef,hf...->he...")
 
 
-def resolve(origin: Source) -> FoldRequest:
-    """Check the request, and plan every tensor."""
-    mixed = read_config(origin.config, "mixed", origin.origin["name"])
-    family = family_of(mixed)
-    stock = _stock_config(origin.config, family)
-    shapes = stock_shapes(stock)
-    dropped = check_source(origin.store, mixed_shapes(mixed, shapes), mixed.tie_word_embeddings)
-    dropped |= dropped_biases(origin.store, mixed, shapes)
-    rewrites = fold_layers(origin.store, mixed, shapes)
-    plan = make_plan(origin.store, shapes, dropped, rewrites.layers, None)
-    rounded_to = {step.entry.dtype for steps in plan.shards.values() for step in steps if step.action == "rewritten"}
-    return FoldRequest(
-        command="fold",
-        source=origin,
-        options={},
-        least_bytes=plan.size,
-        cached_bytes=0,
-        computes=bool(rewrites.layers),
-        tolerance=tolerance(stock, {"F32"} | rounded_to),
-        fitted=Fitted(stock, plan, rewrites, {}),
+def fold_explicit(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """`sum_j C_ij (W_j x + b_j)` is a projection: combined heads' rows from components' rows."""
+    return _folded(tensors, layout, "explicit", "ij,jf...->if...")
+
+
+def _folded(tensors: Tensors, layout: HeadLayout, mechanism: str, product: str) -> Tensors:
+    """A mechanism's matrix times the rows (heads, features, ...) of each projection it has one for."""
+    folded = dict(tensors)
+    for side, projection in PROJECTIONS.items():
+        matrix = tensors.get(f"mixers.{mechanism}.{side}.weight")
+        for name in (f"{projection}.weight", f"{projection}.bias"):
+            if matrix is not None and name in tensors:
+                rows = tensors[name].unflatten(0, (-1, layout.head_dim))
+                folded[name] = torch.einsum(product, matrix, rows).flatten(0, 1)
+    return folded
+
+
+def keep(tensors: Tensors, layout: HeadLayout) -> Tensors:
+    """Nothing to work in."""
+    return tensors
+
+
+def refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:
+    """Only the linear form is a matrix."""
+    form = settings["form"]
+    return None if form == "linear" else f"its form={form!r} is not linear; only form='linear' folds"
+
+
+def refuse_explicit(settings: Settings, layout: HeadLayout) -> str | None:
+    """The norm over head outputs depends on the input."""
+    return "its norm=true divides by what the input makes of it; only norm=false folds" if settings["norm"] else None
+
+
+def refuse_mixture(settings: Settings, layout: HeadLayout) -> str | None:
+    """A head that may be off cannot be always on."""
+    active, heads, gate = settings["active_heads"], layout.output_heads, settings["gate"]
+    if active == heads and gate == "binary":
+        return None
+    return (
+        f"a stock layer has every head on, and this one routes (active_heads={active} of {heads}, gate={gate!r}); "
+        "only all heads with gate='binary' fold"
     )
 
 
-def _stock_config(content: dict[str, Any], family: Family) -> Any:
-    config = family.stock.from_dict({key: value for key, value in content.items() if key not in OURS})
-    config.architectures = [family.architecture]
-    return config
+def refuse_talking(settings: Settings, layout: HeadLayout) -> str | None:
+    """Stock attention has no place between logits and softmax."""
+    return "stock attention has no map across heads on logits or weights"
+
+
+def refuse_gating(settings: Settings, layout: HeadLayout) -> str | None:
+    """A gate that has moved depends on the input."""
+    return "its gates depend on the input; it only folds while its weight is zero, where every gate is 1"
+
+
+def refuse_differential(settings: Settings, layout: HeadLayout) -> str | None:
+    """Stock attention has one softmax a head."""
+    return "stock attention does not subtract one softmax from another"
+
+
+FOLD_RULES: dict[str, FoldRule] = {
+    "knocking": FoldRule(refuse_knocking, fold_knocking),
+    "explicit": FoldRule(refuse_explicit, fold_explicit),
+    "mixture": FoldRule(refuse_mixture, keep),
+    "talking": FoldRule(refuse_talking, keep),
+    "differential": FoldRule(refuse_differential, keep),
+    "gating": FoldRule(refuse_gating, keep),
+}
+"""Mechanism -> its way back; one without an entry does not fold."""

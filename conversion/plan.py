@@ -1,4 +1,4 @@
-"""The plan of a conversion: the action for every tensor, decided before anything is written."""
+"""The plan of a conversion: the target's configuration and the action for every tensor, made before writing."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,6 +7,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 
 from .architectures.families import FUSED_EXPERTS, Shapes, ignored, layer_prefix
+from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
@@ -23,22 +24,45 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """The target's shards in order, and what of the source is not in them."""
+    """The target model. The dry run prints it, the writer executes it, and the record and a resumed run follow it."""
 
+    config: Any
+    """The target's configuration."""
     shards: dict[str, list[Step]]
+    """File name -> its tensors, in order."""
     dropped: dict[str, str]
-    """Name in the source -> why."""
+    """Name of a tensor in the source that is not written -> the reason."""
+    rewrites: LayerRewrites
+    """Computes the tensors that are rewritten or created."""
+    decisions: Mapping[str, Any]
+    """Choices that depend on the source's outputs for a text, for the record."""
+
+    @property
+    def steps(self) -> list[Step]:
+        """The tensors of all shards."""
+        return [step for steps in self.shards.values() for step in steps]
 
     @property
     def size(self) -> int:
         """Bytes of all tensors."""
-        return sum(step.entry.size for steps in self.shards.values() for step in steps)
+        return sum(step.entry.size for step in self.steps)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of tensors of each action."""
+        actions = [step.action for step in self.steps] + ["dropped"] * len(self.dropped)
+        return {action: actions.count(action) for action in ("copied", "rewritten", "created", "dropped")}
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether the target is a stock model."""
+        return not hasattr(self.config, "mixers")
 
 
 def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, str]:
-    """That a checkpoint holds what it should, whole; returns the tensors to drop, each with its reason.
+    """Check that a checkpoint holds the tensors of its model; returns the tensors to drop, each with the reason.
 
-    Integers that are no part of the model, such as a buffer of position ids, are let through.
+    Integers that are no part of the model, such as a buffer of position ids, are allowed.
     """
     dropped = {name: reason for name in store.entries if name not in shapes and (reason := ignored(name))}
     if tied and HEAD in store.entries:
@@ -84,54 +108,47 @@ def same_bytes(store: TensorStore, one: str, other: str) -> bool:
 
 
 def make_plan(
-    store: TensorStore, shapes: Shapes, dropped: Mapping[str, str], rewritten: Iterable[str], dtype: str | None
+    source: TensorStore,
+    config: Any,
+    shapes: Shapes,
+    dropped: Mapping[str, str],
+    rewrites: LayerRewrites,
+    dtype: str | None = None,
+    decisions: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """The target's tensors in the source's shards: `shapes` is the target's, `rewritten` those whose values change.
+    """Put the target's tensors into the source's shards; `shapes` and `config` are the target's.
 
-    What is created goes beside its layer's output projection. Integers that are no part of the model are copied.
+    A created tensor goes after its layer's output projection. Integers that are no part of the model are copied.
     """
-    changes = set(rewritten)
     created: dict[str, list[str]] = {}
-    for name in shapes.keys() - store.entries.keys():
-        created.setdefault(_neighbour(name), []).append(name)
+    for name in sorted(shapes.keys() - source.entries.keys()):
+        created.setdefault(f"{layer_prefix(int(name.split('.')[2]))}self_attn.o_proj.weight", []).append(name)
     shards: dict[str, list[Step]] = {}
-    for file, names in store.shards.items():
+    for file, names in source.shards.items():
         steps = []
         for name in names:
-            stored = store.entries[name]
+            stored = source.entries[name]
             if name not in shapes and (name in dropped or not stored.is_integer):
                 continue
             entry = Entry(name, stored.dtype_in(dtype), shapes.get(name, stored.shape))
-            same = entry == stored and name not in changes
+            same = entry == stored and name not in rewrites.layers
             steps.append(Step(entry, "copied" if same else "rewritten"))
-            new = sorted(created.get(name, ()))
-            steps += [Step(Entry(created_name, entry.dtype, shapes[created_name]), "created") for created_name in new]
+            steps += [Step(Entry(new, entry.dtype, shapes[new]), "created") for new in created.get(name, ())]
         if steps:
             shards[file] = steps
-    gone = {
-        name: "replaced by what it was combined into"
-        for name, stored in store.entries.items()
+    replaced = {
+        name: "replaced by the tensors that it was combined into"
+        for name, stored in source.entries.items()
         if name not in shapes and not stored.is_integer
     }
-    return Plan(shards, gone | dict(dropped))
+    return Plan(config, shards, replaced | dict(dropped), rewrites, decisions or {})
 
 
 def least_size(store: TensorStore, dropped: Iterable[str], dtype: str | None) -> int:
-    """Bytes that a target takes however few of the key and value heads are kept."""
+    """A lower bound of the target's bytes: without any key and value heads."""
     gone = set(dropped)
     return sum(
         replace(entry, dtype=entry.dtype_in(dtype)).size
         for name, entry in store.entries.items()
         if name not in gone and "k_proj" not in name and "v_proj" not in name
     )
-
-
-def _neighbour(created: str) -> str:
-    layer = int(created.split(".")[2])
-    return f"{layer_prefix(layer)}self_attn.o_proj.weight"
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """The number of tensors of each action."""
-    actions = [step.action for steps in plan.shards.values() for step in steps] + ["dropped"] * len(plan.dropped)
-    return {action: actions.count(action) for action in ("copied", "rewritten", "created", "dropped")}

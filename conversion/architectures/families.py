@@ -13,14 +13,13 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
+from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
 from crosshead.modeling.backbones.qwen3_moe import CrossheadQwen3MoeConfig
 from crosshead.modeling.options import is_whole
-
-from ..sources.checked_json import shown
 
 Condition = Callable[[Any], bool]
 

@@ -1,7 +1,10 @@
 """Statistics of attention heads, recorded layer by layer while the source runs on a text, in one file."""
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,18 +14,22 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.families import Shapes
+from ..architectures.families import Shapes, stock_shapes
 from ..compress.fitted_output import AttentionCalls, output_change
 from ..compress.layer_rewrites import Tensors
 from ..compress.reorder_heads import HeadUse
 from ..compress.virtual_heads import approximate, output_name, shapes_of_solved, solved
-from ..writing.growing_file import write_growing
+from ..plan import HEAD
+from ..sources.resolve import Source
+from ..sources.tensor_store import TensorStore
+from ..writing.shard_writer import digest_of, write_growing
 from .head_statistics import KINDS, PARTS, HeadStatistics, fast_products, full_products
 from .streamed_model import StreamedModel
+from .text import Text
 
-WINDOW_LENGTH = 1024
 FINGERPRINT = "fingerprint"
 Advance = Callable[[int, int], None]
 """Called with the layers done and the layers there are."""
@@ -146,24 +153,13 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: StreamedModel,
-    tokens: torch.Tensor,
-    observers: Observers,
-    path: Path,
-    advance: Advance,
-    fingerprint: Callable[[], str],
-) -> Calibration:
-    """Run windows of tokens (B, T) through the source, and keep in a file what was observed.
-
-    `fingerprint` is the model's, for those who use the file later; it is called when all layers have been read.
-    """
+    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance, fingerprint: str
+) -> None:
+    """Run windows of tokens (B, T) through the source and write what was observed; `fingerprint` is the model's."""
     partial = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
-    write_growing(
-        partial, expected, _observed(model, tokens, observers, advance), lambda: {FINGERPRINT: fingerprint()}
-    )
+    write_growing(partial, expected, _observed(model, tokens, observers, advance), {FINGERPRINT: fingerprint})
     partial.replace(path)
-    return Calibration(path)
 
 
 def _observed(model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance) -> Iterator[Tensors]:
@@ -203,3 +199,37 @@ def _solve(
     compressed = approximate(tensors, statistics, layout, *components, "aligned")
     changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
     statistics.sums[output_name(*components)] = output_change(attention, calls, changed)
+
+
+def observe(
+    source: Source, stock: Any, text: Text, observers: Observers, cached: Path, progress: Progress
+) -> Calibration:
+    """The saved calibration, the one that an unfinished run left in `cached`, or a new one there."""
+    if text.given is not None and text.is_saved:
+        calibration = Calibration(text.given)
+        calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
+        return calibration
+    if not cached.exists():
+        model = StreamedModel(source.store, stock)
+        tokens = text.to_calibrate_on(source, model, progress)
+        fingerprint = fingerprint_of(source.store, stock, progress)
+        calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint)
+    return Calibration(cached)
+
+
+NOT_RUN = {"_name_or_path", "architectures", "dtype", "transformers_version"}
+"""Fields of a configuration that no layer computes with."""
+
+
+def fingerprint_of(store: TensorStore, config: Any, progress: Progress) -> str:
+    """One hash of what a calibration depends on: the configuration, and every weight that the layers read."""
+    fields = {name: value for name, value in config.to_diff_dict().items() if name not in NOT_RUN}
+    lines = [json.dumps(fields, sort_keys=True, default=str)]
+    run = sorted(name for name in stock_shapes(config) if name not in ("model.norm.weight", HEAD))
+    total, done = sum(store.entries[name].size for name in run), 0
+    for name in run:
+        entry = store.entries[name]
+        lines.append(f"{name} {entry.dtype} {list(entry.shape)} {digest_of(store.chunks(name))}")
+        done += entry.size
+        progress("checking", done, total)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

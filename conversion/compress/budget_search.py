@@ -18,17 +18,17 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.mixer_options import MixerRequest
-from ..calibration.calibrate import Text
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel
+from ..calibration.text import Text
+from ..options import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
-from ..writing.writer import Progress
 from .layer_rewrites import Tensors, read_attention, substituted
 from .virtual_heads import PROJECTIONS, approximate
 

@@ -9,15 +9,14 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress, silent
 
 from ..architectures.families import FAMILIES, family_of, read_config, stock_shapes
-from ..calibration.calibrate import Text, load_tokenizer, observe
-from ..calibration.calibration import Observers
+from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import default_text, read_text, windows
+from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
 from ..plan import check_source
 from ..sources.resolve import open_source
-from ..writing.writer import Progress, silent
 from .budget_search import STRIDE, by_layer, measure_losses
 from .virtual_heads import METHODS
 

@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..architectures.families import Shapes, layer_prefix
-from ..architectures.mixer_options import MixerRequest
 from ..architectures.mixer_tensors import component_heads, created_shapes, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
+from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
 from .layer_rewrites import ATTENTION, LayerRewrites, Tensors, full_names, read_attention
 from .reorder_heads import most_used_first, reorder

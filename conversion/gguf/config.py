@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError
 
-from ..sources.checked_json import shown
 from ..sources.tensor_store import DTYPES
 from .header import GgufFile
 from .tensors import ARCHITECTURES, EMBEDDING, HEAD, UNPACKED, Architecture

@@ -11,10 +11,9 @@ from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError
-
-from ..sources.checked_json import shown
-from ..sources.file_bytes import opened
+from crosshead.common.file_bytes import opened
 
 _PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
 _MAGIC = b"GGUF"

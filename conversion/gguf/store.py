@@ -9,9 +9,9 @@ import torch
 import transformers
 from transformers import AutoTokenizer, GenerationConfig
 
+from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 
-from ..sources.checked_json import shown
 from ..sources.tensor_store import DTYPES, Entry
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.file_bytes import CHUNK, fill, opened
 
-from ..sources.file_bytes import CHUNK, fill, opened
 from ..sources.tensor_store import DTYPE_NAMES, DTYPES, Entry
 from .header import GgufTensor
 

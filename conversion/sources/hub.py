@@ -12,9 +12,9 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
+from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError
 
-from .checked_json import shown
 from .safetensors_store import INDEX, WEIGHTS, read_index
 
 _EXPLANATIONS: dict[type[Exception], str] = {

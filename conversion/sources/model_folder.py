@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
+from crosshead.common.checked_json import read_object
 from crosshead.common.errors import ConversionError
 from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.bundle import code_files
@@ -22,7 +23,6 @@ from crosshead.modeling.bundle import code_files
 from ..architectures.families import kind_of, read_config
 from ..writing.shard_writer import digest_of
 from ..writing.work_folder import is_fixed
-from .checked_json import read_object
 from .tensor_store import TensorStore
 
 CONFIG, RECORD = "config.json", "conversion.json"

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
+from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError
 from crosshead.common.posix import require_posix
 
 from ..gguf.header import parts_of
 from ..gguf.store import GgufStore, write_side_files
-from .checked_json import read_object, shown
 from .hub import fetch
 from .model_folder import CONFIG, LARGEST_CONFIG, VOCABULARIES
 from .safetensors_store import SafetensorsStore

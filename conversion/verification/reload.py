@@ -15,14 +15,12 @@ from safetensors.torch import load_file
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.free_memory import available_memory
+from crosshead.common.free_memory import fits_in_memory
 
 from ..sources.safetensors_store import SafetensorsStore
 
 WORKER = Path(__file__).with_name("reload_worker.py")
 NEW_TOKENS = 20
-ROOM = 1.25
-"""Memory for a model loaded whole, by the size of its float32 weights: shards pass through, and text is generated."""
 
 
 def reload_check(
@@ -56,11 +54,6 @@ def reload_check(
             difference = load_file(logits)["logits"] - expected()
             checked["greatest_logit_difference"] = float(difference.abs().max())
     return checked | found
-
-
-def fits_in_memory(size: int) -> bool:
-    """Whether weights of so many bytes can be loaded and used, by the memory that is free now."""
-    return size * ROOM <= available_memory()
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:

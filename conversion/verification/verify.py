@@ -1,7 +1,7 @@
 """Compares a model with its source: tensors, logits, cache size, and loading without crosshead."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress, silent
 
 from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
 from ..architectures.mixer_tensors import mixed_shapes
-from ..calibration.calibrate import DEFAULT_NAME, HELD_OUT, load_tokenizer
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import default_text, read_text, windows
+from ..calibration.text import DEFAULT_NAME, HELD_OUT, default_text, load_tokenizer, read_text, windows
 from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,
@@ -31,8 +31,7 @@ from ..sources.model_folder import (
 )
 from ..sources.resolve import Source, open_source
 from ..sources.safetensors_store import SafetensorsStore
-from ..sources.tensor_store import DTYPES
-from ..writing.writer import Progress, Request, Verify, silent
+from ..sources.tensor_store import DTYPES, Entry
 from .logit_diff import compare
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
@@ -115,18 +114,22 @@ def verify(
         return {"verification": measured}
 
 
+Verify = Callable[[Path, Tolerance | None, Progress], dict[str, Any]]
+"""Compares a finished folder with a source; `ConversionError` where it differs by more than the tolerance."""
+
+
 def verifier(source: Source) -> Verify:
-    """What a conversion does before its folder is published; a bad tokenizer shows before anything is written."""
+    """The verification of a conversion before its folder is published; a bad tokenizer is an error at once."""
     sample = read_sample(source, None)
 
-    def verify_request(request: Request, folder: Path, progress: Progress) -> dict[str, Any]:
+    def verify_model(folder: Path, tolerance: Tolerance | None, progress: Progress) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as scratch:
             made = open_source(folder, scratch=Path(scratch))
-            measured = measure(request.source, made, sample, request.tolerance, progress)
-        check_equal(measured, request.tolerance)
+            measured = measure(source, made, sample, tolerance, progress)
+        check_equal(measured, tolerance)
         return measured
 
-    return verify_request
+    return verify_model
 
 
 def checking(progress: Progress, checkpoints: list[Source]) -> Advance:
@@ -157,8 +160,8 @@ def measure(
         "tensors": tensors,
         "sample": {"text": sample.text},
         **asdict(compared),
-        "kv_bytes_per_token_before": cache_of(before, source),
-        "kv_bytes_per_token_after": cache_of(after, model),
+        "kv_bytes_per_token_before": cache_of(before, source.store.entries),
+        "kv_bytes_per_token_after": cache_of(after, model.store.entries),
         "reload": reloaded(streamed[0], model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
     }
 
@@ -196,9 +199,9 @@ def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     return config, {"expected": len(shapes), "missing": len(missing), "unexpected": len(unexpected)}
 
 
-def cache_of(config: Any, checkpoint: Source) -> int:
+def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
     """Bytes of cache for each token, in the dtype of the weights."""
-    stored = next(entry.dtype for name, entry in checkpoint.store.entries.items() if name.endswith("k_proj.weight"))
+    stored = next(entry.dtype for name, entry in entries.items() if name.endswith("k_proj.weight"))
     family = FAMILIES[config.model_type.removeprefix(PREFIX)]
     mixed = config if hasattr(config, "mixers") else family.mixed.from_dict(config.to_dict() | {"mixers": {}})
     return cache_bytes(mixed, DTYPES[stored])

@@ -1,20 +1,19 @@
-"""Atomic output: the target is absent, or as it was, until its new content is complete.
+"""Atomic output: the target directory is replaced only after the model is fully written.
 
-Everything is written into `.<name>.crosshead-partial` beside the target, or into `.crosshead-partial` inside it where
-it is a mount point or nothing can be written beside it. That folder holds
+Everything is written into the working directory `.<name>.crosshead-partial` next to the target, or into
+`.crosshead-partial` inside the target if that is a mount point or its parent is not writable. It holds
 
-    lock           held while a run is at work: a second run for the same target is refused
-    journal.json   which conversion this is, and the digests of the weight files that are finished
-    model/         what becomes the target
-    beside/        files that go beside the target when it is there
-    publish.json   there while files are moved into a target that exists: the old model's files, to be removed
+    lock           locked during a run: a second run for the same target is refused
+    journal.json   the fingerprint of the conversion, and the digests of the finished weight files
+    model/         the new content of the target
+    beside/        files that are moved next to the target after it
+    publish.json   present while files are moved into an existing target: the old model's files, to be removed
 
-and what a run asks to keep for the next one. In the end `model/` is renamed; where the target is a folder, its files
-are moved in, config.json last, and files that are not the old model's stay. A run that fails, is stopped or is killed
-leaves what is finished. The next run of the same conversion goes on from the files that still are what the journal
-says; another conversion is refused, unless it is told to restart. Moving in that was interrupted is finished by the
-next run. Nothing is forced to the disk: a power cut can still lose what the system has not written out yet, as it can
-after `cp`.
+and files that a run caches for the next one. At the end `model/` is renamed to the target. If the target is an
+existing folder, the files are moved into it, config.json last, and files that are not part of the old model stay. A
+run that fails or is killed leaves its finished files. The next run of the same conversion uses those that still match
+the journal; another conversion is refused, unless it is told to restart. The next run also finishes an interrupted
+move. Nothing is flushed to the disk: a power failure can lose data, as after `cp`.
 """
 
 import errno
@@ -36,32 +35,31 @@ from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
 
 Digests = dict[str, str]
-Identity = Mapping[str, Any]
-"""What decides the bytes of a conversion, as JSON."""
+Fingerprint = Mapping[str, Any]
+"""Equal for runs that write the same bytes; as JSON."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_CONTENT = {SUFFIX, "lost+found"}
-"""What an empty folder may hold: the work of a run, and what the system puts onto a disk."""
+"""Names in a folder that counts as empty: a working directory, and the system's own."""
 _UNFINISHED = (".partial", ".draft")
 
 
-class Staging:
-    """A model folder in the making."""
+class AtomicOutput:
+    """A model folder that is being written."""
 
-    def __init__(self, target: Path, identity: Identity, overwrite: bool) -> None:
+    def __init__(self, target: Path, fingerprint: Fingerprint, overwrite: bool) -> None:
         self.work = work_folder(target)
         self.folder = self.work / "model"
         """Where to write."""
         self.finished: dict[str, Digests] = {}
-        """Weight files that need not be written again -> the digests of their tensors."""
-        self.unverified = False
-        """Set while the complete model is verified."""
-        self._target, self._identity, self._overwrite = target, dict(identity), overwrite
+        """Weight files that are complete -> the digests of their tensors."""
+        self._unverified = False
+        self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
         self._beside = self.work / "beside"
         self._total = 0
 
     def recover(self) -> None:
-        """Finish what a run that published left undone or behind, be it this one or one that was killed."""
+        """Finish the publishing that this run, or one that was killed, has begun, and remove what it left."""
         publishing = self._publishing.exists()
         if publishing:
             self._move_in(json.loads(self._publishing.read_bytes()))
@@ -71,10 +69,10 @@ class Staging:
             self.discard()
 
     def begin(self, restart: bool) -> None:
-        """Take up what an earlier run of the same conversion left; refuse to lose the work of another one."""
-        identity, self.finished = self._read_journal()
-        differ = [key for key in identity | self._identity if identity.get(key) != self._identity.get(key)]
-        if differ and identity and not restart and self._holds_work():
+        """Continue an earlier run of the same conversion; refuse to discard the work of another one."""
+        earlier, self.finished = self._read_journal()
+        differ = [key for key in earlier | self._fingerprint if earlier.get(key) != self._fingerprint.get(key)]
+        if differ and earlier and not restart and self._holds_work():
             raise ConversionError(
                 f"{self.work} holds unfinished work of another conversion, with other {' and '.join(differ)}: run "
                 "that one again, or discard its work with --restart"
@@ -85,26 +83,33 @@ class Staging:
             self._write_journal()
         self.folder.mkdir(exist_ok=True)
 
-    def keep(self, name: str) -> Path:
-        """Where to put a file that is not published, for a run that goes on where this one stops."""
+    def cached(self, name: str) -> Path:
+        """The path of a file that is not published and that the next run of the same conversion finds."""
         return self.work / name
 
-    def beside(self, name: str) -> Path:
-        """Where to write a file that goes beside the target."""
+    @contextmanager
+    def verifying(self) -> Iterator[None]:
+        """While the complete model is verified: a failure keeps it."""
+        self._unverified = True
+        yield
+        self._unverified = False
+
+    def sibling(self, name: str) -> Path:
+        """Where to write a file that is published next to the target."""
         self._beside.mkdir(exist_ok=True)
         return self._beside / name
 
-    def check_room(self, least: int, kept: int) -> None:
-        """`ConversionError` where the disk has not even `least` bytes for the target and `kept` for what is kept.
+    def check_room(self, least: int, cached: int) -> None:
+        """`ConversionError` where the disk lacks `least` bytes for the target and `cached` bytes for cached files.
 
-        Those that an earlier run has written count.
+        Files of an earlier run count as written.
         """
         places = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
         there = [sum(path.stat().st_size for path in place) for place in places]
-        self._check_room(max(least - there[0], 0) + max(kept - there[1], 0))
+        self._check_room(max(least - there[0], 0) + max(cached - there[1], 0))
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
-        """Say which weight files will be written: finds the finished ones, drops all else, and checks the disk."""
+        """Announce the weight files: keeps the intact ones, removes all other files, and checks the disk's room."""
         intact = {}
         for path in self.folder.iterdir():
             digests, entries = self.finished.get(path.name), shards.get(path.name)
@@ -131,7 +136,7 @@ class Staging:
         self._write_journal()
 
     def publish(self) -> list[str]:
-        """Put the finished model in the target's place; the names of files there that are no part of a model."""
+        """Move the complete model to the target; returns the names of files there that are no part of a model."""
         check_target(self._target, self._overwrite)
         others: list[str] = []
         if self._target.is_dir():
@@ -144,7 +149,7 @@ class Staging:
         return others
 
     def _move_in(self, old: Sequence[str]) -> None:
-        """Replace the old model's files. Without config.json it is no model, so that no mixture of both is one."""
+        """Replace the old model's files. config.json moves last, so that a mixture of both models cannot be loaded."""
         config = self.folder / CONFIG
         if not config.exists():  # a run that was interrupted later has moved it
             return
@@ -158,14 +163,14 @@ class Staging:
         move(config, self._target / CONFIG)
 
     def discard(self) -> None:
-        """Remove everything but the lock; first what would go beside a model that will not be there."""
+        """Remove everything but the lock; first the files that belong next to the model."""
         order = {self._beside: 0, self._publishing: 2}
         for path in sorted(self.work.iterdir(), key=lambda path: order.get(path, 1)):
             if path.name != "lock":
                 remove(path)
 
     def stop(self, error: BaseException) -> None:
-        """Keep what is finished, and add to the error where it is and how to go on."""
+        """Keep the finished files, and add a note to the error on where they are and how to continue."""
         if self._publishing.exists() or not self.folder.exists():  # `recover` goes on, or must not find this otherwise
             error.add_note(f"the next run for {self._target} moves the rest of the model there from {self.work}")
             return
@@ -175,7 +180,7 @@ class Staging:
         for path in [*self.folder.glob("*.safetensors"), *self.work.glob("*.partial")]:
             if path.name not in self.finished:
                 remove(path)
-        if self.unverified:
+        if self._unverified:
             error.add_note(
                 f"the model is kept, not verified, in {self.folder}: the same command verifies it again, --no-verify "
                 "takes it as it is, and --restart writes it again"
@@ -187,13 +192,13 @@ class Staging:
             )
 
     def _holds_work(self) -> bool:
-        """Whether there is anything that a later run could use."""
+        """Whether there are files that a later run could use."""
         known = {"lock", self._journal.name, self._publishing.name, self.folder.name, self._beside.name}
-        kept = [path for path in self.work.iterdir() if path.name not in known and path.suffix not in _UNFINISHED]
-        return bool(kept) or any((self.folder / file).exists() for file in self.finished)
+        cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix not in _UNFINISHED]
+        return bool(cached) or any((self.folder / file).exists() for file in self.finished)
 
     def failure(self, error: OSError) -> ConversionError:
-        """The line for an error of the file system while the folder was written."""
+        """The error for a failure of the file system."""
         if error.errno not in _FULL:
             return ConversionError(f"{self._target} cannot be written: {error}")
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
@@ -201,7 +206,7 @@ class Staging:
         return ConversionError(f"{self._target} cannot be written: the disk was full after {progress}; make room")
 
     def _read_journal(self) -> tuple[dict[str, Any], dict[str, Digests]]:
-        """The identity of the conversion that wrote here, and its finished files; empty where there is no journal."""
+        """The fingerprint of the earlier run, and its finished files; empty where there is no journal."""
         try:
             content = json.loads(self._journal.read_bytes())
             return dict(content["identity"]), dict(content["finished"])
@@ -209,39 +214,41 @@ class Staging:
             return {}, {}
 
     def _write_journal(self) -> None:
-        _write_json(self._journal, {"identity": self._identity, "finished": self.finished})
+        _write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
 
 
 @contextmanager
-def staging(target: Path, identity: Identity, overwrite: bool, restart: bool = False) -> Iterator[Staging]:
-    """Write a folder so that `target` is never half of one; `identity` is equal for runs that write the same bytes.
+def atomic_output(
+    target: Path, fingerprint: Fingerprint, overwrite: bool, restart: bool = False
+) -> Iterator[AtomicOutput]:
+    """Prepare a folder and move it to `target` when it is complete.
 
-    The block writes into `folder` and calls `publish`; its end without `publish` leaves nothing. An error in it leaves
-    what is finished, for the next run with this identity; `restart` discards what is there.
+    The block writes into `folder` and calls `publish`; without `publish` nothing is left. After an error the finished
+    files stay for the next run with this fingerprint; `restart` discards them.
     """
     target = Path(os.path.abspath(target))
-    stage = Staging(target, identity, overwrite)
+    output = AtomicOutput(target, fingerprint, overwrite)
     try:
-        with parents_of(target), locked(stage.work, target):
-            stage.recover()
+        with parents_of(target), locked(output.work, target):
+            output.recover()
             check_target(target, overwrite)
-            stage.begin(restart)
+            output.begin(restart)
             try:
-                yield stage
-                stage.discard()
+                yield output
+                output.discard()
             except OSError as error:
-                failure = stage.failure(error)
-                stage.stop(failure)
+                failure = output.failure(error)
+                output.stop(failure)
                 raise failure from error
             except BaseException as error:
-                stage.stop(error)
+                output.stop(error)
                 raise
     except OSError as error:
         raise ConversionError(f"{target} cannot be written: {error}") from error
 
 
 def check_target(target: Path, overwrite: bool) -> None:
-    """Refuse to replace what is there, but for an empty folder and, where told to, a model."""
+    """Refuse to replace anything but an empty folder and, with `overwrite`, a model."""
     if not os.path.lexists(target):
         return
     is_folder = target.is_dir() and not target.is_symlink()
@@ -257,7 +264,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 
 def _no_model(folder: Path, names: Sequence[str]) -> str | None:
-    """Why a folder with this content is not overwritten; None where it holds a model, or nothing."""
+    """The reason not to overwrite a folder with this content; None if it holds a model or is empty."""
     folders = [name for name in names if name != TEMPLATES and (folder / name).is_dir()]
     if folders:  # checkpoints of a training run, a repository, somebody's home
         return f"holds the folder {folders[0]!r}, which is no part of a model"
@@ -270,7 +277,7 @@ def _no_model(folder: Path, names: Sequence[str]) -> str | None:
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that is the source, or lies inside it or around it."""
-    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` goes as in `staging`
+    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` goes as in `atomic_output`
     if origin == place or origin in place.parents or place in origin.parents:
         raise ConversionError(f"{target} and the source {source} are not apart: write to a folder outside the source")
 

@@ -17,11 +17,12 @@ from threading import Lock
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
 
-from ..sources.file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
-from ..sources.safetensors_header import LENGTH_BYTES, METADATA
-from ..sources.safetensors_store import INDEX
-from ..sources.tensor_store import DTYPES, STORED, Entry
+from ..architectures.families import Shapes
+from ..compress.layer_rewrites import Tensors
+from ..sources.safetensors_store import INDEX, LENGTH_BYTES, METADATA
+from ..sources.tensor_store import DTYPE_NAMES, DTYPES, STORED, Entry
 
 Item = tuple[Entry, Callable[[], Iterable[memoryview]]]
 """A tensor and what yields its bytes: pieces of whole elements, each good until the next is asked for."""
@@ -199,3 +200,35 @@ def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
     content = {"metadata": totals, "weight_map": files}
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     (folder / INDEX).write_text(text, encoding="utf-8")
+
+
+TENSOR_ROOM = 128
+"""Maximum bytes of a tensor's dtype, shape and offsets in the header."""
+METADATA_ROOM = 1024
+
+
+def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metadata: Mapping[str, str]) -> None:
+    """Write groups of tensors one after the other, without holding them all; `expected` names all tensors.
+
+    The header stands first and is known last: room is left for it and filled with spaces, as the format allows. Every
+    tensor takes a multiple of eight bytes.
+    """
+    room = sum(len(name) + TENSOR_ROOM for name in expected) + METADATA_ROOM
+    room += -room % LENGTH_BYTES
+    header: dict[str, object] = {}
+    end = 0
+    with path.open("wb") as file:
+        file.seek(LENGTH_BYTES + room)
+        for tensors in groups:
+            for name, tensor in tensors.items():
+                begin, end = end, end + tensor.nbytes
+                header[name] = {
+                    "dtype": DTYPE_NAMES[tensor.dtype],
+                    "shape": list(tensor.shape),
+                    "data_offsets": [begin, end],
+                }
+                for chunk in tensor_chunks(tensor):
+                    file.write(chunk)
+        header[METADATA] = dict(metadata)
+        file.seek(0)
+        file.write(room.to_bytes(LENGTH_BYTES, "little") + json.dumps(header).encode().ljust(room))

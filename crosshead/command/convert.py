@@ -8,6 +8,7 @@ import typer
 from crosshead_command.screen import progress, show_report
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model; other files in OUT stay.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan of every tensor; write nothing.")]
 Restart = Annotated[
     bool, typer.Option("--restart", help="Discard what an unfinished run left for OUT, and begin again.")
 ]
@@ -33,6 +34,7 @@ def convert(
     budget: Annotated[float | None, typer.Option(help="For --layers auto: KV cache, as part of the source's.")] = None,
     seed: Annotated[int | None, typer.Option(help="For what starts at random; 0 if not given.")] = None,
     allow_inexact: Annotated[bool, typer.Option("--allow-inexact", help="Accept a start far from neutral.")] = False,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the source.")] = False,
@@ -47,7 +49,7 @@ def convert(
     crosshead convert SmolLM2.gguf out --mixer explicit:key_heads=2,value_heads=2
     """
     from crosshead.conversion.convert import convert as run
-    from crosshead.conversion.recipe import with_recipe
+    from crosshead.conversion.options import with_recipe
 
     given = {
         "revision": revision,
@@ -61,15 +63,7 @@ def convert(
         "allow_inexact": allow_inexact,
     }
     mixers, options = with_recipe(recipe, mixer or [], given)
+    how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
-        report = run(
-            source,
-            out,
-            mixers,
-            **options,
-            overwrite=overwrite,
-            restart=restart,
-            verify=not no_verify,
-            progress=show,
-        )
+        report = run(source, out, mixers, **how, **options, progress=show)
     show_report(report, as_json)

@@ -39,8 +39,7 @@ def cost(
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """The configuration to count: of ours, and with what `convert` would make of the same --mixer."""
     from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
-    from crosshead.conversion.architectures.mixer_options import read_mixers
-    from crosshead.conversion.recipe import with_recipe
+    from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
     kind = "mixed" if str(content.get("model_type")).startswith(PREFIX) else "stock"
@@ -55,8 +54,8 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """What the config says: of a GGUF file, what it would say."""
+    from crosshead.common.checked_json import parse_object
     from crosshead.conversion.gguf.store import GgufStore
-    from crosshead.conversion.sources.checked_json import parse_object
     from crosshead.conversion.sources.model_folder import CONFIG
 
     path = Path(model).expanduser()

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from crosshead_command.convert import Overwrite, Restart
+from crosshead_command.convert import DryRun, Overwrite, Restart
 from crosshead_command.screen import progress, show_report
 
 
@@ -13,6 +13,7 @@ def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to make.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
     no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the model.")] = False,
@@ -24,14 +25,7 @@ def fold(
     """
     from crosshead.conversion.fold import fold as run
 
+    how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
-        report = run(
-            model,
-            out,
-            revision=revision,
-            overwrite=overwrite,
-            restart=restart,
-            verify=not no_verify,
-            progress=show,
-        )
+        report = run(model, out, revision=revision, **how, progress=show)
     show_report(report, as_json)

@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
+
+from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
 """What a stage counts, where that is not layers."""
@@ -18,16 +20,9 @@ class InterruptedByUserError(Exception):
     """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer would drop."""
 
 
-class Progress(Protocol):
-    """Told the stage, how much of it is done, how much there is if that is known, and what there is to say."""
-
-    def __call__(self, stage: str, done: int, total: int | None, told: str = "") -> None:
-        """Show it."""
-
-
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Bars on stderr, one a stage, with the time left; where nobody watches, only what there is to say."""
+    """Bars on stderr, one a stage, with the time left; without a terminal, only the messages."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -48,7 +43,7 @@ def progress() -> Iterator[Progress]:
             return ""
         return f", {timedelta(seconds=round((time.monotonic() - since) / (done - first) * (total - done)))} left"
 
-    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         begun.setdefault(stage, (time.monotonic(), done))
         if not current or current[0][0] != stage:
             close()
@@ -58,19 +53,19 @@ def progress() -> Iterator[Progress]:
                 bar,
                 count,
                 left,
-                TextColumn("{task.fields[told]}"),
+                TextColumn("{task.fields[message]}"),
                 console=console,
                 speed_estimate_period=HOUR,
                 disable=not console.is_terminal,
             )
             bars.start()
-            current.append((stage, bars, bars.add_task(stage, total=total, told=told)))
-        if not console.is_terminal and told != said.get(stage, ""):
-            said[stage] = told
+            current.append((stage, bars, bars.add_task(stage, total=total, message=message)))
+        if not console.is_terminal and message != said.get(stage, ""):
+            said[stage] = message
             console.print(
-                f"{stage} {done} of {total}: {told}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
+                f"{stage} {done} of {total}: {message}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
             )
-        current[0][1].update(current[0][2], completed=done, total=total, told=told)
+        current[0][1].update(current[0][2], completed=done, total=total, message=message)
 
     def close() -> None:
         while current:
@@ -91,7 +86,7 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         return
     if "counts" in report:
         print(", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count))
-    for line in calibration_lines(report):
+    for line in [*plan_lines(report), *calibration_lines(report)]:
         print(line)
     if "verification" in report:
         for line in verification_lines(report["verification"]):
@@ -100,6 +95,19 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         print(f"left as they were, being no part of a model: {', '.join(report['others'])}")
     if "folder" in report:
         print(f"wrote {report['folder']}")
+
+
+def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The plan of a dry run, for people: sizes, and every tensor that is not copied."""
+    if "bytes" not in report:
+        return
+    yield f"{report['bytes'] / 1e9:.3f} GB to write"
+    before, after = (report[f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
+    yield f"KV cache: {before} bytes per token before, {after} after"
+    for name, tensor in report["tensors"].items():
+        if tensor["fate"] != "copied":
+            yield f"{tensor['fate']} {name} {tensor['shape']} {tensor['dtype']}"
+    yield from (f"dropped {name}: {reason}" for name, reason in report["dropped"].items())
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -7,6 +7,8 @@ from pathlib import Path
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
+ROOM = 1.25
+"""Memory for a model loaded whole, by the size of its float32 weights: shards pass through, and text is generated."""
 # Of both versions of control groups: where groups are mounted, the limit, what is in use, the prefix of statistics.
 _FILES = {
     "v2": ("", "memory.max", "memory.current", ""),
@@ -20,6 +22,11 @@ def available_memory() -> int:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
     return min([int(fields["MemAvailable"].split()[0]) * 1024, *_left_in_groups()])
+
+
+def fits_in_memory(size: int) -> bool:
+    """Whether weights of so many bytes can be loaded and used, by the memory that is free now."""
+    return size * ROOM <= available_memory()
 
 
 def _left_in_groups() -> Iterator[int]:

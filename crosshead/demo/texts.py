@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from crosshead.conversion.calibration.calibrate import HELD_OUT
-from crosshead.conversion.calibration.text import default_text
+from crosshead.conversion.calibration.text import HELD_OUT, default_text
 from crosshead.evals.harness.harness import quiet
 from crosshead.evals.harness.suite import read_suite
 from crosshead.evals.harness.tasks import load_tasks, task_manager

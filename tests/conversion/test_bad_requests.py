@@ -164,7 +164,7 @@ ALL |= {
     "recipe of unknown option": recipe(("mixer: {}", "'mixers'")),
     "recipe of no mapping": recipe(("mixers: knocking", "mixers='knocking'")),
     "recipe without mixers": recipe(("dtype: float16", "--mixer")),
-    "recipe with a bad number": recipe(("{mixers: {knocking: {}}, seed: x}", "--seed 'x'")),
+    "recipe with a bad number": recipe(("{mixers: {knocking: {}}, seed: x}", "seed='x'")),
     "recipe with a bad flag": recipe(("{mixers: {knocking: {}}, allow_inexact: perhaps}", "'perhaps'")),
     "recipe that says it twice": recipe(("mixers: {knocking: {}, knocking: {form: gate}}", "recipe.yaml")),
     "recipe without end": recipe(("&a [*a]", "YAML")),

@@ -5,11 +5,10 @@ import torch
 from tokenizers import processors
 
 from crosshead.conversion.architectures.families import read_config
-from crosshead.conversion.calibration import calibrate as calibrating
-from crosshead.conversion.calibration.calibrate import PROSE, REPLACED, WINDOWS, Text, load_tokenizer
+from crosshead.conversion.calibration import text as calibrating
 from crosshead.conversion.calibration.head_statistics import fast_dtype
-from crosshead.conversion.calibration.sampled_text import SEED, sampled_text
 from crosshead.conversion.calibration.streamed_model import StreamedModel
+from crosshead.conversion.calibration.text import PROSE, REPLACED, SEED, WINDOWS, Text, load_tokenizer, sampled_text
 from crosshead.conversion.compress.budget_search import TRIAL_LENGTH, TRIALS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.verification.verify import read_sample
@@ -75,7 +74,7 @@ def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
 
 def test_a_large_model_writes_nothing(opened, monkeypatch):
     source, model = opened
-    monkeypatch.setattr(calibrating, "LARGEST_WRITER", 1000)
+    monkeypatch.setattr(calibrating, "LARGEST_SAMPLED", 1000)
     text = Text.of(None, source)
     assert text.described()["text"].endswith("Python's own help texts, with random tokens in it")
     assert text.to_calibrate_on(source, model, silent).shape == (PROSE, 1024)

@@ -9,8 +9,8 @@ import pytest
 import crosshead
 from broken import run
 from crosshead.common.errors import ConversionError
-from crosshead.conversion import convert
-from crosshead.conversion.calibration import calibrate as calibrating
+from crosshead.conversion import convert, stages
+from crosshead.conversion.calibration import calibration as calibrating
 from crosshead.conversion.verification import reload, verify
 from crosshead.conversion.writing import writer as job
 from toy_checkpoints import MANY_SHARDS, write_stock
@@ -95,7 +95,7 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
 
 def test_restart_discards(place, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
-        patch.setattr(convert, "verifier", lambda source: failing(ConversionError("no")))
+        patch.setattr(stages, "verifier", lambda source: failing(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
     crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
     assert hidden(place) == []

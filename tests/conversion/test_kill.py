@@ -25,7 +25,7 @@ EARLY_AND_LATE, RANDOM = (0.2, 0.8), [random.Random(0).random() for _ in range(2
 WORKER = """
 import os, shutil, signal, sys
 import crosshead
-from crosshead.conversion import recipe
+from crosshead.conversion import options
 from crosshead_command.main import main
 from rich import progress
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have it ignored in the background

@@ -4,8 +4,7 @@ import pytest
 
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.architectures.mixer_options import read_mixers, split_argument
-from crosshead.conversion.recipe import read_recipe, with_recipe
+from crosshead.conversion.options import read_mixers, read_recipe, split_argument, with_recipe
 
 LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3).layouts()
 

@@ -10,8 +10,8 @@ import pytest
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.writing import atomic_output as module
 from crosshead.conversion.writing import work_folder
-from crosshead.conversion.writing.atomic_output import staging
-from staging_toys import ONE, SHARDS, TWO, complete, fill, names, old_model, refusal, run, stopped, write
+from crosshead.conversion.writing.atomic_output import atomic_output
+from output_toys import ONE, SHARDS, TWO, complete, fill, names, old_model, refusal, run, stopped, write
 
 
 def test_existing_targets(tmp_path):
@@ -55,10 +55,10 @@ def test_empty_folder_stays_the_same_one(tmp_path):
 
 
 def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(ConversionError, match="already there"), staging(tmp_path / "out", ONE, False) as stage:
-        write(stage)
+    with pytest.raises(ConversionError, match="already there"), atomic_output(tmp_path / "out", ONE, False) as output:
+        write(output)
         old_model(tmp_path)
-        stage.publish()
+        output.publish()
     assert (tmp_path / "out" / "config.json").read_text() == "old"
     assert complete(tmp_path / ".out.crosshead-partial" / "model")
     assert run(tmp_path / "out", overwrite=True) == []
@@ -93,11 +93,11 @@ OTHERS = {
 def test_files_that_are_not_the_models_stay(tmp_path):
     target = tmp_path / "out"
     fill(target, OLD | OTHERS)
-    with staging(target, ONE, True) as stage:
-        write(stage)
-        (stage.folder / "additional_chat_templates").mkdir()
-        (stage.folder / "additional_chat_templates" / "new.jinja").write_text("new")
-        assert stage.publish() == sorted(OTHERS)
+    with atomic_output(target, ONE, True) as output:
+        write(output)
+        (output.folder / "additional_chat_templates").mkdir()
+        (output.folder / "additional_chat_templates" / "new.jinja").write_text("new")
+        assert output.publish() == sorted(OTHERS)
     assert names(target) == sorted([*SHARDS, "config.json", "additional_chat_templates", *OTHERS])
     assert names(target / "additional_chat_templates") == ["new.jinja"]
     assert {name: (target / name).read_text() for name in OTHERS} == OTHERS
@@ -177,12 +177,12 @@ def test_mount_point(mounted, tmp_path, monkeypatch):
 def test_disks_whose_border_does_not_show(mounted, monkeypatch):
     """Such as a folder bound to a place on the same disk: files are copied where they cannot be renamed."""
     monkeypatch.setattr(os.path, "ismount", lambda path: False)
-    with staging(mounted, ONE, False) as stage:
-        assert stage.work.parent == mounted.parent
-        write(stage)
-        (stage.folder / "additional_chat_templates").mkdir()
-        (stage.folder / "additional_chat_templates" / "new.jinja").write_text("new")
-        stage.publish()
+    with atomic_output(mounted, ONE, False) as output:
+        assert output.work.parent == mounted.parent
+        write(output)
+        (output.folder / "additional_chat_templates").mkdir()
+        (output.folder / "additional_chat_templates" / "new.jinja").write_text("new")
+        output.publish()
     assert names(mounted) == sorted([*SHARDS, "config.json", "lost+found", "additional_chat_templates"])
     assert names(mounted.parent) == ["out"]
 

@@ -6,8 +6,9 @@ from safetensors.torch import load_file, save_file
 
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.common.free_memory import fits_in_memory
 from crosshead.conversion.verification import reload
-from crosshead.conversion.verification.reload import agreement, fits_in_memory, reload_check
+from crosshead.conversion.verification.reload import agreement, reload_check
 from crosshead.conversion.verification.reload_worker import load_shapes, load_weights, tensor_report
 from tiers import grid
 from toy_tokenizer import toy_tokenizer

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.sources.file_bytes import CHUNK
+from crosshead.common.file_bytes import CHUNK
 from crosshead.conversion.sources.safetensors_store import INDEX, WEIGHTS, SafetensorsStore
 from crosshead.conversion.sources.tensor_store import DTYPE_NAMES, Entry
 from crosshead.conversion.writing.shard_writer import (

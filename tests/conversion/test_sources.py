@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.calibration.calibrate import Text
+from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.gguf import store as gguf_tokenizer
 from crosshead.conversion.sources.resolve import open_source
 from toy_tokenizer import toy_tokenizer

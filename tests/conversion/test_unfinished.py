@@ -8,9 +8,9 @@ import pytest
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.writing import atomic_output as module
-from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.atomic_output import atomic_output
 from crosshead.conversion.writing.shard_writer import write_shard
-from staging_toys import ONE, SHARDS, TWO, complete, items, names, refusal, run, stopped, write
+from output_toys import ONE, SHARDS, TWO, complete, items, names, refusal, run, stopped, write
 
 ERRORS = [ConversionError, RuntimeError, MemoryError, OSError, KeyboardInterrupt]
 
@@ -18,11 +18,11 @@ ERRORS = [ConversionError, RuntimeError, MemoryError, OSError, KeyboardInterrupt
 @pytest.mark.parametrize("kind", ERRORS)
 def test_error_keeps_finished_work(tmp_path, kind):
     target, expected = tmp_path / "out", ConversionError if kind is OSError else kind
-    with pytest.raises(expected, match="no") as caught, staging(target, ONE, False) as stage:
-        stage.expect(SHARDS)
+    with pytest.raises(expected, match="no") as caught, atomic_output(target, ONE, False) as output:
+        output.expect(SHARDS)
         for file in list(SHARDS)[:2]:
-            stage.record(file, write_shard(stage.folder / file, items(file)))
-        (stage.folder / "model-02.safetensors").write_text("half of it")
+            output.record(file, write_shard(output.folder / file, items(file)))
+        (output.folder / "model-02.safetensors").write_text("half of it")
         raise kind("no")
     work = tmp_path / ".out.crosshead-partial"
     (note,) = caught.value.__notes__
@@ -37,21 +37,21 @@ def test_error_before_anything_is_finished_leaves_nothing(tmp_path, kind):
     expected = ConversionError if kind is OSError else kind
     with (
         pytest.raises(expected, match="no") as caught,
-        staging(tmp_path / "a" / "out", ONE, False) as stage,
+        atomic_output(tmp_path / "a" / "out", ONE, False) as output,
     ):
-        stage.expect(SHARDS)
-        (stage.folder / "model-00.safetensors").write_text("half of it")
-        stage.keep("statistics.partial").write_text("half of it")
+        output.expect(SHARDS)
+        (output.folder / "model-00.safetensors").write_text("half of it")
+        output.cached("statistics.partial").write_text("half of it")
         raise kind("no")
     assert not hasattr(caught.value, "__notes__")
     assert names(tmp_path) == []
 
 
 def test_model_that_is_not_verified_is_kept(tmp_path):
-    with pytest.raises(ConversionError) as caught, staging(tmp_path / "out", ONE, False) as stage:
-        write(stage)
-        stage.unverified = True
-        raise ConversionError("another model")
+    with pytest.raises(ConversionError) as caught, atomic_output(tmp_path / "out", ONE, False) as output:
+        write(output)
+        with output.verifying():
+            raise ConversionError("another model")
     folder = tmp_path / ".out.crosshead-partial" / "model"
     (note,) = caught.value.__notes__
     assert str(folder) in note and "--no-verify" in note
@@ -84,9 +84,9 @@ def test_another_conversion_discards_nothing_unless_told(tmp_path):
     assert str(work) in message and "other options" in message and "--restart" in message
     assert "command" not in message
     assert names(work / "model") == list(SHARDS)[:2]
-    with staging(tmp_path / "out", TWO, False, restart=True) as stage:
-        assert not stage.keep("kept").exists()
-        assert write(stage) == list(SHARDS)
+    with atomic_output(tmp_path / "out", TWO, False, restart=True) as output:
+        assert not output.cached("kept").exists()
+        assert write(output) == list(SHARDS)
 
 
 def test_restart_of_the_same_conversion(tmp_path):
@@ -125,29 +125,29 @@ def test_stopped_while_it_checks_what_it_finds(tmp_path, monkeypatch):
 
 def test_other_plan_of_the_same_conversion(tmp_path):
     stopped(tmp_path / "out")
-    with staging(tmp_path / "out", ONE, False) as stage:
+    with atomic_output(tmp_path / "out", ONE, False) as output:
         first = next(iter(SHARDS))
-        stage.expect({first: [Entry("0.weight", "F32", (5, 8))]})
-        assert not stage.finished
-        assert names(stage.folder) == []
+        output.expect({first: [Entry("0.weight", "F32", (5, 8))]})
+        assert not output.finished
+        assert names(output.folder) == []
 
 
 def test_kept_files_wait_for_the_next_run_and_are_not_published(tmp_path):
-    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out", ONE, False) as stage:
-        stage.keep("statistics").write_text("counted")
+    with pytest.raises(KeyboardInterrupt), atomic_output(tmp_path / "out", ONE, False) as output:
+        output.cached("statistics").write_text("counted")
         raise KeyboardInterrupt
-    with staging(tmp_path / "out", ONE, False) as stage:
-        assert stage.keep("statistics").read_text() == "counted"
-        write(stage)
-        stage.publish()
+    with atomic_output(tmp_path / "out", ONE, False) as output:
+        assert output.cached("statistics").read_text() == "counted"
+        write(output)
+        output.publish()
     assert complete(tmp_path / "out")
     assert names(tmp_path) == ["out"]
 
 
 def test_disk_full_meanwhile(tmp_path):
     def fill():
-        with staging(tmp_path / "out", ONE, False) as stage:
-            write(stage)
+        with atomic_output(tmp_path / "out", ONE, False) as output:
+            write(output)
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(ConversionError, match=r"the disk was full after 0.000 GB of 0.000 GB") as caught:

@@ -10,7 +10,7 @@ import crosshead
 from crosshead.common.errors import ConversionError
 from crosshead.conversion import fold as fold_layers
 from crosshead.conversion.compress import mix_layers
-from crosshead.conversion.compress.fold_rules import FOLD_RULES, FoldRule
+from crosshead.conversion.fold import FOLD_RULES, FoldRule
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.verification import reload, verify
 from crosshead.modeling import bundle

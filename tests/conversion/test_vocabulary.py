@@ -5,7 +5,7 @@ import torch
 
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import DTYPES, Entry
-from crosshead.conversion.writing.vocabulary import check_vocabulary, grown
+from crosshead.conversion.writing.writer import check_vocabulary, grown
 
 
 class PieceStore:

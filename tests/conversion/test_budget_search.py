@@ -8,8 +8,8 @@ import torch
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.calibration.calibrate import Text
 from crosshead.conversion.calibration.streamed_model import StreamedModel
+from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.compress.budget_search import choose, counts_to_try, measure_losses
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from crosshead.common.errors import ConversionError
+from .errors import ConversionError
 
 CHUNK = 1 << 20
 """Bytes handed on at a time: a multiple of every item size, small enough for a processor's cache."""

@@ -6,8 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.errors import ConversionError
-
+from .errors import ConversionError
 from .file_bytes import opened, read_at
 
 _SHORT = reprlib.Repr()

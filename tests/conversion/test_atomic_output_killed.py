@@ -8,9 +8,9 @@ import torch
 
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.writing import atomic_output as module
-from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.atomic_output import atomic_output
 from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard
-from staging_toys import ONE
+from output_toys import ONE
 
 
 def many_shards(target):
@@ -20,15 +20,15 @@ def many_shards(target):
         yield from tensor_chunks(torch.randn(64, 64, generator=torch.Generator().manual_seed(seed)))
 
     shards = {f"{i:02d}.safetensors": [Entry(f"{i}.{j}", "F32", (64, 64)) for j in range(8)] for i in range(20)}
-    with staging(target, {"options": "same"}, overwrite=True) as stage:
-        stage.expect(shards)
+    with atomic_output(target, {"options": "same"}, overwrite=True) as output:
+        output.expect(shards)
         for i, (file, entries) in enumerate(shards.items()):
-            if file not in stage.finished:
+            if file not in output.finished:
                 items = [(entry, partial(chunks, 99 * i + j)) for j, entry in enumerate(entries)]
-                stage.record(file, write_shard(stage.folder / file, items))
-        (stage.folder / "config.json").write_text("{}")
-        stage.beside(f"{target.name}.record").write_text("of it")
-        stage.publish()
+                output.record(file, write_shard(output.folder / file, items))
+        (output.folder / "config.json").write_text("{}")
+        output.sibling(f"{target.name}.record").write_text("of it")
+        output.publish()
 
 
 def forever(target):
@@ -73,14 +73,14 @@ def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
             raise KeyboardInterrupt
 
     target, remove = tmp_path / "out", module.remove
-    with pytest.raises(KeyboardInterrupt), staging(target, ONE, overwrite=False) as stage:
-        stage.keep("kept").write_text("for the next run")
-        stage.beside("out.record").write_text("of it")
+    with pytest.raises(KeyboardInterrupt), atomic_output(target, ONE, overwrite=False) as output:
+        output.cached("kept").write_text("for the next run")
+        output.sibling("out.record").write_text("of it")
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(module, "remove", killed)
-        with staging(target, {}, overwrite=False, restart=True):  # takes away what the one before it left
+        with atomic_output(target, {}, overwrite=False, restart=True):  # takes away what the one before it left
             pass
-    with pytest.raises(KeyboardInterrupt), staging(target, ONE, overwrite=False):
+    with pytest.raises(KeyboardInterrupt), atomic_output(target, ONE, overwrite=False):
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == []

@@ -7,7 +7,7 @@ import torch
 
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.sources.tensor_store import Entry
-from crosshead.conversion.writing.atomic_output import staging
+from crosshead.conversion.writing.atomic_output import atomic_output
 from crosshead.conversion.writing.shard_writer import tensor_chunks, write_shard
 
 SHARDS = {f"model-{shard:02d}.safetensors": [Entry(f"{shard}.weight", "F32", (8, 5))] for shard in range(4)}
@@ -19,22 +19,22 @@ def items(file):
     return [(entry, partial(tensor_chunks, torch.full(entry.shape, float(file[6:8])))) for entry in SHARDS[file]]
 
 
-def write(stage, stop=None):
+def write(output, stop=None):
     """Write the missing shards, or all up to `stop`; returns those that were written."""
-    stage.expect(SHARDS)
-    written = [file for file in SHARDS if file not in stage.finished]
+    output.expect(SHARDS)
+    written = [file for file in SHARDS if file not in output.finished]
     for number, file in enumerate(written):
         if number == stop:
             raise KeyboardInterrupt
-        stage.record(file, write_shard(stage.folder / file, items(file)))
-    (stage.folder / "config.json").write_text("{}")
+        output.record(file, write_shard(output.folder / file, items(file)))
+    (output.folder / "config.json").write_text("{}")
     return written
 
 
 def run(target, identity=ONE, overwrite=False, restart=False, stop=None):
-    with staging(target, identity, overwrite, restart) as stage:
-        written = write(stage, stop=stop)
-        stage.publish()
+    with atomic_output(target, identity, overwrite, restart) as output:
+        written = write(output, stop=stop)
+        output.publish()
     return written
 
 

@@ -1,18 +1,79 @@
-"""What a user asks of the mechanisms, from the command line, a recipe or Python, as a config's `mixers`.
+"""What a user asks of a conversion: mechanisms and options, from the command line, a YAML recipe or Python.
 
 Values may be text, as in `mixture:active_heads=75%` or `knocking:on=query+value`: the kind of each option says how
 it is read. Options that only a conversion knows (`method`, `shared`) are kept apart from those a config stores.
 """
 
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.validation import explained
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
+
+CALIBRATION_SUFFIX = ".safetensors"
+"""Of a saved calibration."""
+LARGEST = 2**32 - 1
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+"""The dtypes of a conversion -> their names in safetensors."""
+PATHS = ("calibration", "save_calibration")
+
+
+class Options(BaseModel):
+    """Options of a conversion apart from its mechanisms."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    revision: str | None = None
+    vocab_size: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    dtype: Literal["float32", "float16", "bfloat16"] | None = None
+    calibration: Path | None = None
+    save_calibration: Path | None = None
+    layers: Literal["auto"] | None = None
+    budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    allow_inexact: bool = False
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any], where: str = "--") -> Self:
+        """The checked options; `ConversionError` with one line, which begins with `where`."""
+        try:
+            return cls.model_validate(options)
+        except ValidationError as error:
+            raise ConversionError(explained(error, ["mixers", *cls.model_fields], where)) from None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.layers is None) != (self.budget is None):
+            raise ValueError("--layers auto and --budget go together: give both or neither")
+        saved = self.save_calibration
+        if saved is not None and (saved.suffix != CALIBRATION_SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
+            raise ValueError(
+                f"--save-calibration {saved} is not allowed: name a {CALIBRATION_SUFFIX} file in an existing folder"
+            )
+        if saved is not None and not os.access(saved.parent, os.W_OK | os.X_OK):
+            raise ValueError(f"--save-calibration {saved} cannot be written: name a file in another folder")
+        return self
+
+    @property
+    def stored_dtype(self) -> str | None:
+        """The dtype in safetensors' spelling."""
+        return DTYPES[self.dtype] if self.dtype else None
+
+    def recorded(self) -> dict[str, Any]:
+        """The options that were given, without paths of this machine."""
+        given = self.model_dump(exclude=set(PATHS)).items()
+        return {key: value for key, value in given if value is not None and value is not False}
+
 
 ONLY_HERE: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},
@@ -133,3 +194,49 @@ def _counts(name: str, value: Any, whole: int) -> Any:
     if not isinstance(share, int | float) or not 0 <= share <= 100:
         raise ConversionError(f"{name}={value!r} is not allowed: a percentage goes from 0% to 100%")
     return max(round(whole * share / 100), 1 if share else 0)
+
+
+def with_recipe(
+    recipe: Path | None, arguments: Sequence[str], given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Mixers and options: what the command line gives, else what the recipe says.
+
+    Mechanisms on the command line replace the recipe's as a whole.
+    """
+    content = {} if recipe is None else read_recipe(recipe)
+    mixers = content.pop("mixers", {})
+    named = [split_argument(argument) for argument in arguments]
+    for index, (name, _) in enumerate(named):
+        if name in dict(named[:index]):
+            raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
+    chosen = {key: value for key, value in given.items() if value is not None and value is not False}
+    return dict(named) or mixers, content | chosen
+
+
+class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml brings no types
+    """Every scalar stays text, as YAML 1.1 would read the key `on` as true; and no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; the base class would let the last value of a key win."""
+        content = super().construct_mapping(node, deep)
+        if len(content) < len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a key stands twice", node.start_mark)
+        return content
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The mixers and options of a recipe; its relative paths start at the folder of the file."""
+    try:
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConversionError(f"--recipe {path} cannot be read: {error}") from None
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConversionError(f"--recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConversionError(f"--recipe {path} holds no options: use `mixers:` and options, one a line")
+    mixers = content.pop("mixers", None) or {}
+    if not isinstance(mixers, dict):
+        raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
+    content |= {key: path.parent / content[key] for key in PATHS if isinstance(content.get(key), str)}
+    options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
+    return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})

@@ -7,8 +7,8 @@ import pytest
 
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.writing import atomic_output as module
-from crosshead.conversion.writing.atomic_output import check_apart, staging
-from staging_toys import ONE, SHARDS, TWO, complete, names, refusal, run, stopped, write
+from crosshead.conversion.writing.atomic_output import atomic_output, check_apart
+from output_toys import ONE, SHARDS, TWO, complete, names, refusal, run, stopped, write
 
 
 def test_only_the_target_is_left(tmp_path):
@@ -18,17 +18,17 @@ def test_only_the_target_is_left(tmp_path):
 
 
 def test_nothing_is_there_before_the_end(tmp_path):
-    with staging(tmp_path / "out", ONE, False) as stage:
-        write(stage)
+    with atomic_output(tmp_path / "out", ONE, False) as output:
+        write(output)
         assert not (tmp_path / "out").exists()
         assert names(tmp_path) == [".out.crosshead-partial"]
-        stage.publish()
+        output.publish()
         assert complete(tmp_path / "out")
 
 
 def test_no_publishing_leaves_nothing(tmp_path):
-    with staging(tmp_path / "a" / "b" / "out", ONE, False) as stage:
-        write(stage)
+    with atomic_output(tmp_path / "a" / "b" / "out", ONE, False) as output:
+        write(output)
     assert names(tmp_path) == []
 
 
@@ -38,11 +38,11 @@ def test_parents_are_made(tmp_path):
 
 
 def test_two_runs_at_once(tmp_path):
-    with staging(tmp_path / "out", ONE, False) as stage:
-        write(stage)
+    with atomic_output(tmp_path / "out", ONE, False) as output:
+        write(output)
         assert "another run is writing" in refusal(tmp_path / "out")
         assert "another run is writing" in refusal(tmp_path / "out", identity=TWO, restart=True)
-        stage.publish()
+        output.publish()
     assert complete(tmp_path / "out")
 
 
@@ -61,13 +61,19 @@ def test_small_disk(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
     assert re.search(r"needs 0.000 GB, its disk has 0.000 GB free: make room", refusal(tmp_path / "out"))
-    with pytest.raises(ConversionError, match=r"needs 0\.000 GB"), staging(tmp_path / "out", ONE, False) as stage:
-        stage.check_room(601, 0)
-    with pytest.raises(ConversionError, match=r"needs 0\.000 GB"), staging(tmp_path / "out", ONE, False) as stage:
-        stage.check_room(400, 201)
-    with pytest.raises(KeyError), staging(tmp_path / "out", ONE, False) as stage:
-        (stage.keep("seen.safetensors")).write_bytes(bytes(50))
-        stage.check_room(400, 250)  # fifty of them are there already
+    with (
+        pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
+        atomic_output(tmp_path / "out", ONE, False) as output,
+    ):
+        output.check_room(601, 0)
+    with (
+        pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
+        atomic_output(tmp_path / "out", ONE, False) as output,
+    ):
+        output.check_room(400, 201)
+    with pytest.raises(KeyError), atomic_output(tmp_path / "out", ONE, False) as output:
+        (output.cached("seen.safetensors")).write_bytes(bytes(50))
+        output.check_room(400, 250)  # fifty of them are there already
         raise KeyError
     assert names(tmp_path / ".out.crosshead-partial") == ["journal.json", "lock", "model", "seen.safetensors"]
     free = 10**6

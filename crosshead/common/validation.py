@@ -1,0 +1,22 @@
+"""Errors of pydantic models as one line that names the key, its value and what is allowed."""
+
+from collections.abc import Iterable
+
+from pydantic import ValidationError
+
+from .errors import nearest
+
+
+def explained(error: ValidationError, known: Iterable[str], where: str) -> str:
+    """The first error; `where` comes before the key, `known` are the allowed keys. After `--` a key is an option."""
+    first = error.errors()[0]
+    if first["type"] == "value_error":
+        return str(first["ctx"]["error"])
+    key, equals = ".".join(map(str, first["loc"][:1])), "="
+    if where.endswith("--"):
+        key, equals = key.replace("_", "-"), " "
+    if first["type"] == "extra_forbidden":
+        return f"{where}{key!r} is not an option{nearest(str(first['loc'][0]), known)}"
+    given = first["input"]
+    given = given if isinstance(given, int | float) else repr(given)
+    return f"{where}{key}{equals}{given} is not allowed: {first['msg'][0].lower()}{first['msg'][1:]}"
