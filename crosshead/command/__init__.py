@@ -1,1 +1,1 @@
-"""The command line, as a package of its own: importing crosshead takes seconds, and `crosshead --help` must not."""
+"""The command line. A package of its own, because importing crosshead would delay `crosshead --help` by seconds."""

@@ -7,38 +7,53 @@ import typer
 
 from crosshead_command.screen import progress, show_report
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model; other files in OUT stay.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan of every tensor; write nothing.")]
-Restart = Annotated[
-    bool, typer.Option("--restart", help="Discard what an unfinished run left for OUT, and begin again.")
+Mixer = Annotated[
+    list[str] | None,
+    typer.Option(help="A mechanism: NAME[:key=value,...]; repeatable; join lists by +, as in on=query+key."),
 ]
+Dtype = Annotated[
+    str | None, typer.Option(help="Dtype of the weights: float32, float16 or bfloat16; by default the source's.")
+]
+Calibration = Annotated[
+    Path | None,
+    typer.Option(help="A text file to calibrate on, or a saved calibration; by default Python's help texts."),
+]
+Save = Annotated[Path | None, typer.Option(help="Save the calibration to this .safetensors file, for other runs.")]
+Layers = Annotated[
+    str | None, typer.Option(help="auto: choose the component heads of `explicit` in each layer by measured loss.")
+]
+Budget = Annotated[
+    float | None, typer.Option(help="For --layers auto: the KV cache as a fraction of the source's, such as 0.5.")
+]
+Inexact = Annotated[
+    bool, typer.Option("--allow-inexact", help="Allow mechanisms that change the model's predictions at the start.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan of every tensor; write nothing.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing model; other files in OUT stay.")]
+Restart = Annotated[bool, typer.Option("--restart", help="Discard the work of an unfinished run for OUT.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the source.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
 
 
 def convert(
-    source: Annotated[str, typer.Argument(help="A folder, a Hub id, or a GGUF file.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
-    mixer: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME[:key=value,...], repeatable, in the order they apply; lists are joined by +."),
-    ] = None,
-    recipe: Annotated[Path | None, typer.Option(help="A YAML file with the same options and `mixers`.")] = None,
+    source: Annotated[str, typer.Argument(help="A checkpoint folder, a Hub id, or a GGUF file.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    mixer: Mixer = None,
+    recipe: Annotated[Path | None, typer.Option(help="A YAML file with `mixers` and these options.")] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Grow the vocabulary to this size.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, float16 or bfloat16; the source's if not given.")] = None,
-    calibration: Annotated[
-        Path | None,
-        typer.Option(help="Text to calibrate on, or a saved calibration; Python's own help texts if not given."),
-    ] = None,
-    save_calibration: Annotated[Path | None, typer.Option(help="Keep what was observed, for other runs.")] = None,
-    layers: Annotated[str | None, typer.Option(help="auto: choose `explicit`'s component heads by loss.")] = None,
-    budget: Annotated[float | None, typer.Option(help="For --layers auto: KV cache, as part of the source's.")] = None,
-    seed: Annotated[int | None, typer.Option(help="For what starts at random; 0 if not given.")] = None,
-    allow_inexact: Annotated[bool, typer.Option("--allow-inexact", help="Accept a start far from neutral.")] = False,
+    dtype: Dtype = None,
+    calibration: Calibration = None,
+    save_calibration: Save = None,
+    layers: Layers = None,
+    budget: Budget = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of random starting values; by default 0.")] = None,
+    allow_inexact: Inexact = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the source.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    no_verify: NoVerify = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a stock Llama or Qwen checkpoint to a crosshead model.
 

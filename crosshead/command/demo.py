@@ -11,22 +11,22 @@ from crosshead_command.screen import progress
 
 
 def demo(
-    tiny: Annotated[bool, typer.Option("--tiny", help="A random tiny model: seconds, and no network.")] = False,
+    tiny: Annotated[bool, typer.Option("--tiny", help="Use a tiny random model, without network.")] = False,
     model: Annotated[
-        str | None, typer.Option(help="A model of your own: a folder, a Hub id or a GGUF file; else SmolLM2-135M.")
+        str | None, typer.Option(help="Another model than SmolLM2-135M: a folder, a Hub id or a GGUF file.")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to fill; crosshead-demo if not given.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The output folder; crosshead-demo if not given.")] = None,
 ) -> None:
     """Run the whole workflow on SmolLM2-135M. Converts, trains, evaluates, inspects and writes cards.
 
-    What was made is kept: the same command goes on where it stopped, and a second run only shows the table. It wants
-    `pip install 'crosshead[demo]'`. For example:
+    Finished steps are kept: the same command continues an interrupted run, and a second run only prints the table.
+    Needs `pip install 'crosshead[demo]'`. For example:
 
     crosshead demo --tiny
     """
     from transformers.utils.logging import disable_progress_bar
 
-    from crosshead.demo.begin import open_demo
+    from crosshead.demo.run import open_demo
     from crosshead.demo.steps import Screen
 
     if tiny and model is not None:
@@ -42,7 +42,7 @@ def _tell(line: str) -> None:
 
 
 def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:
-    """The table, the decoded text, and where everything is."""
+    """The table, the decoded text, and the paths of all results."""
     from crosshead.demo.scoring import PROMPT
     from crosshead.demo.steps import RECORD
     from crosshead.demo.table import sample_lines, table_lines
@@ -58,5 +58,5 @@ def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for name in ("heads.html", "scores.json", RECORD):
         yield str(folder / name)
     yield ""
-    yield "What would be published of the last one; without --dry-run it is, under that name on the Hub:"
+    yield "To publish the last model on the Hub under that name (--dry-run only lists the files):"
     yield f"crosshead push {quote(record['models'][-1]['model'])} YOU/MODEL --dry-run"

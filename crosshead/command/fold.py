@@ -5,23 +5,23 @@ from typing import Annotated
 
 import typer
 
-from crosshead_command.convert import DryRun, Overwrite, Restart
+from crosshead_command.convert import DryRun, Json, NoVerify, Overwrite, Restart
 from crosshead_command.screen import progress, show_report
 
 
 def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to make.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
     restart: Restart = False,
-    no_verify: Annotated[bool, typer.Option("--no-verify", help="Do not compare the result with the model.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    no_verify: NoVerify = False,
+    as_json: Json = False,
 ) -> None:
     """Convert a crosshead model back to a stock checkpoint.
 
-    Linear `knocking`, `explicit` without norm and `mixture` with every head on become part of the projections.
+    Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
     """
     from crosshead.conversion.fold import fold as run
 

@@ -1,4 +1,4 @@
-"""`crosshead`: the table of commands, and what happens when one fails."""
+"""`crosshead`: the table of commands, and the handling of errors."""
 
 import os
 import sys
@@ -52,9 +52,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
 DEBUG = "--debug"
 INTERRUPTED = 130
 RESUMABLE = {"convert", "demo", "fold", "push"}
-"""Commands that keep what they have done; train and sweep end by themselves, and say so."""
+"""Commands that continue an interrupted run; train and sweep print that themselves."""
 EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train", "scipy": "eval"}
-"""Packages that a command may need -> the extra that brings them."""
+"""Optional packages -> the extra that installs them."""
 
 
 class GroupedCommands(TyperGroup):
@@ -78,7 +78,7 @@ app = typer.Typer(
 )
 for _name, _function in COMMANDS.items():
     app.command(_name, no_args_is_help=True, cls=StrictCommand)(_function)
-app.command("demo", cls=StrictCommand)(demo.demo)  # also without a word behind it
+app.command("demo", cls=StrictCommand)(demo.demo)  # also without arguments
 app.command("zoo", cls=StrictCommand)(zoo.zoo)
 app.add_typer(bench.app, name="bench")
 app.add_typer(probe.app, name="probe")
@@ -90,7 +90,7 @@ def options(
     version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
     debug: Annotated[bool, typer.Option(DEBUG, help="Show the traceback of an error.")] = False,
 ) -> None:
-    """What holds for every command."""
+    """Options of the whole program."""
     if version:
         from importlib.metadata import version as installed
 
@@ -102,34 +102,34 @@ def main() -> None:
     """Run one command: exit status 0, or 1 with one line on stderr, or 2 for wrong usage."""
     arguments = sys.argv[1:]
     debug = DEBUG in arguments
-    arguments = [argument for argument in arguments if argument != DEBUG]  # wherever it stands
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings speak to programmers
-    if "transformers" in sys.modules:  # under `python -m`, where the variable comes too late
+    arguments = [argument for argument in arguments if argument != DEBUG]  # at any position
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for programmers
+    if "transformers" in sys.modules:  # under `python -m` the variable is set too late
         sys.modules["transformers"].logging.set_verbosity_error()
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # what it cannot show, it spells
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # escape characters that the terminal lacks
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    told = ""
+    message = ""
     try:
         status = app(args=arguments, standalone_mode=False)
     except InterruptedByUserError as error:
-        status, told = INTERRUPTED, str(error)
+        status, message = INTERRUPTED, str(error)
     except (typer.Abort, KeyboardInterrupt):
         status = INTERRUPTED
     except Exception as error:
         status = _status_of(error, debug)
-    if status == INTERRUPTED:  # which typer makes of Ctrl-C, in some versions
-        if not told and RESUMABLE.intersection(arguments[:1]):
-            told = "the same command goes on where this one stopped"
-        complain(f"interrupted: {told}" if told else "interrupted", INTERRUPTED)
+    if status == INTERRUPTED:  # also the status that some versions of typer return for Ctrl-C
+        if not message and RESUMABLE.intersection(arguments[:1]):
+            message = "the same command continues from here"
+        complain(f"interrupted: {message}" if message else "interrupted", INTERRUPTED)
     sys.exit(status if isinstance(status, int) else 0)
 
 
 def _status_of(error: Exception, debug: bool) -> int:
     if isinstance(error, typer.Exit):
         return error.exit_code
-    show = getattr(error, "show", None)  # click's own errors are about usage
+    show = getattr(error, "show", None)  # an error of usage, from click
     if show is not None and getattr(error, "exit_code", 1) == 2:
         show()
         return 2
@@ -143,6 +143,6 @@ def _status_of(error: Exception, debug: bool) -> int:
 
 
 def complain(message: str, status: int) -> int:
-    """One line on stderr, whole where several processes write to it at once; returns the status."""
+    """Write one line to stderr in one call, for several processes at once; returns the status."""
     sys.stderr.write(f"crosshead: {message}\n")
     return status

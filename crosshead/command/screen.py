@@ -1,27 +1,28 @@
-"""What the user sees while a command works, and at its end."""
+"""Progress bars, and the printed report of a conversion."""
 
 import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from crosshead.common.progress import Progress
+if TYPE_CHECKING:
+    from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
-"""What a stage counts, where that is not layers."""
+"""Stages that do not count layers -> their unit."""
 HOUR = 3600
-"""Seconds of work that the time left is estimated from: one step of a large model may take minutes."""
+"""Seconds of work from which the remaining time is estimated: one step of a large model may take minutes."""
 SIDES = ("key_heads", "value_heads")
 
 
 class InterruptedByUserError(Exception):
-    """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer would drop."""
+    """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer drops."""
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> Iterator["Progress"]:
     """Bars on stderr, one a stage, with the time left; without a terminal, only the messages."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
@@ -30,7 +31,7 @@ def progress() -> Iterator[Progress]:
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        disable_progress_bars()  # the Hub's own
+        disable_progress_bars()  # of huggingface_hub
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
     left = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
@@ -92,7 +93,7 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         for line in verification_lines(report["verification"]):
             print(line)
     if "others" in report:
-        print(f"left as they were, being no part of a model: {', '.join(report['others'])}")
+        print(f"files left unchanged, not part of a model: {', '.join(report['others'])}")
     if "folder" in report:
         print(f"wrote {report['folder']}")
 
@@ -111,7 +112,7 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The text that a conversion learnt from, and what was chosen by it, for people."""
+    """The calibration text and the chosen layers, for people."""
     if calibration := report.get("calibration"):
         yield f"calibrated on {calibration.get('text') or calibration['saved']}"
     if chosen := report.get("chosen"):
@@ -120,7 +121,7 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """What verification measured, for people."""
+    """The results of verification, for people."""
     for key, value in measured.items():
         if isinstance(value, Mapping):
             yield f"{key.replace('_', ' ')}:"
@@ -130,7 +131,7 @@ def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value on one line: a model's text may hold anything."""
+    """A value on one line; a model's text may contain line breaks."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)

@@ -1,4 +1,4 @@
-"""A command that does not take an option for the value of another."""
+"""A command that refuses an option in place of another option's value."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ class StrictCommand(TyperCommand):
     """Refuses option values that begin with `-`, but for numbers: in `--toy --dry-run` the value is missing."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """The rest of the arguments, once all options have been read."""
+        """The arguments that remain after the options are read."""
         rest = super().parse_args(ctx, args)
         for parameter in self.params:
             if isinstance(parameter, TyperOption):

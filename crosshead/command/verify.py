@@ -5,22 +5,26 @@ from typing import Annotated
 
 import typer
 
+from crosshead_command.convert import Json
 from crosshead_command.screen import progress, show_report
 
 
 def verify(
-    source: Annotated[str, typer.Argument(help="What the model was made from: a folder, a Hub id, or a GGUF file.")],
+    source: Annotated[str, typer.Argument(help="The source of the model: a folder, a Hub id, or a GGUF file.")],
     model: Annotated[str, typer.Argument(help="The model: a folder or a Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Text to compare on; Python's help texts if not given.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="A text file to compare on; by default Python's help texts.")
+    ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code of MODEL's folder that is not this crosshead's own.")
+        bool,
+        typer.Option("--trust-remote-code", help="Run code in the folder of MODEL that crosshead did not write."),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare a model with its source. Checks tensors, logits, loss, greedy text, cache and loading.
 
-    Fails where the two ought to be equal and are not.
+    Fails if the two should be equal and are not.
     """
     from crosshead.conversion.verification.verify import verify as run
 

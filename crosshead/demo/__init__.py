@@ -1,1 +1,1 @@
-"""The whole way in one command: fetch a model, convert it, train it a little, score it, look inside it."""
+"""The demo: fetch a model, convert it, train it briefly, score it and inspect its heads, in one command."""

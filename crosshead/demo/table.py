@@ -1,4 +1,4 @@
-"""What the demo has found out, for a reader: taken from the JSON that its steps have written."""
+"""The demo's table of results, made from the JSON files of its steps."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,14 +8,14 @@ from typing import Any
 Row = dict[str, Any]
 CONVERSION = "conversion.json"
 GRAMMAR, PROSE = "grammar", "prose"
-HEADS = ("model", "KV cache", "perplexity", "beside the source", "grammar", "beside the source")
+HEADS = ("model", "KV cache", "perplexity", "against source", "grammar", "against source")
 LARGEST = 1e5
-"""What is above is shown as a power of ten."""
+"""Larger numbers are shown as powers of ten."""
 UNITS = ("", "bytes/token", "of prose", "", "right", "")
 
 
-def rows(told: Mapping[str, str], models: Mapping[str, str], scores: Path, decoded: Path) -> list[Row]:
-    """A row for each model, the source first: its cache, its scores, and how they differ from the source's."""
+def rows(descriptions: Mapping[str, str], models: Mapping[str, str], scores: Path, decoded: Path) -> list[Row]:
+    """A row for each model, the source first: cache, scores, and differences from the source."""
     report, caches = _read(scores), {each["model"]: each for each in _read(decoded)["models"]}
     scored = {each["model"]: each for each in report["models"]}
     changes = {each["second"]: each for each in report["compared"]}
@@ -24,7 +24,7 @@ def rows(told: Mapping[str, str], models: Mapping[str, str], scores: Path, decod
     return [
         {
             "name": name,
-            "is": told[name],
+            "is": descriptions[name],
             "model": path,
             "kv_bytes_per_token": made[name]["kv_bytes_per_token_after"] if name in made else before,
             "parameters": scored[path]["parameters"],
@@ -37,7 +37,7 @@ def rows(told: Mapping[str, str], models: Mapping[str, str], scores: Path, decod
 
 
 def table_lines(found: list[Row]) -> Iterator[str]:
-    """Two lines for each model: figures, and what it is."""
+    """Two lines for each model: figures and description."""
     cells = [_cells(row) for row in found]
     widths = [max(map(len, column)) for column in zip(HEADS, UNITS, *cells, strict=True)]
     for line, row in zip((HEADS, UNITS, *cells), (None, None, *found), strict=True):
@@ -61,7 +61,7 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
-    """A difference and the interval that it lies in."""
+    """A difference with its interval."""
     if row is None:
         return ""
     if row["verdict"] == "equal":
@@ -72,7 +72,7 @@ def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
 
 
 def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
-    """What was decoded, and what its cache took."""
+    """The decoded text of each model, and the size of its cache."""
     yield f"{prompt} ..."
     for row in found:
         if row["decoded"] is not None:

@@ -1,8 +1,8 @@
-"""The text that every CPython carries, in parts that do not meet: one to score on, one to learn from.
+"""Python's help topics in separate parts: one to score models on, one for calibration and training.
 
-The offline suite scores prose on the beginnings of the first of Python's help topics. What a conversion is calibrated
-on and a model trained on are topics that come after those, without the paragraphs that they repeat; the last fifth of
-the text is left to the comparison that follows each conversion.
+The offline suite scores prose on the beginnings of the first topics. Calibration and training read the topics after
+those, without paragraphs that also stand in the scored part. The last fifth of the text is left for the verification
+of conversions.
 """
 
 from collections.abc import Iterator
@@ -18,14 +18,14 @@ PARAGRAPH = "\n\n"
 
 
 def write_texts(limit: int, to_learn: Path) -> None:
-    """Write what is to be learnt from, given how many documents are scored."""
+    """Write the text for calibration and training; `limit` is the number of scored documents."""
     partial = to_learn.with_name(f".{to_learn.name}.partial")
     partial.write_text(text_to_learn(scored_topics(limit)), encoding="utf-8")
     partial.replace(to_learn)
 
 
 def scored_topics(limit: int) -> dict[str, str]:
-    """The topics that the offline suite scores prose on, and how much of each."""
+    """The topics that the offline suite scores, with the scored part of each."""
     benchmarks = read_suite("offline").benchmarks
     with quiet():
         loaded = load_tasks(task_manager(benchmarks, None), benchmarks, run_code=False)
@@ -34,7 +34,7 @@ def scored_topics(limit: int) -> dict[str, str]:
 
 
 def text_to_learn(scored: dict[str, str]) -> str:
-    """The topics after the last that is scored, as far as conversions may read, without what is scored."""
+    """The topics between the last scored one and the held-out part, without scored paragraphs."""
     names = sorted(topics)
     before = "\n".join(topics[name] for name in names[: names.index(max(scored)) + 1])
     text = default_text()
@@ -49,5 +49,5 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _words(paragraph: str) -> str:
-    """The same wherever it is indented."""
+    """The words, without indentation."""
     return " ".join(paragraph.split())
