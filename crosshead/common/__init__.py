@@ -1,1 +1,1 @@
-"""What several folders of crosshead need; it imports none of them."""
+"""Helpers that several folders of crosshead share; it imports none of them."""

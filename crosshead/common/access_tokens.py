@@ -22,7 +22,7 @@ FORMS = (
 TOKEN = re.compile(
     rf"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{{4}}))(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-"""How tokens look that the usual places issue, in plain text or behind what JSON writes for a line break."""
+"""Access tokens of common services, in plain text or after an escaped line break of JSON."""
 
 
 def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
@@ -40,8 +40,8 @@ def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 
 def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
-    """Take tokens out of JSON files; returns which values went, by file. `ValueError` where that is not possible."""
-    gone = {}
+    """Remove tokens from JSON files; returns the removed values' names by file. `ValueError` where a token remains."""
+    removed = {}
     for path in files:
         text = path.read_text(encoding="utf-8")
         if TOKEN.search(text) is None:
@@ -52,5 +52,5 @@ def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
         if TOKEN.search(left):
             raise ValueError(f"{path.name} holds an access token: take it out, and have another one issued")
         path.write_text(left, encoding="utf-8")
-        gone[path.name] = names
-    return gone
+        removed[path.name] = names
+    return removed

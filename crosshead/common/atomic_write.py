@@ -1,4 +1,4 @@
-"""Writes several files together: all of them are complete, or none is written."""
+"""Writes several files together: all of them, or none."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -8,7 +8,7 @@ from .errors import EvalError
 
 
 def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
-    """Whether the files could be written: asked before the work is done."""
+    """`EvalError` if a file cannot be written; called before the work is done."""
     for path in paths:
         if not path.parent.is_dir():
             raise EvalError(f"{path} is in a folder that does not exist: make it first")
@@ -21,7 +21,7 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
 
 
 def write_whole(contents: Mapping[Path, str]) -> None:
-    """Write each beside its place first, so that what was there stays until all of them are complete."""
+    """Write all files under temporary names, then replace the old files."""
     partial = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():

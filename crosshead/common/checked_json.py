@@ -15,12 +15,12 @@ _LONGEST = 120
 
 
 def shown(value: Any) -> str:
-    """A value out of a file as it may stand in a message: quoted, without line breaks, and never long."""
+    """A value from a file for a message: quoted, shortened, without line breaks."""
     return _SHORT.repr(value)[:_LONGEST]
 
 
 def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
-    """The JSON object in a file; one of more than `largest` bytes is not read, because `what` is smaller."""
+    """The JSON object in a file; an error for more than `largest` bytes, as `what` is smaller."""
     with opened(path) as (descriptor, status):
         if status.st_size > largest:
             raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
@@ -37,7 +37,7 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or one of ours
         raise ConversionError(f"{where} is not usable JSON ({_first_line(error)}): fetch the file again") from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{where} holds {shown(content)} where a JSON object belongs: fetch the file again")
+        raise ConversionError(f"{where} holds {shown(content)} instead of a JSON object: fetch the file again")
     return content
 
 
@@ -45,7 +45,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     content = dict(pairs)
     if len(content) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
-        raise ValueError(f"the key {shown(twice)} stands there twice")
+        raise ValueError(f"the key {shown(twice)} is repeated")
     return content
 
 

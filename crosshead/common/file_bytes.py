@@ -1,4 +1,4 @@
-"""Bounded reads of files without mapping them: mapped pages would count as memory of this process."""
+"""Reads parts of files without mapping them: mapped pages would count as memory of this process."""
 
 import os
 import stat
@@ -11,18 +11,18 @@ import torch
 from .errors import ConversionError
 
 CHUNK = 1 << 20
-"""Bytes handed on at a time: a multiple of every item size, small enough for a processor's cache."""
+"""Bytes of one read: a multiple of every item size, small enough for a processor's cache."""
 
 
 class Buffers:
-    """Buffers that are used again and again, because the first touch of new memory costs more than the reading."""
+    """Reused buffers, because the first touch of new memory costs more than the read."""
 
     def __init__(self) -> None:
         self._spare: list[memoryview] = []
 
     @contextmanager
     def lent(self) -> Iterator[memoryview]:
-        """A buffer of `CHUNK` bytes for one pass over some bytes; another pass at the same time gets another."""
+        """A buffer of `CHUNK` bytes, not shared with other readers."""
         buffer = self._spare.pop() if self._spare else torch.empty(CHUNK, dtype=torch.uint8).numpy().data
         try:
             yield buffer
@@ -32,9 +32,9 @@ class Buffers:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, os.stat_result]]:
-    """A descriptor of a plain file and what the file system says of it; failures in the block are one line."""
+    """The descriptor and status of a regular file; an `OSError` in the block becomes a `ConversionError`."""
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would make it wait
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would block
     except (OSError, ValueError) as error:
         raise ConversionError(_unreadable(path, error)) from error
     try:
@@ -58,7 +58,9 @@ def fill(buffer: memoryview, descriptor: int, path: Path, start: int) -> None:
     while buffer:
         count = os.preadv(descriptor, [buffer], start)
         if not count:
-            raise ConversionError(f"{path} ended at byte {start} while it was read: leave the source alone meanwhile")
+            raise ConversionError(
+                f"{path} ended at byte {start} while it was read: do not change the source during a conversion"
+            )
         buffer, start = buffer[count:], start + count
 
 

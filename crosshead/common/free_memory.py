@@ -1,4 +1,4 @@
-"""How much memory this process may still use: what the system has free, within the limits of its control groups."""
+"""The memory that this process may still allocate: free memory within the limits of its control groups."""
 
 import os
 from collections.abc import Iterator
@@ -8,8 +8,8 @@ MEMORY_INFO = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
 ROOM = 1.25
-"""Memory for a model loaded whole, by the size of its float32 weights: shards pass through, and text is generated."""
-# Of both versions of control groups: where groups are mounted, the limit, what is in use, the prefix of statistics.
+"""Memory to load and run a whole model, as a multiple of its float32 weights."""
+# Version of control groups -> subfolder, file of the limit, file of the usage, prefix in the statistics.
 _FILES = {
     "v2": ("", "memory.max", "memory.current", ""),
     "v1": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -17,7 +17,7 @@ _FILES = {
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated now; half of all memory where the system does not tell what is free."""
+    """Bytes that can be allocated now; half of all memory where the system does not report free memory."""
     if not MEMORY_INFO.exists():
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     fields = dict(line.split(":") for line in MEMORY_INFO.read_text().splitlines())
@@ -25,16 +25,16 @@ def available_memory() -> int:
 
 
 def fits_in_memory(size: int) -> bool:
-    """Whether weights of so many bytes can be loaded and used, by the memory that is free now."""
+    """Whether a model with `size` bytes of weights can be loaded and run in the free memory."""
     return size * ROOM <= available_memory()
 
 
 def _left_in_groups() -> Iterator[int]:
-    """What the limit of each control group above this process leaves."""
+    """The bytes left under the limit of each control group of this process."""
     for version, path in _own_groups():
         mount, limit, used, prefix = _FILES[version]
         root = GROUPS / mount
-        # Within a container the path may name a folder that only the host sees, or lead above the mounted groups.
+        # Within a container the path may name a folder of the host, or a parent of the mounted groups.
         own = root if ".." in path.split("/") else root / path.lstrip("/")
         for group in (own, *own.parents):
             if group.is_relative_to(root) and (group / limit).exists():
@@ -54,6 +54,6 @@ def _left(limit: Path, used: Path, statistics: Path, prefix: str) -> Iterator[in
     if limit.read_text().strip() == "max":
         return
     parts = dict(line.split() for line in statistics.read_text().splitlines())
-    # Cached files give way to allocations; tmpfs, which "file" would include, does not.
+    # The page cache is freed on demand; tmpfs, which "file" would include, is not.
     files = sum(int(parts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))
     yield int(limit.read_text()) - int(used.read_text()) + files

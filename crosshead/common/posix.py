@@ -24,8 +24,8 @@ def require_posix(task: str) -> None:
 def lock_file(file: int | IO[Any], place: Path, wait: bool = False) -> bool:
     """Lock an open file until it is closed or its process ends, however it ends.
 
-    `BlockingIOError` where another process holds the lock, unless `wait`. False where the disk knows no locks, as
-    some network disks do not: then a warning says that nothing guards `place`.
+    `BlockingIOError` where another process holds the lock, unless `wait`. Returns False with a warning where the file
+    system has no locks, as some network file systems.
     """
     require_posix(f"writing to {place}")
     import fcntl  # not at the top: Windows has no such module

@@ -1,4 +1,4 @@
-"""How a tokenizer was loaded, which transformers (from 5.0 on) writes among the settings that it saves."""
+"""Arguments of loading that transformers (from 5.0 on) saves among a tokenizer's settings."""
 
 LOADING = ("is_local", "local_files_only")
-"""Saved, they would hold for everyone who loads the tokenizer after that."""
+"""Saved, they would apply to everyone who loads the tokenizer."""

