@@ -139,7 +139,7 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
     crosshead bench compiled explicit-step --rounds 3 --out compiled.json
     """
     from crosshead.evals.bench.cases import COMPILED
-    from crosshead.evals.bench.compiled import check_compiler
+    from crosshead.evals.bench.models import check_compiler
 
     check_compiler()
     measure("compiled", COMPILED, cases, device, rounds, out)
@@ -170,14 +170,14 @@ def convert(
     from tempfile import TemporaryDirectory
 
     from crosshead.conversion.bench_convert import Synthetic
-    from crosshead.evals.bench.case import chosen
+    from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.run import bench
     from crosshead.recipes.schema.toy import write_tokenizer
 
     check(out)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
-        wanted = chosen(_conversions(checkpoint), cases or [], "bench convert")
+        wanted = choose_cases(_conversions(checkpoint), cases or [], "bench convert")
         show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
         checkpoint.write(write_tokenizer)
         report = bench(wanted, rounds, progress=show)
@@ -186,7 +186,7 @@ def convert(
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
     from crosshead.conversion.bench_convert import MIXERS
-    from crosshead.evals.bench.case import TOLD, Case
+    from crosshead.evals.bench.case import RESULT, Case
 
     config = checkpoint.config
     fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -199,7 +199,7 @@ def _conversions(checkpoint: "Synthetic") -> list["Case"]:
 
         what = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
         rival, work = "cp -r of the same folder", checkpoint.size
-        return Case(name, what, rival, make, shape, target.get(name, {}), TOLD, dtype="bfloat16", work=work)
+        return Case(name, what, rival, make, shape, target.get(name, {}), RESULT, dtype="bfloat16", work=work)
 
     return [case(name) for name in MIXERS]
 

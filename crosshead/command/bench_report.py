@@ -15,11 +15,11 @@ def measure(
     name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
 ) -> None:
     """Of the known cases, the named ones or all: measured, written and told."""
-    from crosshead.evals.bench.case import chosen
+    from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.machine import keep_memory
     from crosshead.evals.bench.run import bench
 
-    wanted = chosen(list(known), cases or [], f"bench {name}")
+    wanted = choose_cases(list(known), cases or [], f"bench {name}")
     check(out)
     keep_memory()
     with progress() as show:
