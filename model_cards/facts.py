@@ -2,10 +2,12 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
+
+from crosshead.common.fingerprint import model_fingerprint
 
 from .errors import CardError
 from .evaluations import KEPT, check_kept, scored_here
@@ -52,11 +54,8 @@ class Facts:
         return bool(self.plan) or "auto_map" in self.config
 
 
-def read_facts(folder: Path, evaluations: Sequence[Path], fingerprint: Callable[[Path], str]) -> Facts:
-    """What a folder says of itself, and what evaluations say of it; `CardError` where one is about another model.
-
-    `fingerprint` gives the digest of the model in a folder that evaluations name it by.
-    """
+def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
+    """The records in a model directory, and its part of evaluations; `CardError` if one is about another model."""
     if not (folder / CONFIG).is_file():
         raise CardError(f"{folder} is no folder of a model: it has no {CONFIG}")
     config = read_json(folder / CONFIG)
@@ -65,11 +64,11 @@ def read_facts(folder: Path, evaluations: Sequence[Path], fingerprint: Callable[
     kept = folder / KEPT
     scores = []
     if evaluations:
-        here = fingerprint(folder)
+        here = model_fingerprint(folder)
         scores = [scored_here(folder, path, read_json(path), here) for path in evaluations]
     elif kept.is_file():
         scores = list(_record(kept, "evaluations", list)["evaluations"])
-        check_kept(folder, kept, scores, fingerprint(folder))
+        check_kept(folder, kept, scores, model_fingerprint(folder))
     training = _record(folder / TRAINING, "recipe", dict)
     conversion = _record(folder / CONVERSION, "source", dict) or _record(beside, "source", dict)
     return Facts(

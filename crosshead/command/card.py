@@ -46,12 +46,11 @@ def write_card(
     from dataclasses import replace
 
     from crosshead.common.atomic_write import write_whole
-    from crosshead.evals.model_fingerprint import model_fingerprint
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
 
-    facts = read_facts(folder, evaluations, model_fingerprint)
+    facts = read_facts(folder, evaluations)
     facts = replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source))
     contents = card_files(folder, facts, overwrite)
     write_whole(contents)

@@ -65,8 +65,8 @@ def evaluate(
         compared=compare,
         trust_remote_code=trust_remote_code,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
-        tell=_tell,
-        keep=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
+        progress=_show_progress,
+        save=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
     )
     _show(out, as_json)
 
@@ -78,9 +78,9 @@ def _names(tasks: str | None) -> list[str]:
     return names
 
 
-def _tell(told: str) -> None:
+def _show_progress(message: str) -> None:
     if sys.stderr.isatty():
-        typer.echo(told, err=True)
+        typer.echo(message, err=True)
 
 
 def _show(out: Path, as_json: bool) -> None:

@@ -96,11 +96,10 @@ def layers(
 
 def _opened(name: str, length: int) -> Any:
     """A model whose heads can be masked, on windows of so many tokens."""
-    from crosshead.evals.inspect.text import check_family
-    from crosshead.evals.open_model import open_model
+    from crosshead.evals.open_model import check_backbone, open_model
 
     opened = open_model(name)
-    check_family(opened)
+    check_backbone(opened)
     context = opened.config.max_position_embeddings
     if length > context:
         raise ValueError(f"--length {length} is more than the context of {name}: use {context} at most")

@@ -22,10 +22,10 @@ def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> No
     """The offline suite, each model beside the first on the same items."""
     done = iter(range(len(models) + 1))
 
-    def tell(told: str) -> None:
-        show(told, next(done), len(models))
+    def progress(message: str) -> None:
+        show(message, next(done), len(models))
 
-    report = evaluate(models, "offline", limit=limit, compared=True, tell=tell)
+    report = evaluate(models, "offline", limit=limit, compared=True, progress=progress)
     write_json(target, report)
 
 

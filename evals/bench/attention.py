@@ -57,12 +57,11 @@ def mixture_layer(
     options = {"active_heads": active, "shared_heads": shared, "router": "query_norm"}
     mixture = build_mechanism("mixture", HeadLayout(heads * head_dim, heads, heads, head_dim), **options)
     gates = random_gates(tokens, heads, active, shared)
+    function = mixture_attention_forward if published else None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         state = AttentionState(query, key, query, key, value, gates=gates)
-        if published:
-            return mechanism_attention(mixture, state, mask, function=mixture_attention_forward)
-        return mechanism_attention(mixture, state, mask, _implementation("mixture", query.device))
+        return mechanism_attention(mixture, state, mask, _implementation("mixture", query, published), function)
 
     return attention_run(attend, tokens, heads, head_dim, gradients)
 
@@ -88,15 +87,14 @@ def talking_layer(
     talking = build_mechanism("talking", HeadLayout(heads * head_dim, heads, heads, head_dim))
     for head_map in talking.parameters():
         torch.nn.init.normal_(head_map, std=heads**-0.5)
+    function = talking_attention_forward if published else None
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         state = AttentionState(query, key, query, key, value)
         if not ours:
             mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=query.device).tril()
             return mechanism_attention(talking, state, mask, "eager")
-        if published:
-            return mechanism_attention(talking, state, function=talking_attention_forward)
-        return mechanism_attention(talking, state, implementation=_implementation("talking", query.device))
+        return mechanism_attention(talking, state, None, _implementation("talking", query, published), function)
 
     return attention_run(attend, tokens, heads, head_dim, gradients, talking.parameters())
 
@@ -118,32 +116,22 @@ def explicit_decoding(
     key_side_data = {"explicit.inverse_rms": scales} if kind == NORMED_KEYS else {}
     mask = _decoding_mask(kind, tokens, batch)
 
+    @torch.no_grad()
     def attend() -> object:
-        with torch.no_grad():
-            key, value = next(layers)
-            if ours:
-                state = AttentionState(query, query, query, key, value, key_side_data)
-                return mechanism_attention(explicit, state, mask)
+        key, value = next(layers)
+        if not ours:
             return stock_attention(query, key, value, mask)
+        return mechanism_attention(explicit, AttentionState(query, query, query, key, value, key_side_data), mask)
 
     return attend
-
-
-def stock_decoding(ours: bool, **shape: Any) -> Run:
-    """Stock attention on both sides: shows how far a ratio is from 1 by chance."""
-    return explicit_decoding(False, **shape)
 
 
 def _decoding_mask(kind: str, tokens: int, batch: int) -> Tensor | None:
     """(batch, 1, queries, tokens), or None if each query sees all keys."""
     keys = torch.arange(tokens)
     if kind == TWO_QUERIES:
-        mask = keys <= torch.tensor([[tokens - 2], [tokens - 1]])
-    elif kind == PADDED:
-        mask = (keys >= tokens // 16)[None]
-    else:
-        return None
-    return mask.expand(batch, 1, -1, -1)
+        return (keys <= torch.tensor([[tokens - 2], [tokens - 1]])).expand(batch, 1, -1, -1)
+    return (keys >= tokens // 16).expand(batch, 1, 1, -1) if kind == PADDED else None
 
 
 def uncached_layers(
@@ -157,9 +145,8 @@ def uncached_layers(
     layers = max(1, -(-UNCACHED_BYTES // (2 * batch * baseline_heads * tokens * head_dim * itemsize)))
 
     def states() -> Tensor:
-        if by_token:
-            return split_heads(torch.randn(batch, tokens, heads * head_dim), head_dim)
-        return torch.randn(batch, heads, tokens, head_dim)
+        tensor = split_heads(torch.randn(batch, tokens, heads * head_dim), head_dim)
+        return tensor if by_token else tensor.contiguous()
 
     return cycle([(states(), states()) for _ in range(layers)])
 
@@ -172,15 +159,9 @@ def attention_run(
     inputs = [torch.randn(1, heads, tokens, head_dim, requires_grad=gradients) for _ in range(3)]
     output_gradient = torch.randn(1, tokens, heads, head_dim)
     differentiated = [*inputs, *parameters]
-
-    def forward() -> object:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    def forward_and_backward() -> object:
-        return torch.autograd.grad(attend(*inputs), differentiated, output_gradient)
-
-    return forward_and_backward if gradients else forward
+    if gradients:
+        return lambda: torch.autograd.grad(attend(*inputs), differentiated, output_gradient)
+    return torch.no_grad()(partial(attend, *inputs))
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -223,6 +204,6 @@ def _layer(query: Tensor, key: Tensor) -> Any:
     return SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
 
 
-def _implementation(name: str, device: torch.device) -> str:
+def _implementation(name: str, query: Tensor, published: bool) -> str:
     """The attention implementation: the mechanism's Triton kernels on a GPU, otherwise sdpa."""
-    return f"crosshead_{name}_triton" if device.type == "cuda" else "sdpa"
+    return f"crosshead_{name}_triton" if query.is_cuda and not published else "sdpa"

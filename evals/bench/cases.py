@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from . import attention, models
-from .attention import NORMED_KEYS, PADDED, TWO_QUERIES
+from .attention import NORMED_KEYS, PADDED, TWO_QUERIES, explicit_decoding, mixture_layer, talking_layer
 from .case import MEMORY, RESULT, TIME, TOTAL_MEMORY, Case
-from .models import SHAPE
+from .models import SHAPE, cache_bytes, compiled_step, next_token, next_token_on_one_thread, prompt, training_step
 from .pairs import Run
 
 STOCK = "stock Llama of the same shape, sdpa"
@@ -42,6 +41,7 @@ TALKING_BASELINES = {
     "eager": "eager talking-heads attention, which materialises its weights",
     "sdpa": "stock sdpa attention, which does not mix heads",
 }
+KNOCKING_STEP = {"cpu": 1.05, "cuda": 1.02}
 CACHE = "explicit, bytes of KV cache of a sequence, 4 component heads for 8"
 
 
@@ -58,7 +58,7 @@ def _mixture(name: str, tokens: int, active: int, shared: int, flag: str = "", *
     what += " and backward" * flags["gradients"]
     shape = {"heads": 16, "head_dim": 64, "tokens": tokens, "active": active, "shared": shared, **flags}
     baseline = "torch's fastest dense causal attention on the same queries, keys and values"
-    return Case(f"mixture-{name}-{tokens}", what, baseline, attention.mixture_layer, shape, targets)
+    return Case(f"mixture-{name}-{tokens}", what, baseline, mixture_layer, shape, targets)
 
 
 def _talking(name: str, beside: str, target: float | None = None) -> Case:
@@ -69,22 +69,23 @@ def _talking(name: str, beside: str, target: float | None = None) -> Case:
     what += f"{' and backward' * flags['gradients']}, {'peak memory beyond the inputs' if memory else 'time'}"
     shape = {"heads": 16, "head_dim": 64, "tokens": 4096, "beside": beside, **flags}
     measured, unit = (MEMORY, "bytes") if memory else (TIME, "seconds")
-    run = attention.talking_layer
-    return Case(f"talking-{name}", what, TALKING_BASELINES[beside], run, shape, _both(target), measured, unit)
+    baseline = TALKING_BASELINES[beside]
+    return Case(f"talking-{name}", what, baseline, talking_layer, shape, _both(target), measured, unit)
 
 
 def _decoding(heads: str, tokens: int, batch: int, target: float, kind: str = "") -> Case:
     parts = [heads, _short(tokens), f"batch-{batch}" if batch > 1 else "", kind.partition(" ")[0]]
     what = f"explicit, a token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{_head_counts(heads)}"
     shape = {**HEADS[heads], "tokens": tokens, "batch": batch, "kind": kind}
-    baseline, run = "stock sdpa attention on all heads", attention.explicit_decoding
-    return Case("-".join(filter(None, parts)), what, baseline, run, shape, _both(target))
+    baseline = "stock sdpa attention on all heads"
+    return Case("-".join(filter(None, parts)), what, baseline, explicit_decoding, shape, _both(target))
 
 
 def _control(batch: int) -> Case:
+    """Stock attention on both sides: shows how far a ratio is from 1 by chance."""
     what = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
     shape = {**HEADS["ungrouped"], "tokens": 2048, "batch": batch}
-    return Case(f"control-batch-{batch}", what, "itself", attention.stock_decoding, shape)
+    return Case(f"control-batch-{batch}", what, "itself", lambda _, **given: explicit_decoding(False, **given), shape)
 
 
 def _short(tokens: int) -> str:
@@ -103,22 +104,20 @@ def _half_cache(heads: str, tokens: int) -> dict[str, Any]:
     return {**SHAPE, **counts, "mixers": mixers, "tokens": tokens}
 
 
-def _model(
-    name: str, what: str, make: Callable[..., Run], shape: dict[str, Any], target: float, within_noise: bool = False
-) -> Case:
-    return Case(name, what, STOCK, make, shape, _both(target), within_noise=within_noise)
+def _model(name: str, what: str, make: Callable[..., Run], shape: Any, target: float, noise: bool = False) -> Case:
+    return Case(name, what, STOCK, make, shape, _both(target), within_noise=noise)
 
 
 def _model_token(heads: str, tokens: int, target: float) -> Case:
     name = f"model-{_short(tokens)}" if heads == "grouped" else f"model-{heads}-{_short(tokens)}"
     what = f"explicit, a token after {tokens} others, whole model, {_head_counts(heads)}"
-    return Case(name, what, STOCK, models.next_token, _half_cache(heads, tokens), _both(target))
+    return Case(name, what, STOCK, next_token, _half_cache(heads, tokens), _both(target))
 
 
 def _host(name: str, mixers: dict[str, Any], target: float | None = None) -> Case:
     what = f"{name.replace('-', ' ')}, a token after 16 others, a model of 8 layers of 64, one thread"
     targets = {} if target is None else {"cpu": target}
-    return Case(f"host-{name}", what, STOCK, models.next_token_on_one_thread, {**TINY, "mixers": mixers}, targets)
+    return Case(f"host-{name}", what, STOCK, next_token_on_one_thread, {**TINY, "mixers": mixers}, targets)
 
 
 def _training(name: str) -> tuple[Case, Case, Case]:
@@ -126,12 +125,11 @@ def _training(name: str) -> tuple[Case, Case, Case]:
     words, shape = name.replace("-", " "), {**SHAPE, "tokens": 2048, "mixers": MIXERS[name]}
     step = f"training step of a model with {words}, 2048 tokens"
     memory = f"peak memory of that step with {words}: weights, gradients, moments, activations"
-    time, memory_target = {"cpu": 1.05, "cuda": 1.02} if name == "knocking" else {}, 1.3 if name == "talking" else 1.05
-    run = models.training_step
+    targets = _both(1.3 if name == "talking" else 1.05)
     return (
-        Case(f"{name}-step", step, STOCK, run, shape, time),
-        Case(f"{name}-step-memory", memory, STOCK, run, shape, _both(memory_target), TOTAL_MEMORY, "bytes"),
-        Case(f"{name}-step", f"compiled {step}", f"{STOCK}, compiled as well", models.compiled_step, shape),
+        Case(f"{name}-step", step, STOCK, training_step, shape, KNOCKING_STEP if name == "knocking" else {}),
+        Case(f"{name}-step-memory", memory, STOCK, training_step, shape, targets, TOTAL_MEMORY, "bytes"),
+        Case(f"{name}-step", f"compiled {step}", f"{STOCK}, compiled as well", compiled_step, shape),
     )
 
 
@@ -166,13 +164,9 @@ TALKING = (
 LINEAR = {**SHAPE, "tokens": 2048, "mixers": {"knocking": {"form": "linear"}}}
 ROUTED = {**SHAPE, "tokens": 4096, "mixers": MIXERS["mixture"]}
 MODELS = (
-    _model(
-        "mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", models.prompt, ROUTED, 0.85
-    ),
-    _model("knocking-linear-prompt", "a prompt of 2048 tokens, knocking linear", models.prompt, LINEAR, 1.05, True),
-    _model(
-        "knocking-linear-token", "a token after 2048 others, knocking linear", models.next_token, LINEAR, 1.1, True
-    ),
+    _model("mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", prompt, ROUTED, 0.85),
+    _model("knocking-linear-prompt", "a prompt of 2048 tokens, knocking linear", prompt, LINEAR, 1.05, True),
+    _model("knocking-linear-token", "a token after 2048 others, knocking linear", next_token, LINEAR, 1.1, True),
 )
 STEPS, STEP_MEMORY, COMPILED = zip(*map(_training, MIXERS), strict=True)
 ATTENTION: tuple[Case, ...] = (*MIXTURE, *TALKING, *MODELS, *STEPS, *STEP_MEMORY)
@@ -188,7 +182,7 @@ DECODE: tuple[Case, ...] = (
     *map(_control, (1, 8)),
     _model_token("grouped", 16384, 0.9),
     *(_model_token(heads, tokens, 1.0) for heads in ("grouped", "ungrouped") for tokens in (128, 512)),
-    Case("cache", CACHE, STOCK, models.cache_bytes, _half_cache("grouped", 16), _both(0.5), RESULT, "bytes"),
+    Case("cache", CACHE, STOCK, cache_bytes, _half_cache("grouped", 16), _both(0.5), RESULT, "bytes"),
     _host("knocking-linear", {"knocking": {"form": "linear"}}, 1.2),
     _host("knocking-mlp", MIXERS["knocking"]),
     _host("explicit", MIXERS["explicit"], 1.4),

@@ -18,16 +18,14 @@ LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 def machine() -> dict[str, Any]:
     """Processor, instruction set, accelerator, threads and versions."""
-    accelerator = None
-    if torch.accelerator.is_available():
-        accelerator = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
-        )
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if torch.cuda.is_available():
+        accelerator = torch.cuda.get_device_name()
     return {
         "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "accelerator": accelerator,
+        "accelerator": accelerator and str(accelerator),
         "system": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,
@@ -56,15 +54,10 @@ def keep_memory() -> None:
     library = ctypes.CDLL(None)
     for setting in MALLOC_SETTINGS.values() if hasattr(library, "mallopt") else ():
         library.mallopt(*setting)
-    _use_large_pages()
-
-
-def _use_large_pages() -> None:
-    """Only in this process: in child processes whose memory is measured, large pages would count as a whole."""
     before = os.environ.get(LARGE_PAGES)
     os.environ[LARGE_PAGES] = "1"
     torch.empty(1)
-    if before is None:
-        del os.environ[LARGE_PAGES]
-    else:
+    # Child processes measure their memory, in which large pages would count as a whole.
+    del os.environ[LARGE_PAGES]
+    if before is not None:
         os.environ[LARGE_PAGES] = before

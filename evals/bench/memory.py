@@ -11,7 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,8 @@ WARM_UP = {"tokens": 128}
 STATUS = Path("/proc/self/status")
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """glibc takes allocations of at least so many bytes from the system, and returns them."""
-
-
-@dataclass(frozen=True)
-class Counter:
-    """Bytes of this process, now and at their peak."""
-
-    now: Callable[[], int]
-    peak: Callable[[], int]
+Counter = tuple[Callable[[], int], Callable[[], int]]
+"""Return the bytes of this process, now and at their peak."""
 
 
 def peak_bytes(case: Case, ours: bool, device: str) -> int:
@@ -45,21 +40,22 @@ def peak_bytes(case: Case, ours: bool, device: str) -> int:
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
     with on_device(device):
-        return added_bytes(case, ours, Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+        return added_bytes(case, ours, (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
 
 
 def added_bytes(case: Case, ours: bool, counter: Counter) -> int:
     """Like `peak_bytes`, by a counter whose peak is at most its present value when the run starts."""
     replace(case, shape={**case.shape, **WARM_UP}).side(ours)()
     gc.collect()
-    before = counter.now()
+    now, peak = counter
+    before = now()
     run = case.side(ours)
     if case.measured == MEMORY:
-        before = counter.now()
+        before = now()
     else:
         run()  # the first step allocates the optimiser's state
     run()
-    return counter.peak() - before
+    return peak() - before
 
 
 def _peak_of_child(case: Case, ours: bool) -> int:
@@ -84,13 +80,13 @@ def _peak_of_child(case: Case, ours: bool) -> int:
 def system_counter() -> Counter:
     """Resident memory as the system counts it; only its peak where there is no /proc."""
     if STATUS.exists():
-        return Counter(lambda: _status("VmRSS"), lambda: _status("VmHWM"))
+        return partial(_status, "VmRSS"), partial(_status, "VmHWM")
     import resource  # Windows has no such module
 
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-    return Counter(peak, peak)
+    return peak, peak
 
 
 def _status(name: str) -> int:

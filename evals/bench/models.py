@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from shutil import which
 from typing import Any
 
@@ -41,10 +42,10 @@ def training_step(
     """Loss, gradients and optimiser step on one text."""
     model = build_model(ours, tokens=tokens, **shape).train()
     optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    ids, call = torch.randint(shape["vocab_size"], (1, tokens)), compile_model(model)
+    ids, forward = torch.randint(shape["vocab_size"], (1, tokens)), compile_model(model)
 
     def run() -> object:
-        call(ids, labels=ids, use_cache=False).loss.backward()
+        forward(ids, labels=ids, use_cache=False).loss.backward()
         optimiser.step()
         return optimiser.zero_grad()
 
@@ -54,9 +55,7 @@ def training_step(
 def compiled_step(ours: bool, tokens: int, **shape: Any) -> Run:
     """A training step of a model compiled in one graph; the first run compiles it."""
     torch.compiler.reset()  # otherwise earlier cases count towards the recompile limit
-    return training_step(
-        ours, tokens, lambda model: torch.compile(model, fullgraph=True, backend=COMPILER_BACKEND), **shape
-    )
+    return training_step(ours, tokens, partial(torch.compile, fullgraph=True, backend=COMPILER_BACKEND), **shape)
 
 
 def check_compiler() -> None:
@@ -69,13 +68,7 @@ def check_compiler() -> None:
 def prompt(ours: bool, tokens: int, **shape: Any) -> Run:
     """A forward pass over a prompt, with the logits of its last token."""
     model = build_model(ours, tokens=tokens, **shape).eval()
-    ids = torch.randint(shape["vocab_size"], (1, tokens))
-
-    def run() -> object:
-        with torch.no_grad():
-            return model(ids, logits_to_keep=1)
-
-    return run
+    return torch.no_grad()(partial(model, torch.randint(shape["vocab_size"], (1, tokens)), logits_to_keep=1))
 
 
 def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
@@ -88,9 +81,9 @@ def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
         keys, values = (torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (layer.keys, layer.values))
         cache.update(keys, values, index)
 
+    @torch.no_grad()
     def run() -> object:
-        with torch.no_grad():
-            output = model(token, past_key_values=cache)
+        output = model(token, past_key_values=cache)
         cache.crop(-1)
         return output
 
@@ -116,9 +109,9 @@ def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
     """The bytes of the tensors in the cache of one sequence."""
     model, ids = build_model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
 
+    @torch.no_grad()
     def count() -> int:
-        with torch.no_grad():
-            layers = model(ids).past_key_values.layers
+        layers = model(ids).past_key_values.layers
         return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
 
     return count

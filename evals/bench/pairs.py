@@ -40,18 +40,13 @@ def in_turn(
 
 def seconds(run: Run, times: int = 1) -> float:
     """The mean time of a run, until the accelerator has finished its work."""
-    wait()
+    synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    synchronize()
     start = time.perf_counter()
     for _ in range(times):
         run()
-    wait()
+    synchronize()
     return (time.perf_counter() - start) / times
-
-
-def wait() -> None:
-    """Wait for the accelerator, if there is one."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
 
 
 def figures(ours: list[float], rival: list[float]) -> dict[str, Any]:

@@ -17,14 +17,12 @@ UNITS = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
 }
-Progress = Callable[[str, int, int, str], object]
-"""Called with the stage, the rounds done, all rounds, and the name of the case."""
 
 
 def bench(
-    cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Progress = lambda *_: None
+    cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Callable[..., object] = lambda *_: None
 ) -> dict[str, Any]:
-    """The figures of each case, by its name, and the machine."""
+    """The figures of each case, and the machine; `progress` is called with a stage, rounds, all rounds and a case."""
     check_device(device)
     counts = [min(rounds, MAXIMUM_MEMORY_ROUNDS) if case.measures_memory else rounds for case in cases]
     done, total, start = 0, sum(counts), time.perf_counter()
