@@ -62,11 +62,11 @@ def check_backbone(opened: Opened) -> None:
         )
 
 
-def check_tokens(tokens: Sequence[int], vocabulary: int) -> None:
+def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the tokenizer") -> None:
     """`EvalError` if a token of the tokenizer is not in the model's vocabulary."""
     if max(tokens, default=0) >= vocabulary:
         raise EvalError(
-            f"the tokenizer returns the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: "
+            f"{tokenizer} returns the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: "
             "they do not belong together"
         )
 

@@ -46,7 +46,7 @@ def read_text(opened: Opened, name: str, text: str) -> tuple[torch.Tensor, dict[
             f"the text {name!r} has {len(spans):,} tokens, and {reason} at most {limit}: use its first "
             f"{spans[limit - 1][1]:,} characters"
         )
-    check_tokens(ids, opened.config.vocab_size)
+    check_tokens(ids, opened.config.vocab_size, f"the tokenizer of {opened.label}")
     pieces, starts = split_text(text, spans, opened.tokenizer.convert_ids_to_tokens(ids))
     return torch.tensor([ids]), {"name": name, "tokens": pieces, "starts": starts}
 
