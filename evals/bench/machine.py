@@ -18,14 +18,13 @@ LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 def machine() -> dict[str, Any]:
     """Processor, instruction set, accelerator, threads and versions."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if torch.cuda.is_available():
-        accelerator = torch.cuda.get_device_name()
+    device = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else device and str(device)
     return {
         "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
-        "accelerator": accelerator and str(accelerator),
+        "accelerator": accelerator,
         "system": platform.platform(),
         "python": platform.python_version(),
         "cuda": torch.version.cuda,

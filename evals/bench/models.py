@@ -110,8 +110,8 @@ def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
     model, ids = build_model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
 
     @torch.no_grad()
-    def count() -> int:
+    def count() -> float:
         layers = model(ids).past_key_values.layers
-        return sum(x.nbytes for layer in layers for x in (layer.keys, layer.values))
+        return float(sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)))
 
     return count

@@ -62,13 +62,13 @@ def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], obj
     }
 
 
-def _readings(case: Case, device: str) -> list[Reading]:
+def _readings(case: Case, device: str) -> tuple[Reading, Reading]:
     """Of ours and of the baseline; both sides are created on the device before either runs."""
     if case.measures_memory:
-        return [partial(peak_bytes, case, ours, device) for ours in (True, False)]
+        return partial(peak_bytes, case, True, device), partial(peak_bytes, case, False, device)
     with on_device(device):
         sides: Any = case.pair()
-    return [timed(run) if case.measured == TIME else lambda run=run: float(run()) for run in sides]
+    return (timed(sides[0]), timed(sides[1])) if case.measured == TIME else sides
 
 
 def bench_lines(report: Mapping[str, Any]) -> Iterator[str]:
