@@ -1,4 +1,4 @@
-"""Progress bars while a command runs, and its printed report."""
+"""What the user sees while a command works, and at its end."""
 
 import json
 import time
@@ -8,9 +8,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
-"""The units of stages; the default is a count."""
+"""What a stage counts, where that is not layers."""
 HOUR = 3600
-"""The seconds from which the remaining time is estimated: one step of a large model may take minutes."""
+"""Seconds of work that the time left is estimated from: one step of a large model may take minutes."""
 SIDES = ("key_heads", "value_heads")
 
 
@@ -19,15 +19,15 @@ class InterruptedByUserError(Exception):
 
 
 class Progress(Protocol):
-    """Called with the stage, the amount done, the total if it is known, and a message."""
+    """Told the stage, how much of it is done, how much there is if that is known, and what there is to say."""
 
     def __call__(self, stage: str, done: int, total: int | None, told: str = "") -> None:
-        """Show the progress."""
+        """Show it."""
 
 
 @contextmanager
 def progress() -> Iterator[Progress]:
-    """Bars on stderr, one for each stage, with the remaining time; without a terminal, only messages."""
+    """Bars on stderr, one a stage, with the time left; where nobody watches, only what there is to say."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
@@ -39,17 +39,17 @@ def progress() -> Iterator[Progress]:
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
     left = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
-    shown_messages: dict[str, str] = {}
-    started: dict[str, tuple[float, int]] = {}
+    said: dict[str, str] = {}
+    begun: dict[str, tuple[float, int]] = {}
 
     def time_left(stage: str, done: int, total: int | None) -> str:
-        since, first = started[stage]
+        since, first = begun[stage]
         if not total or not first < done < total:
             return ""
         return f", {timedelta(seconds=round((time.monotonic() - since) / (done - first) * (total - done)))} left"
 
     def show(stage: str, done: int, total: int | None, told: str = "") -> None:
-        started.setdefault(stage, (time.monotonic(), done))
+        begun.setdefault(stage, (time.monotonic(), done))
         if not current or current[0][0] != stage:
             close()
             count = DownloadColumn() if UNITS.get(stage) == "bytes" else MofNCompleteColumn()
@@ -65,8 +65,8 @@ def progress() -> Iterator[Progress]:
             )
             bars.start()
             current.append((stage, bars, bars.add_task(stage, total=total, told=told)))
-        if not console.is_terminal and told != shown_messages.get(stage, ""):
-            shown_messages[stage] = told
+        if not console.is_terminal and told != said.get(stage, ""):
+            said[stage] = told
             console.print(
                 f"{stage} {done} of {total}: {told}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
             )
@@ -85,7 +85,7 @@ def progress() -> Iterator[Progress]:
 
 
 def show_report(report: Mapping[str, Any], as_json: bool) -> None:
-    """Print the report of a conversion or verification, as JSON or as text."""
+    """The report of a conversion or verification on stdout: for scripts, or for people."""
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -97,13 +97,13 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         for line in verification_lines(report["verification"]):
             print(line)
     if "others" in report:
-        print(f"unchanged files that are not part of the model: {', '.join(report['others'])}")
+        print(f"left as they were, being no part of a model: {', '.join(report['others'])}")
     if "folder" in report:
         print(f"wrote {report['folder']}")
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The calibration text of a conversion, and the layers chosen by it, as text."""
+    """The text that a conversion learnt from, and what was chosen by it, for people."""
     if calibration := report.get("calibration"):
         yield f"calibrated on {calibration.get('text') or calibration['saved']}"
     if chosen := report.get("chosen"):
@@ -112,7 +112,7 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
-    """The results of a verification, as text."""
+    """What verification measured, for people."""
     for key, value in measured.items():
         if isinstance(value, Mapping):
             yield f"{key.replace('_', ' ')}:"
@@ -122,7 +122,7 @@ def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:
 
 
 def shown(value: Any) -> str:
-    """A value on one line: a model's text may contain any character."""
+    """A value on one line: a model's text may hold anything."""
     if isinstance(value, float):
         return f"{value:.6g}"
     return repr(value) if isinstance(value, str) and not value.isprintable() else str(value)
