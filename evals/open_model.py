@@ -82,7 +82,7 @@ def load_model(opened: Opened, **options: Any) -> Any:
     return model.eval()
 
 
-def _from_pretrained(auto_class: Any, name: str, what: str, trust_remote_code: bool, **options: Any) -> Any:
+def _from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways
@@ -90,7 +90,7 @@ def _from_pretrained(auto_class: Any, name: str, what: str, trust_remote_code: b
         if "trust_remote_code" in reason and not trust_remote_code:
             message = f"{name} contains code that loading would run: read it, then add --trust-remote-code"
         elif Path(name).is_dir():
-            message = f"the {what} of {name} cannot be loaded: {reason}"
+            message = f"the {part} of {name} cannot be loaded: {reason}"
         else:
-            message = f"{name!r} is not a directory, and its {what} cannot be loaded from the Hub: {reason}"
+            message = f"{name!r} is not a directory, and its {part} cannot be loaded from the Hub: {reason}"
         raise EvalError(message) from error

@@ -195,9 +195,11 @@ def _conversions(checkpoint: "Synthetic") -> list["Case"]:
         def make(ours: bool, **_: Any) -> Any:
             return (lambda: checkpoint.convert(name)["seconds"]) if ours else checkpoint.copy
 
-        what = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
+        description = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
         baseline, work = "cp -r of the same folder", checkpoint.size
-        return Case(name, what, baseline, make, shape, target.get(name, {}), RESULT, dtype="bfloat16", work=work)
+        return Case(
+            name, description, baseline, make, shape, target.get(name, {}), RESULT, dtype="bfloat16", work=work
+        )
 
     return [case(name) for name in MIXERS]
 

@@ -53,39 +53,39 @@ def _both(target: float | None) -> dict[str, float]:
 def _mixture(name: str, tokens: int, active: int, shared: int, flag: str = "", **targets: float) -> Case:
     """`flag` is gradients, padded or published."""
     flags = {each: each == flag for each in ("gradients", "padded", "published")}
-    what = f"mixture attention{', without crosshead installed' * flags['published']}, {active} of 16 heads active, "
-    what += f"{shared} of them always, {tokens} tokens{', padded' * flags['padded']}, forward"
-    what += " and backward" * flags["gradients"]
+    text = f"mixture attention{', without crosshead installed' * flags['published']}, {active} of 16 heads active, "
+    text += f"{shared} of them always, {tokens} tokens{', padded' * flags['padded']}, forward"
+    text += " and backward" * flags["gradients"]
     shape = {"heads": 16, "head_dim": 64, "tokens": tokens, "active": active, "shared": shared, **flags}
     baseline = "torch's fastest dense causal attention on the same queries, keys and values"
-    return Case(f"mixture-{name}-{tokens}", what, baseline, mixture_layer, shape, targets)
+    return Case(f"mixture-{name}-{tokens}", text, baseline, mixture_layer, shape, targets)
 
 
 def _talking(name: str, beside: str, target: float | None = None) -> Case:
-    """The words of the name say what is measured."""
+    """The name contains gradients, memory or published if the case measures them."""
     flags = {each: each in name for each in ("gradients", "published")}
     memory = "memory" in name
-    what = f"talking attention{', without crosshead installed' * flags['published']}, 4096 tokens, forward"
-    what += f"{' and backward' * flags['gradients']}, {'peak memory beyond the inputs' if memory else 'time'}"
+    text = f"talking attention{', without crosshead installed' * flags['published']}, 4096 tokens, forward"
+    text += f"{' and backward' * flags['gradients']}, {'peak memory beyond the inputs' if memory else 'time'}"
     shape = {"heads": 16, "head_dim": 64, "tokens": 4096, "beside": beside, **flags}
     measured, unit = (MEMORY, "bytes") if memory else (TIME, "seconds")
     baseline = TALKING_BASELINES[beside]
-    return Case(f"talking-{name}", what, baseline, talking_layer, shape, _both(target), measured, unit)
+    return Case(f"talking-{name}", text, baseline, talking_layer, shape, _both(target), measured, unit)
 
 
 def _decoding(heads: str, tokens: int, batch: int, target: float, kind: str = "") -> Case:
     parts = [heads, _short(tokens), f"batch-{batch}" if batch > 1 else "", kind.partition(" ")[0]]
-    what = f"explicit, a token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{_head_counts(heads)}"
+    text = f"explicit, a token after {tokens}, batch {batch}, {kind}{', ' * bool(kind)}{_head_counts(heads)}"
     shape = {**HEADS[heads], "tokens": tokens, "batch": batch, "kind": kind}
     baseline = "stock sdpa attention on all heads"
-    return Case("-".join(filter(None, parts)), what, baseline, explicit_decoding, shape, _both(target))
+    return Case("-".join(filter(None, parts)), text, baseline, explicit_decoding, shape, _both(target))
 
 
 def _control(batch: int) -> Case:
     """Stock attention on both sides: shows how far a ratio is from 1 by chance."""
-    what = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
+    text = f"stock sdpa attention on both sides, a token after 2048, batch {batch}, 16 heads of 64"
     shape = {**HEADS["ungrouped"], "tokens": 2048, "batch": batch}
-    return Case(f"control-batch-{batch}", what, "itself", lambda _, **given: explicit_decoding(False, **given), shape)
+    return Case(f"control-batch-{batch}", text, "itself", lambda _, **given: explicit_decoding(False, **given), shape)
 
 
 def _short(tokens: int) -> str:
@@ -104,20 +104,20 @@ def _half_cache(heads: str, tokens: int) -> dict[str, Any]:
     return {**SHAPE, **counts, "mixers": mixers, "tokens": tokens}
 
 
-def _model(name: str, what: str, make: Callable[..., Run], shape: Any, target: float, noise: bool = False) -> Case:
-    return Case(name, what, STOCK, make, shape, _both(target), within_noise=noise)
+def _model(name: str, text: str, make: Callable[..., Run], shape: Any, target: float, noise: bool = False) -> Case:
+    return Case(name, text, STOCK, make, shape, _both(target), within_noise=noise)
 
 
 def _model_token(heads: str, tokens: int, target: float) -> Case:
     name = f"model-{_short(tokens)}" if heads == "grouped" else f"model-{heads}-{_short(tokens)}"
-    what = f"explicit, a token after {tokens} others, whole model, {_head_counts(heads)}"
-    return Case(name, what, STOCK, next_token, _half_cache(heads, tokens), _both(target))
+    text = f"explicit, a token after {tokens} others, whole model, {_head_counts(heads)}"
+    return Case(name, text, STOCK, next_token, _half_cache(heads, tokens), _both(target))
 
 
 def _host(name: str, mixers: dict[str, Any], target: float | None = None) -> Case:
-    what = f"{name.replace('-', ' ')}, a token after 16 others, a model of 8 layers of 64, one thread"
+    text = f"{name.replace('-', ' ')}, a token after 16 others, a model of 8 layers of 64, one thread"
     targets = {} if target is None else {"cpu": target}
-    return Case(f"host-{name}", what, STOCK, next_token_on_one_thread, {**TINY, "mixers": mixers}, targets)
+    return Case(f"host-{name}", text, STOCK, next_token_on_one_thread, {**TINY, "mixers": mixers}, targets)
 
 
 def _training(name: str) -> tuple[Case, Case, Case]:

@@ -28,13 +28,13 @@ WARM_UP = {"tokens": 128}
 """The shape of a run before the measurement, which loads libraries."""
 STATUS = Path("/proc/self/status")
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""glibc takes allocations of at least so many bytes from the system, and returns them."""
+"""From this size on, glibc maps an allocation and unmaps it when it is freed."""
 Counter = tuple[Callable[[], int], Callable[[], int]]
 """Return the bytes of this process, now and at their peak."""
 
 
 def peak_bytes(case: Case, ours: bool, device: str) -> int:
-    """The peak memory of one side, without what the process held before."""
+    """The peak memory of one side, minus the memory of the process before."""
     if device == "cpu":
         return _peak_of_child(case, ours)
     gc.collect()
@@ -78,7 +78,7 @@ def _peak_of_child(case: Case, ours: bool) -> int:
 
 
 def system_counter() -> Counter:
-    """Resident memory as the system counts it; only its peak where there is no /proc."""
+    """Resident memory as the system counts it; without /proc, only its peak is known."""
     if STATUS.exists():
         return partial(_status, "VmRSS"), partial(_status, "VmHWM")
     import resource  # Windows has no such module

@@ -201,7 +201,7 @@ def ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
 
 @cache
 def t_quantile(count: int) -> float:
-    """The half-width of the confidence interval of a mean over so many items, in standard errors."""
+    """The half-width of the confidence interval of a mean over `count` items, in standard errors."""
     from scipy.stats import t
 
     return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))

@@ -29,7 +29,7 @@ class Benchmark:
     filter: str = "none"
     """The harness's filter, which extracts the answer from a generated text."""
     shots: int | None = None
-    """Few-shot examples; None means as many as the task has."""
+    """Few-shot examples; None means the default of the task."""
 
 
 @dataclass(frozen=True)
