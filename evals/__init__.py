@@ -1,1 +1,1 @@
-"""Evaluation: scores, cost, speed, inspection."""
+"""Evaluation: scores, cost, speed and inspection of models."""

@@ -1,5 +1,6 @@
-"""Opens a model for evaluation; configuration and tokenizer are checked first."""
+"""Opens a model for evaluation: configuration and tokenizer first, with checks, and the weights later."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,14 +10,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
+from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How the names of language models end that the library does not list, such as a repository's own."""
+"""Endings of class names of causal language models that transformers does not list, such as a repository's own."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A causal language model that can be loaded."""
+    """A causal language model whose weights can be loaded."""
 
     name: str
     config: Any
@@ -25,59 +27,70 @@ class Opened:
 
     @property
     def label(self) -> str:
-        """The Hub id, or the folder's own name, which says nothing of where it is."""
+        """The Hub id, or the directory's name without its path."""
         return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
 
 
 def open_model(name: str, trust_remote_code: bool = False) -> Opened:
-    """Find a model, a folder or a Hub id. Code that is not ours runs only with `trust_remote_code`."""
+    """Open a directory or a Hub id. Code that is not crosshead's runs only with `trust_remote_code`."""
     path = Path(name).expanduser()
     if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or name.count("/") > 1):
-        raise EvalError(f"{name!r} is no folder: give the folder of a model, or its name on the Hub")
+        raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():
-        raise EvalError(f"{name} has no config.json: give the folder of a model")
+        raise EvalError(f"{name} is not a model directory: config.json is missing")
     found = str(path) if path.is_dir() else name
-    config = _part(AutoConfig, found, "configuration", trust_remote_code)
-    _check_kind(name, config)
-    tokenizer = _part(AutoTokenizer, found, "tokenizer", trust_remote_code)
-    _check_tokenizer(name, tokenizer)
+    config = _from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    classes = config.architectures or []
+    if classes and not any(each in known or each.endswith(CAUSAL) for each in classes):
+        raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
+    tokenizer = _from_pretrained(AutoTokenizer, found, "tokenizer", trust_remote_code)
+    if not tokenizer.encode("a word", add_special_tokens=False):
+        raise EvalError(f"{name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
     return Opened(found, config, tokenizer, trust_remote_code)
 
 
+def check_backbone(opened: Opened) -> None:
+    """`EvalError` if the layers are not those of a backbone that crosshead knows."""
+    ours = [each.model_type for each in BACKBONES]
+    allowed = [*(each.removeprefix("crosshead_") for each in ours), *ours]
+    if opened.config.model_type not in allowed:
+        raise EvalError(
+            f"{opened.name} has model_type={opened.config.model_type!r}, which is not supported: allowed are "
+            f"{', '.join(allowed)}"
+        )
+
+
+def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the tokenizer") -> None:
+    """`EvalError` if a token of the tokenizer is not in the model's vocabulary."""
+    if max(tokens, default=0) >= vocabulary:
+        raise EvalError(
+            f"{tokenizer} returns the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: "
+            "they do not belong together"
+        )
+
+
 def load_model(opened: Opened, **options: Any) -> Any:
-    """The model, in its own dtype and on the accelerators if there are any, where `options` do not say otherwise."""
-    usual = {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
-    loading = {**usual, "use_safetensors": True, "output_loading_info": True, **options}
-    model, report = _part(AutoModelForCausalLM, opened.name, "model", opened.trust_remote_code, **loading)
+    """The model in its own dtype, and on the accelerators if there are any, unless `options` differ."""
+    defaults = {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
+    loading = {**defaults, "use_safetensors": True, "output_loading_info": True, **options}
+    model, report = _from_pretrained(AutoModelForCausalLM, opened.name, "model", opened.trust_remote_code, **loading)
     missing = sorted(report["missing_keys"])
     if missing:
-        raise EvalError(f"{opened.name} lacks {len(missing)} tensors, {missing[0]} first: it is not complete")
+        raise EvalError(f"{opened.name} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]}")
     return model.eval()
 
 
-def _part(kind: Any, name: str, what: str, trust: bool, **options: Any) -> Any:
+def _from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
     try:
-        return kind.from_pretrained(name, trust_remote_code=trust, **options)
-    except Exception as error:  # its files may be broken in many ways
-        said = one_line(error)
-        if "trust_remote_code" in said and not trust:
-            told = f"{name} brings code of its own, which loading would run: look at it, then say --trust-remote-code"
+        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+    except Exception as error:  # the files may be broken in many ways
+        reason = one_line(error)
+        if "trust_remote_code" in reason and not trust_remote_code:
+            message = f"{name} contains code that loading would run: read it, then add --trust-remote-code"
         elif Path(name).is_dir():
-            told = f"the {what} of {name} cannot be loaded: {said}"
+            message = f"the {part} of {name} cannot be loaded: {reason}"
         else:
-            told = f"{name!r} is no folder, and its {what} cannot be loaded from the Hub: {said}"
-        raise EvalError(told) from error
-
-
-def _check_kind(name: str, config: Any) -> None:
-    """Only a causal language model gives the next token's chances, whatever else the library would load as one."""
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    made = config.architectures or []
-    if made and not any(kind in known or kind.endswith(CAUSAL) for kind in made):
-        raise EvalError(f"{name} is a {made[0]}, not a causal language model")
-
-
-def _check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Where its files are missing, the library makes an empty one for some models."""
-    if not tokenizer.encode("a word", add_special_tokens=False):
-        raise EvalError(f"{name} has no tokenizer that knows any words: copy the tokenizer's files into it")
+            message = f"{name!r} is not a directory, and its {part} cannot be loaded from the Hub: {reason}"
+        raise EvalError(message) from error

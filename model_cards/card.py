@@ -1,4 +1,4 @@
-"""A model's card: made from facts, put into its folder, and read back as the Hub would."""
+"""Writes and checks the model card, README.md, from the facts about a model."""
 
 import hashlib
 import json
@@ -13,79 +13,85 @@ import yaml
 from huggingface_hub import ModelCard
 
 from .errors import CardError
-from .evaluations import KEPT, kept
+from .evaluations import EVALUATION, evaluation_file
 from .facts import Facts
-from .measured import measured
-from .metadata import metadata
+from .measured import results
+from .metadata import card_metadata
 from .papers import MECHANISMS
-from .sections import changed, citation, cost, limits, made, opening, use
+from .sections import changes, citation, cost, limits, opening, provenance, usage
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MARK = re.compile(r"\n<!-- made by crosshead; (?P<digest>[0-9a-f]{16}) -->\n\Z")
 NAME = re.compile(r"(?:[\w-]+/)?[\w.-]+")
-"""What the Hub takes for a dataset in a result."""
+"""The names of datasets that the Hub accepts in results."""
 
 
 def card_text(facts: Facts) -> str:
-    """The whole card, with a mark at its end by which an edited one is told."""
+    """The card. A digest at its end shows later whether somebody has edited it."""
     unknown = next((name for name in facts.mixers if name not in MECHANISMS), None)
     if unknown is not None:
-        raise CardError(f"{facts.name} has the mechanism {unknown!r}, which this crosshead does not know: update it")
-    parts = chain(*(part(facts) for part in (opening, changed, cost, measured, made, use, limits, citation)))
-    text = f"---\n{metadata(facts).to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
+        raise CardError(
+            f"{facts.name} has the mechanism {unknown!r}, which this crosshead does not know: update crosshead"
+        )
+    parts = chain(*(part(facts) for part in (opening, changes, cost, results, provenance, usage, limits, citation)))
+    text = f"---\n{card_metadata(facts).to_yaml()}\n---\n\n" + "\n\n".join(parts) + "\n"
     return f"{text}\n<!-- made by crosshead; {_digest(text)} -->\n"
 
 
 def is_edited(text: str) -> bool:
-    """Whether somebody has written it, or in it, since a command made it."""
+    """True if a card was written by hand, or edited after crosshead wrote it."""
     mark = MARK.search(text)
     return mark is None or _digest(text[: mark.start()]) != mark["digest"]
 
 
 def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
-    """The card, first, and the scores that are on it; what the card there knew of its origin is not forgotten."""
+    """The card, first, and its scores. Licence and base model of an existing card are kept."""
     path = folder / README
     before = path.read_text(encoding="utf-8") if path.is_file() else None
     if before is not None and not overwrite and is_edited(before):
-        raise CardError(f"{path} was written or edited by somebody: keep it, or add --overwrite to replace it")
-    contents = {path: card_text(replace(facts, **_remembered(facts, before)))}
+        raise CardError(f"{path} was edited by hand: add --overwrite to replace it")
+    contents = {path: card_text(replace(facts, **_kept_metadata(facts, before)))}
     if facts.evaluations:
-        contents[folder / KEPT] = json.dumps(kept(facts.evaluations), indent=2, ensure_ascii=False) + "\n"
+        contents[folder / EVALUATION] = (
+            json.dumps(evaluation_file(facts.evaluations), indent=2, ensure_ascii=False) + "\n"
+        )
     check_card(contents[path], path)
     return contents
 
 
 def check_card(text: str, path: Path) -> ModelCard:
-    """The card as the Hub's client reads it; `CardError` where its head is not what the Hub wants."""
+    """The card as the Hub's client reads it; `CardError` if its metadata is not valid."""
     try:
         card = ModelCard(text)
         data: Any = card.data
         content = data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise CardError(f"the head of {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
+        raise CardError(f"the metadata of {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
     if not text.startswith("---\n") or content.get("library_name") != "transformers":
-        raise CardError(f"{path} does not say `library_name: transformers` in its head: make it with `crosshead card`")
+        raise CardError(f"{path} lacks `library_name: transformers` in its metadata: write it with `crosshead card`")
     for result in data.eval_results or ():
         if not NAME.fullmatch(result.dataset_type):
-            raise CardError(f"{path} has a result on {result.dataset_type!r}, which is no name for the Hub")
+            raise CardError(
+                f"{path} has a result on {result.dataset_type!r}, which is not a valid dataset name on the Hub"
+            )
     return card
 
 
-def _remembered(facts: Facts, before: str | None) -> dict[str, Any]:
-    """The licence and the source's name that the card had, where nothing better is known."""
+def _kept_metadata(facts: Facts, before: str | None) -> dict[str, Any]:
+    """The licence and the base model of the existing card, where the facts have none."""
     if before is None:
         return {}
     try:
-        head: Mapping[str, Any] = ModelCard(before, ignore_metadata_errors=True).data.to_dict()
+        metadata: Mapping[str, Any] = ModelCard(before, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError):
         return {}
-    found: dict[str, Any] = {}
-    if not facts.licence and "license" in head:
-        found["licence"] = {key: head[key] for key in LICENCE_KEYS if key in head}
-    if facts.base_model is None and isinstance(head.get("base_model"), str):
-        found["base_model"] = head["base_model"]
-    return found
+    kept: dict[str, Any] = {}
+    if not facts.licence and "license" in metadata:
+        kept["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
+    if facts.base_model is None and isinstance(metadata.get("base_model"), str):
+        kept["base_model"] = metadata["base_model"]
+    return kept
 
 
 def _digest(text: str) -> str:

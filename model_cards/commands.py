@@ -1,4 +1,4 @@
-"""The commands that made a model, from what the records say was asked for."""
+"""The commands that reproduce a model, from the options in its records."""
 
 import shlex
 from collections.abc import Iterator, Mapping
@@ -8,24 +8,24 @@ from typing import Any
 import yaml
 
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
-"""Options of a conversion that are written as they are recorded."""
-CHOSEN = {"key_heads", "value_heads", "layers", "on"}
-"""Options of `explicit` that `--layers auto` chooses, and that cannot be given beside it."""
+"""Options of a conversion with the same value in the record and on the command line."""
+CHOSEN_BY_LAYERS = {"key_heads", "value_heads", "layers", "on"}
+"""Options of `explicit` that `--layers auto` chooses; both cannot be given."""
 
 
 def convert_command(record: Mapping[str, Any], name: str) -> str:
-    """`crosshead convert` or `crosshead fold`, with every option that matters."""
+    """`crosshead convert` or `crosshead fold` with the recorded options."""
     source, options = record["source"], record.get("options", {})
     words = ["crosshead", record.get("command", "convert"), source["name"], name]
     if record.get("command") == "fold":
         return shlex.join(words)
     given = {**options, "revision": source.get("revision")}
     layers = options.get("layers") == "auto"
-    for mechanism, asked in options.get("mixers", {}).items():
-        asked = {**asked, **options.get("choices", {}).get(mechanism, {})}
+    for mechanism, settings in options.get("mixers", {}).items():
+        settings = {**settings, **options.get("choices", {}).get(mechanism, {})}
         if layers and mechanism == "explicit":
-            asked = {key: value for key, value in asked.items() if key not in CHOSEN}
-        words += ["--mixer", _argument(mechanism, asked)]
+            settings = {key: value for key, value in settings.items() if key not in CHOSEN_BY_LAYERS}
+        words += ["--mixer", _argument(mechanism, settings)]
     for option, flag in PLAIN.items():
         if given.get(option) is not None:
             words += [flag, str(given[option])]
@@ -51,7 +51,7 @@ def _value(value: Any) -> str:
 
 
 def recipe_yaml(recipe: Mapping[str, Any]) -> str:
-    """The recipe as a file that `crosshead train` reads, without what was left at nothing, and without paths."""
+    """The recipe as a file for `crosshead train`, without empty values and without directories."""
     return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=110).rstrip()
 
 
@@ -64,12 +64,12 @@ def _plain(value: Any) -> Any:
 
 
 def relative(text: str) -> str:
-    """A path without where it lies on a machine; any other text as it is."""
+    """The file name of an absolute path; any other text unchanged."""
     return PurePath(text).name if PurePath(text).is_absolute() else text
 
 
 def datasets(recipe: Mapping[str, Any]) -> Iterator[str]:
-    """The names on the Hub of what was trained on."""
+    """The Hub names of the training datasets."""
     for source in recipe.get("data", {}).get("sources", ()):
         if source.get("kind") == "hub":
             yield source["path"]

@@ -1,9 +1,9 @@
-"""What goes wrong with cards and with publishing."""
+"""Errors of cards and of publishing."""
 
 
 class CardError(ValueError):
-    """A card could not be made: the message says why; the folder is as it was."""
+    """A card cannot be written; the folder is unchanged."""
 
 
 class FolderError(ValueError):
-    """A folder is not fit to be published: the message says what is wrong with it."""
+    """A folder cannot be published."""

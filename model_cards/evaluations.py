@@ -1,4 +1,4 @@
-"""This model's part of what `crosshead eval` wrote of several."""
+"""The results of one model in the JSON files of `crosshead eval`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -6,37 +6,39 @@ from typing import Any
 
 from .errors import CardError
 
-KEPT = "evaluation.json"
-"""In the model's folder: the scores on its card, with nothing of the machine that they were measured on."""
+EVALUATION = "evaluation.json"
+"""The file in the model's folder with the scores on its card, without paths of a machine."""
 SHARED = ("suite", "limit", "versions", "confidence")
 OWN = ("fingerprint", "dtype", "device", "context", "parameters", "scores", "average", "task_versions")
 ROW = {"name", "task", "metric", "filter", "shots", "score", "standard_error", "items", "items_cut"}
 
 
-def scored_here(folder: Path, path: Path, report: Mapping[str, Any], fingerprint: str | None = None) -> dict[str, Any]:
-    """What the report in a file says of the model in a folder, and how it compares with the first one.
+def model_results(
+    folder: Path, path: Path, report: Mapping[str, Any], fingerprint: str | None = None
+) -> dict[str, Any]:
+    """The scores of the model in a folder, and its comparison with the first model of the report.
 
-    A report names each model's fingerprint; in an older one, the model is found by its path.
+    The model is found by its fingerprint; in an older report without fingerprints, by its path.
     """
     models = report.get("models")
     if not isinstance(models, list) or not all(_is_scored(model) for model in models):
-        raise CardError(f"{path} is not what `crosshead eval` writes: it has no scores of models")
-    here = [place for place, model in enumerate(models) if _is_model(model, folder, fingerprint)]
-    if len(here) != 1:
-        raise CardError(f"{path} {_mismatch(models, folder, len(here))}")
-    mine = models[here[0]]
-    found = {key: report.get(key) for key in SHARED} | {key: mine.get(key) for key in OWN}
-    comparisons = report.get("compared") or ()  # one for each later model, with the first
-    if 0 < here[0] <= len(comparisons):
-        first, comparison = models[0], comparisons[here[0] - 1]
+        raise CardError(f"{path} is not a file of `crosshead eval`: it has no scores of models")
+    matches = [index for index, model in enumerate(models) if _is_model(model, folder, fingerprint)]
+    if len(matches) != 1:
+        raise CardError(f"{path} {_mismatch(models, folder, len(matches))}")
+    index, model = matches[0], models[matches[0]]
+    found = {key: report.get(key) for key in SHARED} | {key: model.get(key) for key in OWN}
+    comparisons = report.get("compared") or ()  # of each later model with the first
+    if 0 < index <= len(comparisons):
+        first, comparison = models[0], comparisons[index - 1]
         found["compared"] = {"with": label(first["model"]), "before": first["scores"], "scores": comparison["scores"]}
     return found
 
 
-def check_kept(folder: Path, path: Path, evaluations: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
-    """`CardError` where the scores kept in a folder are those of a model that it no longer holds."""
+def check_evaluations(folder: Path, path: Path, evaluations: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
+    """`CardError` if the scores in a folder are those of another model."""
     if any(each.get("fingerprint") not in (None, fingerprint) for each in evaluations):
-        raise CardError(f"{path} has {_outdated(folder)}, and give what it writes as --eval")
+        raise CardError(f"{path} has {_outdated(folder)}, and give its file with --eval")
 
 
 def _is_model(model: Mapping[str, Any], folder: Path, fingerprint: str | None) -> bool:
@@ -50,27 +52,27 @@ def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
 
 
 def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, found: int) -> str:
-    """Why none of the models, or more than one, is the one in the folder."""
+    """The message if not exactly one of the models is the one in the folder."""
     names = [model["model"] for model in models]
     if found:
-        return f"has scores of {folder} {found} times: score it once"
+        return f"has the scores of {folder} {found} times: evaluate it once"
     if any(_lies_in(model, folder) for model in models):
         return f"has {_outdated(folder)}"
-    return f"has scores of {', '.join(map(label, names)) or 'no model'}, and none of {folder}: score it first"
+    return f"has scores of {', '.join(map(label, names)) or 'no model'}, and none of {folder}: evaluate it first"
 
 
 def _outdated(folder: Path) -> str:
-    return f"scores of {folder} from before its config.json or weights changed: run `crosshead eval` again"
+    return f"scores of {folder} that are older than its config.json or weights: run `crosshead eval` again"
 
 
 def label(name: str) -> str:
-    """A model's name without where it lies on a machine; a name on the Hub as it is."""
+    """The directory name of a path; a Hub id unchanged."""
     path = Path(name).expanduser()
     return path.resolve().name if path.is_dir() or path.is_absolute() or name.startswith(".") else name
 
 
-def kept(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of the file that stays in the folder."""
+def evaluation_file(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The content of `EVALUATION`."""
     return {"evaluations": list(evaluations)}
 
 

@@ -1,77 +1,76 @@
-"""What there is to say of a model: the JSON in and beside its folder."""
+"""The facts about a model, from the JSON files in its folder and next to it."""
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from crosshead.common.fingerprint import model_fingerprint
+
 from .errors import CardError
-from .evaluations import KEPT, check_kept, scored_here
+from .evaluations import EVALUATION, check_evaluations, model_results
 
 CONFIG, CONVERSION, TRAINING = "config.json", "conversion.json", "training.json"
 RESULT = "model"
-"""How every run calls the folder of its result."""
+"""The name of the result's folder in every training run."""
 Json = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that a card is made from; what was not measured is empty."""
+    """The content of a card; a field is empty if it was not measured."""
 
     name: str
-    """Of the model: its folder's."""
+    """The name of the folder."""
     config: Json
     conversion: Json = field(default_factory=dict)
     training: Json = field(default_factory=dict)
     evaluations: Sequence[Json] = ()
-    """This model's part of reports of `crosshead eval`."""
+    """The results of this model in files of `crosshead eval`."""
     cost: Json = field(default_factory=dict)
-    """As `crosshead cost --json` prints it."""
+    """The output of `crosshead cost --json`."""
     licence: Mapping[str, str] = field(default_factory=dict)
-    """The source's: `license`, `license_name` and `license_link`, as its own card gives them."""
+    """`license`, `license_name` and `license_link` from the source's card."""
     base_model: str | None = None
-    """The source's name on the Hub."""
+    """The source's Hub id."""
     files: Sequence[str] = ()
-    """The names in the folder."""
+    """The names of the files in the folder."""
     short_run: Json = field(default_factory=dict)
-    """Of a recipe, far from its end: losses on held-out text, and on how many tokens they were reached."""
+    """A short run of a recipe: losses on held-out text, and the tokens of training."""
     plan: Json = field(default_factory=dict)
-    """For a model that nobody has made yet: the recipe's name, and the commands that would make it."""
+    """For a recipe that has not been run: its name and its commands."""
 
     @property
     def mixers(self) -> Json:
-        """The mechanisms, in their order."""
+        """The mechanisms with their options, in order."""
         found: Json = self.config.get("mixers") or {}
         return found
 
     @property
     def remote_code(self) -> bool:
-        """Whether loading runs the code in the folder."""
+        """True if loading runs code in the folder."""
         return bool(self.plan) or "auto_map" in self.config
 
 
-def read_facts(folder: Path, evaluations: Sequence[Path], fingerprint: Callable[[Path], str]) -> Facts:
-    """What a folder says of itself, and what evaluations say of it; `CardError` where one is about another model.
-
-    `fingerprint` gives the digest of the model in a folder that evaluations name it by.
-    """
+def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
+    """The records in a model directory, and its part of evaluations; `CardError` if one is about another model."""
     if not (folder / CONFIG).is_file():
-        raise CardError(f"{folder} is no folder of a model: it has no {CONFIG}")
+        raise CardError(f"{folder} is not a model directory: {CONFIG} is missing")
     config = read_json(folder / CONFIG)
     place = Path(os.path.abspath(folder))
-    beside = place.with_name(f"{place.name}.{CONVERSION}")
-    kept = folder / KEPT
+    next_to_folder = place.with_name(f"{place.name}.{CONVERSION}")
+    saved = folder / EVALUATION
     scores = []
     if evaluations:
-        here = fingerprint(folder)
-        scores = [scored_here(folder, path, read_json(path), here) for path in evaluations]
-    elif kept.is_file():
-        scores = list(_record(kept, "evaluations", list)["evaluations"])
-        check_kept(folder, kept, scores, fingerprint(folder))
+        fingerprint = model_fingerprint(folder)
+        scores = [model_results(folder, path, read_json(path), fingerprint) for path in evaluations]
+    elif saved.is_file():
+        scores = list(_record(saved, "evaluations", list)["evaluations"])
+        check_evaluations(folder, saved, scores, model_fingerprint(folder))
     training = _record(folder / TRAINING, "recipe", dict)
-    conversion = _record(folder / CONVERSION, "source", dict) or _record(beside, "source", dict)
+    conversion = _record(folder / CONVERSION, "source", dict) or _record(next_to_folder, "source", dict)
     return Facts(
         name=_name(place, training),
         config=config,
@@ -83,7 +82,7 @@ def read_facts(folder: Path, evaluations: Sequence[Path], fingerprint: Callable[
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; `CardError` where there is none."""
+    """The object in a JSON file; `CardError` if it cannot be read."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -91,19 +90,19 @@ def read_json(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CardError(f"{path} is not JSON: {' '.join(str(error).split())[:100]}") from error
     if not isinstance(content, dict):
-        raise CardError(f"{path} holds no JSON object")
+        raise CardError(f"{path} is not a JSON object")
     return content
 
 
 def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """What was written about the model, where something was: by what it says first, it is told from another file."""
+    """The content of a record, or nothing if there is no file; `key` distinguishes it from another file."""
     content = read_json(path) if path.is_file() else {}
     if content and not isinstance(content.get(key), kind):
-        raise CardError(f"{path} is no record of ours: it says nothing of {key!r}")
+        raise CardError(f"{path} is not a record of crosshead: {key!r} is missing")
     return content
 
 
 def _name(place: Path, training: Json) -> str:
-    """The folder's; of a run's result, which is called as all are, the run's."""
+    """The name of the folder, or of the run if the folder is its result."""
     output = PurePath(str(training.get("recipe", {}).get("output", "")))
     return output.name if training and place.name == RESULT and output.name else place.name

@@ -1,4 +1,4 @@
-"""The part of a card that tells what was measured, and what was not."""
+"""The section of a card with the measured results."""
 
 from collections.abc import Iterator
 
@@ -6,27 +6,27 @@ from .facts import Facts, Json
 from .tables import NOT_MEASURED, change, figure, table
 
 NOTHING = {
-    "conversion": f"Beside its source: {NOT_MEASURED}.",
+    "conversion": f"Comparison with the source: {NOT_MEASURED}.",
     "training": f"Training: {NOT_MEASURED}.",
     "scores": f"Benchmarks: {NOT_MEASURED}.",
 }
 ROWS = {
     "loss": ("loss_before", "loss_after"),
     "perplexity": ("perplexity_before", "perplexity_after"),
-    "KV cache, bytes a token": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
+    "KV cache, bytes per token": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
 }
-"""What verification measures on both, the source and the model."""
+"""Verification measures these on the source and on the model."""
 SINGLE = {
     "KL divergence from the source, nats": "kl_divergence",
-    "greatest difference of a logit": "greatest_logit_difference",
-    "positions with the same likeliest token": "greedy_agreement",
+    "maximum difference of a logit": "greatest_logit_difference",
+    "positions with the same most likely token": "greedy_agreement",
 }
 CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out text"}
 
 
-def measured(facts: Facts) -> Iterator[str]:
+def results(facts: Facts) -> Iterator[str]:
     """Paragraphs and tables."""
-    yield "## What was measured"
+    yield "## Measured results"
     yield from _conversion(facts)
     yield from _training(facts)
     if not facts.evaluations:
@@ -36,7 +36,7 @@ def measured(facts: Facts) -> Iterator[str]:
 
 
 def _conversion(facts: Facts) -> Iterator[str]:
-    """Only where there is a source."""
+    """Nothing for a model without a source."""
     if not facts.conversion and not facts.plan.get("convert"):
         return
     found = facts.conversion.get("verification")
@@ -45,7 +45,8 @@ def _conversion(facts: Facts) -> Iterator[str]:
         return
     when = ", after the conversion and before training" if facts.training else ""
     text = found["sample"]["text"].split(",")[0]
-    yield f"Beside its source{when}, on {found['windows']} windows of {found['window_length']} tokens ({text}):"
+    windows = f"{found['windows']} windows of {found['window_length']} tokens ({text})"
+    yield f"Comparison with the source{when}, on {windows}:"
     rows = [(name, *(_shown(found[key]) for key in pair)) for name, pair in ROWS.items()]
     rows += [(name, "", _shown(found[key])) for name, key in SINGLE.items()]
     yield table(["", "source", "this model"], rows)
@@ -65,7 +66,7 @@ def _training(facts: Facts) -> Iterator[str]:
     if "eval_loss" not in metrics:
         rows.append((CURVE["eval_loss"], NOT_MEASURED))
     rows += [
-        (f"how far `{key.removeprefix('moved/')}` is from its start", figure(value))
+        (f"distance of `{key.removeprefix('moved/')}` from its initial value", figure(value))
         for key, value in metrics.items()
         if key.startswith("moved/")
     ]
@@ -75,9 +76,9 @@ def _training(facts: Facts) -> Iterator[str]:
 def _short(run: Json) -> str:
     before, after, source = (figure(run[key]) for key in ("before", "after", "source"))
     return (
-        f"Training to its end: {NOT_MEASURED}. A short run, of {run['tokens']:,} tokens, {run['tokens_a_step']:,} a "
-        f"step, at a learning rate of {run['learning_rate']:g}: loss on held-out text {before} when it was converted, "
-        f"{after} afterwards; the source's is {source}."
+        f"Complete training: {NOT_MEASURED}. A short run of {run['tokens']:,} tokens, {run['tokens_a_step']:,} per "
+        f"step, with a learning rate of {run['learning_rate']:g}: loss on held-out text {before} after the "
+        f"conversion, {after} after the run; the loss of the source is {source}."
     )
 
 
@@ -95,12 +96,13 @@ def _scores(evaluation: Json, name: str) -> Iterator[str]:
     yield table(heads, rows)
     if compared:
         interval = f"{evaluation['confidence']:.0%}"
-        yield f"Changes are from `{compared['with']}`, on the same items, with {interval} intervals."
+        yield f"Changes are relative to `{compared['with']}`, on the same items, with {interval} confidence intervals."
     for row in evaluation["scores"]:
         if row["items_cut"]:
-            yield f"{row['name']}: {row['items_cut']} of {row['items']} items lost their beginning, being too long."
+            truncated = f"{row['items_cut']} of {row['items']} items"
+            yield f"{row['name']}: {truncated} were too long, and their beginning was removed."
     if suite.get("missing"):
-        yield f"Of the suite, {NOT_MEASURED}: {', '.join(suite['missing'])}."
+        yield f"Benchmarks of the suite {NOT_MEASURED}: {', '.join(suite['missing'])}."
 
 
 def _metric(row: Json) -> str:
@@ -121,11 +123,11 @@ def _change(row: Json, changes: list[Json]) -> str:
     found = next((each for each in changes if all(each[key] == row[key] for key in keys)), None)
     if found is None:
         return ""
-    shown = figure_change if found["scale"] == "difference" else change
+    shown = _difference if found["scale"] == "difference" else change
     bounds = ", ".join(map(shown, found["interval"] or ()))
     return f"{shown(found['change'])} {f'[{bounds}] ' if bounds else ''}{found['verdict']}"
 
 
-def figure_change(value: float) -> str:
-    """A difference of two scores."""
+def _difference(value: float) -> str:
+    """The difference of two scores."""
     return f"{value:+.4f}"

@@ -1,4 +1,4 @@
-"""The head of a card, which the Hub reads: what it is made from, its licence, tags and results."""
+"""The metadata of a card, which the Hub reads: base model, datasets, licence, tags and results."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,14 +14,14 @@ TASK = ("text-generation", "Text generation")
 HELD_OUT = ("held-out", "held-out part of the training data")
 
 
-def metadata(facts: Facts) -> ModelCardData:
-    """In the form that the Hub checks."""
+def card_metadata(facts: Facts) -> ModelCardData:
+    """The metadata as the Hub's client defines it."""
     found = list(results(facts))
     licence: dict[str, Any] = dict(facts.licence)
-    learnt_from = list(dict.fromkeys(datasets(facts.training.get("recipe", {}))))
+    training_data = list(dict.fromkeys(datasets(facts.training.get("recipe", {}))))
     return ModelCardData(
         base_model=facts.base_model,
-        datasets=learnt_from or None,
+        datasets=training_data or None,
         library_name="transformers",
         pipeline_tag=TASK[0],
         tags=tags(facts),
@@ -32,14 +32,14 @@ def metadata(facts: Facts) -> ModelCardData:
 
 
 def tags(facts: Facts) -> list[str]:
-    """By which a model is found: ours, its mechanisms, their papers, and what loading it takes."""
+    """The tags: crosshead, the mechanisms, their papers, and `custom_code` if loading runs code."""
     known = [name for name in facts.mixers if name in MECHANISMS]
     papers = [f"arxiv:{MECHANISMS[name].arxiv}" for name in known]
     return ["crosshead", *known, *papers, *(["custom_code"] if facts.remote_code else [])]
 
 
 def results(facts: Facts) -> Iterator[EvalResult]:
-    """All that was measured on this very model."""
+    """The results that were measured on this model."""
     for evaluation in facts.evaluations:
         yield from (_score(row, evaluation) for row in evaluation["scores"])
     loss = facts.training.get("metrics", {}).get("eval_loss")
@@ -55,16 +55,16 @@ def results(facts: Facts) -> Iterator[EvalResult]:
 
 
 def _score(row: Json, evaluation: Json) -> EvalResult:
-    """The number of examples and of items are part of what was asked, so they tell two results apart."""
-    asked: dict[str, Any] = {} if row["shots"] is None else {"num_few_shot": row["shots"]}
+    """Few-shot examples and the limit are arguments, so that results with others are different results."""
+    arguments: dict[str, Any] = {} if row["shots"] is None else {"num_few_shot": row["shots"]}
     if evaluation["limit"] is not None:
-        asked["limit"] = evaluation["limit"]
+        arguments["limit"] = evaluation["limit"]
     return EvalResult(
         task_type=TASK[0],
         task_name=TASK[1],
         dataset_type=row["task"],
         dataset_name=row["name"],
-        dataset_args=asked or None,
+        dataset_args=arguments or None,
         metric_type=row["metric"],
         metric_name=row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})",
         metric_value=row["score"],

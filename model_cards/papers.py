@@ -1,4 +1,4 @@
-"""The mechanisms: what a card says of each, and the paper to cite."""
+"""The text on a card for each mechanism, and the paper to cite."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mechanism:
-    """A mechanism, for readers of cards."""
+    """A mechanism as a card describes it."""
 
     title: str
     does: str
     """One sentence."""
     limits: str
     key: str
-    """Of the paper, in BibTeX."""
+    """The BibTeX key of the paper."""
     paper: str
     authors: str
     year: str
@@ -21,7 +21,7 @@ class Mechanism:
 
     @property
     def citation(self) -> str:
-        """BibTeX."""
+        """The paper as BibTeX."""
         fields = {"title": self.paper, "author": self.authors, "year": self.year, "eprint": self.arxiv}
         lines = [f"  {name} = {{{value}}}," for name, value in (fields | {"archivePrefix": "arXiv"}).items()]
         return "\n".join([f"@misc{{{self.key},", *lines, "}"])
@@ -30,9 +30,9 @@ class Mechanism:
 MECHANISMS: Mapping[str, Mechanism] = {
     "knocking": Mechanism(
         title="Knocking-Heads Attention (KHA)",
-        does="One map, shared by all heads, acts on each head's projected values, queries or keys.",
-        limits="The map costs work for every token, in training and, unless it is linear, in use; the KV cache keeps "
-        "its size.",
+        does="One map, shared by all heads, is applied to the projected values, queries or keys of each head.",
+        limits="The map adds computation for every token, in training and, unless it is linear, in inference. The "
+        "size of the KV cache does not change.",
         key="zhou2025knocking",
         paper="Knocking-Heads Attention",
         authors="Zhou, Zhanchao and Chen, Xiaodong and Chen, Haoxing and Lan, Zhenzhong and Li, Jianguo",
@@ -41,9 +41,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "explicit": Mechanism(
         title="Multi-head Explicit Attention (MEA)",
-        does="Keys and values are combinations of component heads, of which the cache holds no more than there are.",
-        limits="With fewer components than heads, a conversion is an approximation that training has to make good; "
-        "a smaller cache is paid for with work at each decoded token, which the table of costs counts.",
+        does="Keys and values are linear combinations of component heads; the cache holds the component heads.",
+        limits="With fewer component heads than heads, a conversion is an approximation and needs training. A smaller "
+        "cache needs more computation for each decoded token: see the table of costs.",
         key="peng2026explicit",
         paper="Explicit Multi-head Attention for Inter-head Interaction in Large Language Models",
         authors="Peng, Runyu and Zhou, Yunhua and Song, Demin and Lv, Kai and Wang, Bo and Guo, Qipeng and "
@@ -53,9 +53,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "mixture": Mechanism(
         title="Mixture-of-Head attention (MoH)",
-        does="A router picks, for each token, which heads count and by how much.",
-        limits="The KV cache keeps its size. Whether fewer active heads save time depends on hardware and length, and "
-        "was not measured here.",
+        does="A router selects the active heads of each token, and their weights.",
+        limits="The size of the KV cache does not change. Whether fewer active heads save time depends on the "
+        "hardware and the sequence length, and was not measured here.",
         key="jin2024moh",
         paper="{MoH}: Multi-Head Attention as Mixture-of-Head Attention",
         authors="Jin, Peng and Zhu, Bo and Yuan, Li and Yan, Shuicheng",
@@ -64,9 +64,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "talking": Mechanism(
         title="Talking-Heads Attention",
-        does="Linear maps across heads act on the attention logits and on the attention weights.",
-        limits="It works on the attention weights themselves, which fused attention kernels do not show: expect it to "
-        "be slower than stock attention. The KV cache keeps its size.",
+        does="Linear maps across heads are applied to the attention logits and to the attention weights.",
+        limits="It needs the attention weights, which fused attention kernels do not return, so it is slower than "
+        "stock attention. The size of the KV cache does not change.",
         key="shazeer2020talking",
         paper="Talking-Heads Attention",
         authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
@@ -75,9 +75,9 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "differential": Mechanism(
         title="Differential attention",
-        does="Of two paired heads, the second's softmax is subtracted from the first's.",
-        limits="It has no neutral start: a converted model is far from its source until it is trained. The KV cache "
-        "keeps its size.",
+        does="Heads form pairs; the softmax of the second head is subtracted from that of the first.",
+        limits="It has no neutral initialisation: a converted model differs from its source until it is trained. The "
+        "size of the KV cache does not change.",
         key="ye2024differential",
         paper="Differential Transformer",
         authors="Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and Wei, Furu",
@@ -86,8 +86,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
     "gating": Mechanism(
         title="Headwise gated attention",
-        does="Each head's output is multiplied by a gate that is made of the layer's input.",
-        limits="The gates cost a little work for every token, in training and in use; the KV cache keeps its size.",
+        does="The output of each head is multiplied by a gate, which is computed from the layer's input.",
+        limits="The gates add a little computation for every token. The size of the KV cache does not change.",
         key="qiu2025gated",
         paper="Gated Attention for Large Language Models: Non-linearity, Sparsity, and Attention-Sink-Free",
         authors="Qiu, Zihan and Wang, Zekun and Zheng, Bo and Huang, Zeyu and Wen, Kaiyue and Yang, Songlin and "
@@ -96,4 +96,4 @@ MECHANISMS: Mapping[str, Mechanism] = {
         arxiv="2505.06708",
     ),
 }
-"""By the name in a config's `mixers`."""
+"""By their name in a config's `mixers`."""

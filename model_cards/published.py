@@ -1,4 +1,4 @@
-"""Is a folder fit to be published? What lies in it is looked at; nothing in it is run."""
+"""Checks whether a model folder can be published, without running any code in it."""
 
 import json
 import os
@@ -16,50 +16,50 @@ from .facts import CONFIG, read_json
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
-"""The files of which a tokenizer can be made: one of these sets is enough."""
+"""The files of a tokenizer: one of these sets is required."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
-"""Files of words, among which a path may be a word."""
+"""Files of tokens, which may look like paths."""
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".msgpack"}
-"""Endings of files that can run code when they are read, or that stand for weights which nobody will load."""
+"""Suffixes of files that can run code when they are loaded, or of weights in other formats."""
 BINARY = {".png", ".jpg", ".jpeg", ".gif", ".webp"}
-"""Pictures, for a card."""
+"""Images for the card."""
 PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
-"""How pickles begin, and the archives that torch puts them into."""
+"""The first bytes of pickles, and of torch's archives with pickles."""
 ROOTS = (
     r"(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes|lustre|gpfs|nfs|beegfs|"
     r"fsx|efs|raid|nvme|ssd|dbfs|content|kaggle)\d*"
 )
-"""How absolute paths begin on machines that models are trained on, a number behind it or not."""
+"""First directories of absolute paths on training machines."""
 PATH = re.compile(
     rf"(?<![\w.:/}})\]>~-])(?:file://)?/{ROOTS}/[\w.@-]+|"
     r"(?<![\w/])[A-Za-z]:(?:\\+[\w. -]+\\|/+(?:Users|Windows|Program Files)/)"
 )
 WHOLE_PATH = re.compile(r"(?:/[\w.@+-]+){2,}/?")
-"""A value of JSON that is a path and nothing else."""
+"""A JSON value that is an absolute path."""
 SECRETS = re.compile(r"(?:TOKEN|SECRET|PASSWORD|API_?KEY|ACCESS_KEY)$")
-"""How the names of variables end that hold what nobody else may know."""
-SHORTEST_SECRET = 12
+"""Suffixes of environment variables with secrets."""
+MINIMUM_SECRET = 12
 
 
 @dataclass(frozen=True)
 class Private:
-    """What no file may repeat."""
+    """Private data that no file may contain."""
 
     token: re.Pattern[str]
-    """How access tokens look."""
+    """Matches access tokens."""
     secrets: Sequence[str]
-    """Those of this machine's user."""
+    """Secrets of the user."""
     places: Sequence[str]
     """Paths of this machine."""
 
 
 def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
-    """The files to publish and their sizes; `FolderError` where something is missing or should not go out.
+    """The files to publish and their sizes; `FolderError` if a file is missing or must not be published.
 
     `token` matches access tokens.
     """
     if not (folder / CONFIG).is_file():
-        raise FolderError(f"{folder} is no folder of a model: it has no {CONFIG}")
+        raise FolderError(f"{folder} is not a model directory: {CONFIG} is missing")
     files = _files(folder)
     try:
         config = read_json(folder / CONFIG)
@@ -76,14 +76,14 @@ def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
 
 
 def _files(folder: Path) -> dict[str, int]:
-    """By their names in the repository."""
+    """The sizes of all files, by their name in the repository."""
     found = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) and name != ".gitattributes":
-            raise FolderError(f"{folder} holds {name}, which is hidden: take it out, or give it another name")
+            raise FolderError(f"{folder} contains the hidden file {name}: remove or rename it")
         if path.is_symlink() and not path.exists():
-            raise FolderError(f"{folder} holds {name}, a link to nothing: put the file there")
+            raise FolderError(f"{folder} contains the broken link {name}: replace it by the file")
         if path.is_file():
             found[name] = path.stat().st_size
     return found
@@ -94,7 +94,7 @@ def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str,
     if INDEX in files:
         placed = read_json(folder / INDEX).get("weight_map")
         if not isinstance(placed, dict) or not placed:
-            raise FolderError(f"{folder / INDEX} names no tensors: save the model again")
+            raise FolderError(f"{folder / INDEX} lists no tensors: save the model again")
         needed = set(placed.values())
     else:
         placed, needed = None, {WEIGHTS}
@@ -102,26 +102,28 @@ def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str,
     held = {name: shard for shard in sorted(needed) for name in _tensors(folder / shard)}
     if placed is not None and held != placed:
         name = min(set(held.items()) ^ set(placed.items()))[0]
-        raise FolderError(f"{folder}: {INDEX} and the files disagree about the tensor {name}: save the model again")
+        raise FolderError(f"{folder}: {INDEX} and the shards differ in the tensor {name}: save the model again")
     if not any(needed <= files.keys() for needed in TOKENIZERS):
-        raise FolderError(f"{folder} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
+        raise FolderError(f"{folder} has no tokenizer (tokenizer.json is missing): copy the tokenizer's files into it")
     for entry in dict(config.get("auto_map") or {}).values():
         code = f"{str(entry).split('--')[-1].split('.')[0]}.py"
         if code not in files:
-            raise FolderError(f"{folder} has no {code}, which config.json names: save the model with crosshead again")
+            raise FolderError(
+                f"{folder} has no {code}, which config.json refers to: save the model with crosshead again"
+            )
     if README not in files:
-        raise FolderError(f"{folder} has no card: write one with `crosshead card {folder}`")
+        raise FolderError(f"{folder} has no model card: write it with `crosshead card {folder}`")
 
 
-def _check_names(folder: Path, missing: set[str], stray: set[str]) -> None:
+def _check_names(folder: Path, missing: set[str], unused: set[str]) -> None:
     if missing:
-        raise FolderError(f"{folder} is not complete: {min(missing)} is missing")
-    if stray:
-        raise FolderError(f"{folder} holds {min(stray)}, which belongs to no model in it: take it out")
+        raise FolderError(f"{folder} is incomplete: {min(missing)} is missing")
+    if unused:
+        raise FolderError(f"{folder} contains {min(unused)}, which is not a part of the model: remove it")
 
 
 def _tensors(path: Path) -> set[str]:
-    """The names in a shard, whose size must be what its header says."""
+    """The tensor names of a shard; `FolderError` if its size differs from its header."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -141,31 +143,31 @@ def _check_file(path: Path, name: str, private: Private) -> None:
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             header = file.read(int.from_bytes(file.read(8), "little"))
-        said = json.dumps(json.loads(header).get("__metadata__", {}), ensure_ascii=False)
-        _check_text(path, said, private)
-        _check_paths(path, said, is_json=True)
+        metadata = json.dumps(json.loads(header).get("__metadata__", {}), ensure_ascii=False)
+        _check_text(path, metadata, private)
+        _check_paths(path, metadata, is_json=True)
         return
     raw = path.read_bytes()
     if path.suffix.lower() in PICKLES or raw.startswith(PICKLED):
-        raise FolderError(f"{path} may be a pickle, which can run code when it is read: take it out")
+        raise FolderError(f"{path} may be a pickle, which can run code when it is loaded: remove it")
     if name == "tokenizer.model" or path.suffix.lower() in BINARY:
         return
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise FolderError(f"{path} is neither text nor safetensors: take it out") from error
+        raise FolderError(f"{path} is neither text nor safetensors: remove it") from error
     _check_text(path, text, replace(private, places=()) if name in VOCABULARIES else private)
     if name not in VOCABULARIES:
         _check_paths(path, text, is_json=path.suffix == ".json")
 
 
 def _check_text(path: Path, text: str, private: Private) -> None:
-    """No secret is repeated in what is said of it."""
+    """`FolderError` if a text contains private data; the message does not repeat a secret."""
     if private.token.search(text) or any(secret in text for secret in private.secrets):
-        raise FolderError(f"{path} holds an access token: take it out, and have it replaced where it was issued")
+        raise FolderError(f"{path} contains an access token: remove it and revoke the token")
     place = next((place for place in private.places if place in text), None)
     if place is not None:
-        raise FolderError(f"{path} names a place on this machine, {place!r}: take it out")
+        raise FolderError(f"{path} contains the path {place!r} of this machine: remove it")
 
 
 def _check_paths(path: Path, text: str, is_json: bool) -> None:
@@ -174,7 +176,7 @@ def _check_paths(path: Path, text: str, is_json: bool) -> None:
     if value is None and is_json:
         value = next((text for text in _strings(_parsed(path, text)) if WHOLE_PATH.fullmatch(text)), None)
     if value is not None:
-        raise FolderError(f"{path} holds the absolute path {value!r}: take it out")
+        raise FolderError(f"{path} contains the absolute path {value!r}: remove it")
 
 
 def _parsed(path: Path, text: str) -> Any:
@@ -192,12 +194,12 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _places(folder: Path) -> list[str]:
-    """Where this model, this work and its user are on this machine, as far as that says anything."""
+    """The directories of the model, of this process and of the user; roots are left out."""
     found = {folder.resolve(), folder.resolve().parent, Path.cwd(), Path.home()}
     return sorted(str(place) for place in found if len(place.parts) > 2)
 
 
 def _secrets() -> list[str]:
-    """The Hub's token, and what the environment holds of others."""
+    """The Hub's token, and the secrets in environment variables."""
     found = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
-    return sorted(secret for secret in found if len(secret) >= SHORTEST_SECRET)
+    return sorted(secret for secret in found if len(secret) >= MINIMUM_SECRET)

@@ -1,8 +1,8 @@
-"""A model folder on its way to the Hub.
+"""Uploads a model folder to the Hub.
 
-`upload_folder` does the transfer: it sends one commit (of very large folders several, each complete in its files),
-skips what the Hub has, and, called again after a failure, goes on where it stopped, because the Hub keeps what was
-sent by its hash. `upload_large_folder`, which also existed, is deprecated for it and gone from the client's version 2.
+`upload_folder` makes one commit (several for a very large folder, each with complete files) and skips files that the
+Hub has. Called again after a failure, it continues, because the Hub keeps uploaded files by their hash. The older
+`upload_large_folder` is deprecated and not in version 2 of the client.
 """
 
 import re
@@ -35,20 +35,20 @@ MODEL_FILES = re.compile(
     """,
     re.VERBOSE,
 )
-"""Files that loaders or `crosshead card` take for a part of the model, by their name in the repository."""
+"""Names of files in the repository that loaders or `crosshead card` read as parts of the model."""
 WAITS = (2.0, 10.0)
-"""Seconds before another try, where the Hub or the connection failed."""
+"""Seconds before each retry if the Hub or the connection failed."""
 _EXPLANATIONS: dict[type[Exception], str] = {
-    HFValidationError: "is no name for the Hub: use one such as organisation/model",
+    HFValidationError: "is not a valid Hub id: use one such as organisation/model",
     OfflineModeIsEnabled: "cannot be reached: HF_HUB_OFFLINE is set",
-    RepositoryNotFoundError: "cannot be written as nobody: log in with `hf auth login`, as somebody who may",
+    RepositoryNotFoundError: "cannot be written: log in with `hf auth login` as a user with write access",
 }
-"""What a failure means."""
+"""The message for each error."""
 Answer = TypeVar("Answer")
 
 
 class PushError(ValueError):
-    """A model could not be pushed: the message says why; the folder is as it was."""
+    """A model cannot be pushed; the folder is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -56,28 +56,26 @@ class Pushed:
     """A model on the Hub."""
 
     address: RepoUrl
-    """It knows the repository's full name."""
+    """The URL of the repository, with its full name."""
     commit: str
-    """The one that has all of the folder."""
+    """The commit with all files of the folder."""
 
 
 def push(folder: Path, repository: str, private: bool = True) -> Pushed:
-    """Upload all that the folder holds.
+    """Upload all files of the folder.
 
-    The repository is made where it is missing. Who asks for a private one does not get an old one that all can read.
-    Files of an earlier model that the folder does not have, such as weights, a chat template or an adapter's
-    configuration, are removed, as they would be loaded with these; other files stay. The token is the one that the
-    Hub's own client finds.
+    The repository is created if it does not exist. With `private`, an existing public repository is an error. Model
+    files in the repository that the folder does not have, such as weights, a chat template or an adapter's
+    configuration, are deleted, because loaders would read them; other files stay. The access token is that of the
+    Hub's client.
     """
     api = HfApi()
     try:
         _check_on_the_hub(folder / README)
-        made = _again(lambda: api.create_repo(repository, private=private, exist_ok=True))
-        if private and not _again(lambda: api.model_info(made.repo_id)).private:
-            raise PushError(
-                f"{repository} is there already and public: choose another name, or say that it may be public"
-            )
-        return Pushed(made, _again(lambda: _upload(api, folder, made.repo_id)))
+        created = _retry(lambda: api.create_repo(repository, private=private, exist_ok=True))
+        if private and not _retry(lambda: api.model_info(created.repo_id)).private:
+            raise PushError(f"{repository} already exists and is public: choose another name, or add --public")
+        return Pushed(created, _retry(lambda: _upload(api, folder, created.repo_id)))
     except PushError:
         raise
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client
@@ -85,65 +83,65 @@ def push(folder: Path, repository: str, private: bool = True) -> Pushed:
 
 
 def tag(pushed: Pushed, name: str) -> str | None:
-    """Name the commit that was pushed; where another one has the name, that one, and nothing is changed."""
+    """Tag the pushed commit. If another commit has this tag, return that commit and change nothing."""
     api, repository, commit = HfApi(), pushed.address.repo_id, pushed.commit
     try:
-        refs = _again(lambda: api.list_repo_refs(repository))
+        refs = _retry(lambda: api.list_repo_refs(repository))
         taken = {ref.name: ref.target_commit for ref in refs.tags}.get(name)
         if taken is None:
-            _again(lambda: api.create_tag(repository, tag=name, revision=commit, exist_ok=True))
+            _retry(lambda: api.create_tag(repository, tag=name, revision=commit, exist_ok=True))
         return None if taken in (None, commit) else taken
     except Exception as error:  # as above
         raise PushError(f"{repository} {_explained(error)}") from error
 
 
 def _check_on_the_hub(path: Path) -> None:
-    """The Hub's own rules for the head of a card, before anything is made there."""
+    """Let the Hub validate the metadata of the card before the repository is created."""
     if not path.is_file():
         return
     try:
-        _again(ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).validate)
+        _retry(ModelCard(path.read_text(encoding="utf-8"), ignore_metadata_errors=True).validate)
     except ValueError as error:
         if isinstance(error, HfHubHTTPError | HFValidationError):
             raise
-        raise PushError(f"the Hub does not take the head of {path}: {' '.join(str(error).split())[:300]}") from error
+        raise PushError(f"the Hub rejects the metadata of {path}: {' '.join(str(error).split())[:300]}") from error
 
 
 def _upload(api: HfApi, folder: Path, repository: str) -> str:
-    """The folder's files, without those of an earlier model beside them; returns the commit."""
-    here = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-    there = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]
-    old = [escape(name) for name in there if name not in here]
+    """Upload the folder and delete other model files in the repository; returns the commit."""
+    local = {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+    remote = [name for name in api.list_repo_files(repository) if MODEL_FILES.fullmatch(name)]
+    old = [escape(name) for name in remote if name not in local]
     done = api.upload_folder(repo_id=repository, folder_path=folder, commit_message=MESSAGE, delete_patterns=old)
     return done.oid
 
 
-def _again(ask: Callable[[], Answer]) -> Answer:
-    """Ask the Hub, and once more after each wait where that may help: all that is asked can be asked twice."""
+def _retry(call: Callable[[], Answer]) -> Answer:
+    """Call the Hub, and retry after each wait if the error may be temporary; all calls here can be repeated."""
     for wait in WAITS:
         try:
-            return ask()
+            return call()
         except Exception as error:  # as above
-            if not _may_pass(error):
+            if not _is_temporary(error):
                 raise
             time.sleep(wait)
-    return ask()
+    return call()
 
 
-def _may_pass(error: Exception) -> bool:
-    """Whether the Hub or the connection failed, not what was asked."""
+def _is_temporary(error: Exception) -> bool:
+    """True if the Hub or the connection failed, not the request."""
     if isinstance(error, HfHubHTTPError):
         return error.response.status_code in (408, 429) or error.response.status_code >= 500
     return type(error).__module__.startswith(("httpx", "httpcore", "requests")) or isinstance(error, ConnectionError)
 
 
 def _explained(error: Exception) -> str:
-    """Without the error's own words, in which addresses with signatures may stand."""
+    """A message without the error's text, which may contain signed URLs."""
     for kind, explanation in _EXPLANATIONS.items():
         if isinstance(error, kind):
             return explanation
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if status in (401, 403):
-        return f"may not be written ({status}): log in with `hf auth login`, as somebody who may"
+        return f"cannot be written ({status}): log in with `hf auth login` as a user with write access"
     reason = status or getattr(error, "strerror", None) or type(error).__name__
-    return f"could not be written ({reason}): check the connection and the disk"
+    return f"cannot be written ({reason}): check the connection and the disk"

@@ -1,4 +1,4 @@
-"""The other parts of a card: what the model is, its cost, how it was made, how it is used, its limits, the papers."""
+"""Sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
 
 import json
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ COSTS = {
     "parameters": "parameters",
     "active_parameters": "parameters active for one token",
     "new_parameters": "parameters of the mechanisms",
-    "kv_bytes_per_token": "KV cache, bytes a token",
-    "decode_flops": "FLOPs to decode a token",
-    "prefill_flops": "FLOPs a token of a text",
+    "kv_bytes_per_token": "KV cache, bytes per token",
+    "decode_flops": "FLOPs per decoded token",
+    "prefill_flops": "FLOPs per token of a prompt",
 }
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def opening(facts: Facts) -> Iterator[str]:
-    """What the model is."""
+    """The introduction."""
     kind = str(facts.config["model_type"]).removeprefix("crosshead_")
     yield f"# {facts.name}"
     if facts.mixers:
@@ -29,9 +29,9 @@ def opening(facts: Facts) -> Iterator[str]:
         yield f"A `{kind}` language model with {names}, made with crosshead{_origin(facts)}."
         yield "\n".join(f"- `{name}`: {MECHANISMS[name].does}" for name in facts.mixers)
     else:
-        yield f"A `{kind}` language model without mechanisms{_origin(facts)}: it loads as the stock model it is."
+        yield f"A `{kind}` language model without mechanisms{_origin(facts)}: it loads as a stock model."
     if facts.plan:
-        yield "This page is made from its recipe: it says how the model is made, what it costs, and what was measured."
+        yield "This page is generated from the model's recipe, its config and measured results."
 
 
 def _origin(facts: Facts) -> str:
@@ -41,28 +41,28 @@ def _origin(facts: Facts) -> str:
     return f" from `{source['name']}`" if source else ""
 
 
-def changed(facts: Facts) -> Iterator[str]:
-    """The mechanisms with their options, and the account of the tensors."""
-    yield "## What changed"
+def changes(facts: Facts) -> Iterator[str]:
+    """The mechanisms with their options, and the number of changed tensors."""
+    yield "## Changes"
     if facts.mixers:
         yield _code("json", json.dumps({"mixers": facts.mixers}, ensure_ascii=False))
     counts = facts.conversion.get("counts")
     if counts:
-        told = ", ".join(f"{number:,} {fate}" for fate, number in counts.items())
-        yield f"Tensors of the source and the model: {told}. `conversion.json` names every one."
+        actions = ", ".join(f"{number:,} {action}" for action, number in counts.items())
+        yield f"Tensors of the source and the model: {actions}. `conversion.json` lists them."
     elif not facts.mixers:
-        yield "Nothing that is on record."
+        yield "No changes are recorded."
 
 
 def cost(facts: Facts) -> Iterator[str]:
-    """Beside the same model without mechanisms, counted from the configuration."""
-    yield "## What it costs"
+    """Parameters, cache and FLOPs, compared with the same model without mechanisms."""
+    yield "## Cost"
     if not facts.cost:
         yield f"{NOT_MEASURED.capitalize()}."
         return
     found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
-        f"Counted from the configuration by `crosshead cost`, in {facts.cost['dtype']}, for texts of "
+        f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for texts of "
         f"{facts.cost['length']:,} tokens:"
     )
     if facts.mixers:
@@ -75,38 +75,39 @@ def cost(facts: Facts) -> Iterator[str]:
         yield table(["", "this model"], [[text, count(found[key])] for key, text in COSTS.items()])
 
 
-def made(facts: Facts) -> Iterator[str]:
-    """The exact commands."""
+def provenance(facts: Facts) -> Iterator[str]:
+    """The commands that make the model."""
     yield "## How it is made" if facts.plan else "## How it was made"
     recipe = facts.training.get("recipe")
     if facts.plan:
         yield _code("sh", "\n".join([*facts.plan["convert"], facts.plan["train"]]))
-        yield f"The recipe `{facts.plan['recipe']}` comes with crosshead."
+        yield f"The recipe `{facts.plan['recipe']}` is part of crosshead."
         return
     if facts.conversion:
         yield _code("sh", convert_command(facts.conversion, facts.name if not recipe else _continued(recipe)))
         versions = ", ".join(f"{name} {found}" for name, found in facts.conversion.get("versions", {}).items())
-        yield f"With {versions}. Options that were not given are written out, and paths left out."
+        yield f"With {versions}. Default options are included; directories are removed from paths."
     if recipe:
         yield _code("sh", "crosshead train recipe.yaml")
         processes = facts.training.get("processes", 1)
-        yield f"on {processes} process{'es' if processes > 1 else ''}, with this as `recipe.yaml`, paths left out:"
+        plural = "es" if processes > 1 else ""
+        yield f"on {processes} process{plural}, with this `recipe.yaml`; directories are removed from paths:"
         yield _code("yaml", recipe_yaml(recipe))
     if not facts.conversion and not recipe:
-        yield "There is no record of it in the folder."
+        yield "The folder has no record of it."
 
 
 def _continued(recipe: Any) -> str:
     return relative(str(recipe["model"].get("path") or "model"))
 
 
-def use(facts: Facts) -> Iterator[str]:
-    """transformers, lm-evaluation-harness, peft."""
+def usage(facts: Facts) -> Iterator[str]:
+    """Examples for transformers, lm-evaluation-harness and peft."""
     trusted = ", trust_remote_code=True" if facts.remote_code else ""
     yield "## How to use it"
     yield (
-        f"`{facts.name}` stands for the folder, or for the model's name on the Hub. Loading it needs torch and "
-        "transformers alone" + ("; it runs the code that lies beside the weights." if trusted else ".")
+        f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
+        + ("; it runs the code in the folder." if trusted else ".")
     )
     load = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
@@ -121,7 +122,7 @@ def use(facts: Facts) -> Iterator[str]:
     yield _code(
         "sh", f"lm_eval --model hf --model_args pretrained={facts.name}{trusted.replace(' ', '')} --tasks piqa"
     )
-    yield "Adapters, with peft" + ("; the mechanisms are trained in full beside them:" if facts.mixers else ":")
+    yield "Adapters, with peft" + ("; the mechanisms are trained in full:" if facts.mixers else ":")
     saved = [f"    modules_to_save={json.dumps(list(facts.mixers))},"] if facts.mixers else []
     peft = [
         "from peft import LoraConfig, get_peft_model",
@@ -136,18 +137,16 @@ def use(facts: Facts) -> Iterator[str]:
 
 
 def limits(facts: Facts) -> Iterator[str]:
-    """What a user should know before they rely on it."""
+    """Limits of the mechanisms and of the measurements, and the licence."""
     yield "## Limits"
     lines = [f"`{name}`: {MECHANISMS[name].limits}" for name in facts.mixers]
     if facts.conversion or facts.plan.get("convert"):
-        lines.append("What its source gets wrong or says that it should not, this model does as well.")
+        lines.append("Errors and harmful outputs of its source can also occur in this model.")
     if facts.plan and "metrics" not in facts.training:
-        beyond = ", beyond that short run" if facts.short_run else ""
-        lines.append(f"The recipe's numbers have not been tried at this size{beyond}.")
+        beyond = ", except in the short run above" if facts.short_run else ""
+        lines.append(f"The hyperparameters of the recipe have not been tested at this size{beyond}.")
     if not facts.plan:
-        lines.append(
-            "What the tables above do not show was not measured: neither its safety nor its use for any task."
-        )
+        lines.append("Only the results above were measured. Safety and suitability for a task were not.")
     yield "\n".join(f"- {line}" for line in lines)
     yield "## Licence"
     yield _licence(facts)
@@ -157,13 +156,13 @@ def _licence(facts: Facts) -> str:
     if not facts.licence:
         own = next((name for name in facts.files if name.upper().startswith(("LICENSE", "LICENCE"))), None)
         if own is not None:
-            return f"The source's licence is in `{own}`."
+            return f"The licence of the source is in `{own}`."
         if facts.conversion or facts.plan.get("convert"):
-            return "That of its source, which is not on record here: see the source's own page."
-        return "Not on record."
+            return "The licence of its source, which is not recorded here: see the page of the source."
+        return "Not recorded."
     name = facts.licence.get("license_name") or facts.licence["license"]
     link = facts.licence.get("license_link")
-    return f"{f'[{name}]({link})' if link else name}, as its source."
+    return f"{f'[{name}]({link})' if link else name}, like its source."
 
 
 def citation(facts: Facts) -> Iterator[str]:

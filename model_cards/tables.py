@@ -7,23 +7,23 @@ NOT_MEASURED = "not measured"
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Columns: the first to the left, the others, which hold figures, to the right."""
+    """A Markdown table; the first column is aligned to the left, the others to the right."""
     lines = [heads, ["---", *["---:"] * (len(heads) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell(part) for part in line)} |" for line in lines)
 
 
 def cell(text: str) -> str:
-    """Text that stays in its cell."""
+    """Text without line breaks and column separators."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def count(value: Any) -> str:
-    """A whole number that can be read."""
+    """An integer with separators of thousands."""
     return f"{value:,}"
 
 
 def figure(value: Any) -> str:
-    """A measured number, to the digits that can be told apart."""
+    """A measured number with about five digits."""
     if not isinstance(value, int | float):
         return NOT_MEASURED
     return (
@@ -36,12 +36,12 @@ def figure(value: Any) -> str:
 
 
 def change(value: float) -> str:
-    """A part of something as a percentage with its sign."""
+    """A relative change as a percentage with its sign."""
     return f"{value:+.2%}" if abs(value) >= 5e-5 else f"{value:.2%}"
 
 
 def size(number: float) -> str:
-    """A large count in the unit that people use: 134.5M, 7.2B."""
+    """A large number with a suffix, such as 134.5M or 7.2B."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= limit:
             return f"{number / limit:.3g}{unit}" if number < 100 * limit else f"{number / limit:.0f}{unit}"
@@ -49,7 +49,7 @@ def size(number: float) -> str:
 
 
 def volume(number: int) -> str:
-    """Bytes in the unit that people use."""
+    """Bytes with a binary unit."""
     for limit, unit in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if number >= limit:
             return f"{number / limit:.2f} {unit}"

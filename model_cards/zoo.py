@@ -1,4 +1,4 @@
-"""The zoo: a page for the model of every shipped recipe, and an index of them, all from one JSON file."""
+"""The zoo: a page for the model of each shipped recipe, and an index, generated from one JSON file."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,36 +7,35 @@ from typing import Any
 
 from .card import card_text
 from .errors import CardError
-from .evaluations import KEPT
+from .evaluations import EVALUATION
 from .facts import CONVERSION, TRAINING, Facts, read_json
 from .papers import MECHANISMS
 from .tables import NOT_MEASURED, change, figure, size, table
 
 ZOO, INDEX, MEASURED = "zoo.json", "README.md", "measured"
 Entry = Mapping[str, Any]
-HEADS = ("model", "mechanism", "backbone", "parameters", "new", "KV bytes a token", "measured")
+HEADS = ("model", "mechanism", "backbone", "parameters", "new", "KV bytes per token", "measured")
 ABOUT = """# The zoo
 
-One row for the model of every recipe that comes with crosshead, by mechanism, backbone and size; `crosshead zoo` lists
-the same. Parameters and KV cache are counted from the configuration, in the dtype that is named, and the part in
-brackets is the change from the same model without mechanisms. Results come from files that a command wrote. Each page
-says how its model is made and used."""
-HOW = """Nothing on these pages is written by hand: `crosshead zoo --write model_cards` makes them from the recipes and
-from what was measured. To add a result, take `training.json`, `conversion.json` and `evaluation.json` from the trained
-model's folder (`crosshead card FOLDER --eval FILE` writes the last), put them into `measured/RECIPE/`, and run it
-again."""
+Each row is the model of one recipe in crosshead, sorted by mechanism, backbone and size; `crosshead zoo` prints the
+same list. Parameters and KV cache are computed from the config, for the given dtype. The percentage in brackets is the
+change from the same model without mechanisms. Results come from files that commands have written. Each page describes
+how to make and use the model."""
+HOW = """These pages are generated: `crosshead zoo --write model_cards` makes them from the recipes and from measured
+results. To add a result, copy `training.json`, `conversion.json` and `evaluation.json` from the trained model's folder
+to `measured/RECIPE/` and run the command again. `crosshead card FOLDER --eval FILE` writes `evaluation.json`."""
 
 
 def read_zoo() -> list[Entry]:
-    """What was written last."""
+    """The entries of the last `write_zoo`."""
     entries: list[Entry] = read_json(Path(__file__).with_name(ZOO))["models"]
     return entries
 
 
 def measurements(place: Path, recipe: str) -> dict[str, Any]:
-    """What is known of a recipe's model, by the names of the fields of `Facts`."""
+    """The records of a recipe's model, by the field of `Facts`."""
     folder, found = place / MEASURED / recipe, {}
-    for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", KEPT)):
+    for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", EVALUATION)):
         if (folder / name).is_file():
             found[field] = read_json(folder / name)
     if "evaluations" in found:
@@ -47,7 +46,7 @@ def measurements(place: Path, recipe: str) -> dict[str, Any]:
 
 
 def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
-    """Write all pages and the file they are made from; pages of recipes that are gone go."""
+    """Write all pages and their JSON file; delete pages of recipes that no longer exist."""
     pages = zoo_pages(entries)
     folders = sorted({str(Path(name).parent) for name in pages})
     try:
@@ -66,7 +65,7 @@ def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
 
 
 def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:
-    """Every file of the zoo by its name."""
+    """The files of the zoo by name."""
     pages = {f"{entry['recipe']}.md": card_text(_facts(entry)) for entry in entries}
     pages[INDEX] = "\n\n".join([ABOUT, *_sections(entries), HOW]) + "\n"
     return pages | {ZOO: json.dumps({"models": list(entries)}, indent=1, ensure_ascii=False) + "\n"}
@@ -91,18 +90,18 @@ def _sections(entries: Sequence[Entry]) -> Iterator[str]:
     for mechanisms in dict.fromkeys(mechanisms_of(entry) for entry in entries):
         rows = [row(entry) for entry in entries if mechanisms_of(entry) == mechanisms]
         titles = [MECHANISMS[name].title for name in mechanisms.split("+") if name in MECHANISMS]
-        yield f"## {' and '.join(titles) or 'Without a mechanism, for comparison'}"
+        yield f"## {' and '.join(titles) or 'Without a mechanism, as a baseline'}"
         linked = [[f"[{name}]({name}.md)", *rest[1:]] for name, *rest in rows]
         yield table([HEADS[0], *HEADS[2:]], linked)
 
 
 def mechanisms_of(entry: Entry) -> str:
-    """Their names, or a word for none."""
+    """The names of the mechanisms, or none."""
     return "+".join(entry["config"].get("mixers") or {}) or "none"
 
 
 def row(entry: Entry) -> list[str]:
-    """An entry as texts, under `HEADS`."""
+    """The cells of an entry, in the order of `HEADS`."""
     cost, over = entry["cost"]["cost"], entry["cost"]["overhead"]
     cached = f"{cost['kv_bytes_per_token']:,} {entry['cost']['dtype']}"
     if mechanisms_of(entry) != "none":
@@ -113,23 +112,23 @@ def row(entry: Entry) -> list[str]:
 
 
 def _measured(found: Mapping[str, Any]) -> str:
-    """The results in a few words."""
-    told = [
+    """The results in one cell."""
+    results = [
         f"{score['name']} {score['metric']} {figure(score['score'])}"
         for evaluation in found.get("evaluations", ())
         for score in evaluation["scores"]
     ]
     loss = found.get("training", {}).get("metrics", {}).get("eval_loss")
     if loss is not None:
-        told.insert(0, f"held-out loss {figure(loss)}")
+        results.insert(0, f"held-out loss {figure(loss)}")
     short = found.get("short_run")
     if short is not None:
-        told.append(f"held-out loss {figure(short['after'])} after {short['tokens']:,} tokens")
-    return ", ".join(told) or NOT_MEASURED
+        results.append(f"held-out loss {figure(short['after'])} after {short['tokens']:,} tokens")
+    return ", ".join(results) or NOT_MEASURED
 
 
 def zoo_lines(entries: Sequence[Entry]) -> Iterator[str]:
-    """The whole zoo as a table for a terminal."""
+    """The zoo as a table for a terminal."""
     rows = [list(HEADS), *map(row, entries)]
     widths = [max(len(line[column]) for line in rows) for column in range(len(HEADS))]
     for line in rows:

@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 
-from crosshead.evals.bench.case import TIME, Case, placed
-from crosshead.evals.bench.cases import ATTENTION, DECODE
-from crosshead.evals.bench.mixture import CASES as MIXTURE
+from crosshead.evals.bench.case import TIME, Case, on_device
+from crosshead.evals.bench.cases import ATTENTION, DECODE, MIXTURE, TALKING
 from crosshead.evals.bench.pairs import Reading, Run, in_turn
 from crosshead.evals.bench.run import bench, bench_lines
-from crosshead.evals.bench.talking import CASES as TALKING
 from crosshead.modeling.mechanisms.talking import HeadMaps
 from random_calls import attend
 
@@ -29,7 +27,11 @@ def cases() -> list[Case]:
     """Those with a target, mixture's at the greater length too, and talking's."""
     wanted = [case for case in (*ATTENTION, *DECODE) if "cuda" in case.targets]
     longer = [
-        replace(case, name=case.name.replace("4096", str(LONGER)), what=case.what.replace("4096", str(LONGER)))
+        replace(
+            case,
+            name=case.name.replace("4096", str(LONGER)),
+            description=case.description.replace("4096", str(LONGER)),
+        )
         for case in wanted
         if case in MIXTURE and case.name.endswith("4096")
     ]
@@ -59,7 +61,7 @@ def queued(report: dict[str, Any], rounds: int) -> dict[str, Any]:
     found = {}
     for case in cases():
         if case.measured == TIME and "hidden_size" not in case.shape:
-            with placed("cuda"):
+            with on_device("cuda"):
                 ours, rival = (by_the_gpu(side) for side in case.pair())
                 figures = report["cases"][case.name] | in_turn(ours, rival, rounds)
             target = figures["target"]

@@ -1,4 +1,4 @@
-"""`crosshead bench`: speeds beside a named rival, measured in turn in one run."""
+"""`crosshead bench`: speed and memory compared with a baseline."""
 
 import os
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from crosshead_command.bench_report import check, measure, print_lines, tell, write
+from crosshead_command.bench_report import check, measure, print_lines, write, write_and_print
 from crosshead_command.screen import progress
 from crosshead_command.strict import StrictCommand
 
@@ -15,62 +15,63 @@ if TYPE_CHECKING:
     from crosshead.evals.bench.case import Case
 
 app = typer.Typer(
-    help="Measure speed and memory beside a baseline.",
+    help="Measure speed and memory against a baseline.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Names = Annotated[list[str] | None, typer.Argument(help="Names from the list above; all if none is named.")]
+Names = Annotated[list[str] | None, typer.Argument(help="Cases from the list above. Default: all.")]
 Device = Annotated[
     Literal["cpu", "cuda"],
     typer.Option(
-        help="cpu in float32; cuda in bfloat16, attention alone by Triton's kernels where Triton is installed."
+        help="cpu (float32) or cuda (bfloat16; cases of one attention layer use Triton kernels if installed)."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; of memory, 3 at most.")]
-Out = Annotated[Path | None, typer.Option(help="Also write all figures, machine and versions as JSON.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; at most 3 for memory.")]
+Out = Annotated[Path | None, typer.Option(help="JSON file for all figures, the machine and versions.")]
 
 
 @app.callback()
 def options() -> None:
-    """What holds for every measurement."""
+    """The options of the group: none."""
 
 
 @app.command(cls=StrictCommand)
 def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
-    """Attention of each mechanism, and models with it: time, and peak memory.
+    """Measure time and peak memory of one attention layer, and of whole models, for each mechanism.
 
-    Attention has 16 heads of 64, models two layers of 1024. Memory on a CPU is the system's count of a process of its
-    own, on a GPU the allocator's. Each name is a figure:
+    An attention layer has 16 heads of 64; a model has two layers of width 1024. Memory is the resident memory of a
+    child process on a CPU, and the allocator's count on a GPU. Cases:
 
     \b
     mixture-half-1024, mixture-half-2048, mixture-half-4096, mixture-half-8192, mixture-half-padded-2048
-        tokens; 8 heads of 16 active, 4 of these always; beside torch's dense attention
+        8 of 16 heads active, 4 of them shared; the number is the tokens; baseline: torch's dense attention
     mixture-half-unshared-2048, mixture-half-unshared-4096
-        8 heads active, none always
+        8 heads active, none shared
     mixture-three-quarters-1024, mixture-three-quarters-2048, mixture-three-quarters-4096
-        12 heads active, 6 of these always
+        12 heads active, 6 shared
     mixture-most-2048
-        14 heads active, 7 of these always, where dense attention is as quick
+        14 heads active, 7 shared, where dense attention is as fast
     mixture-gradients-2048, mixture-gradients-4096, mixture-three-quarters-gradients-2048
-        8 heads active, 4 of these always, forward and backward; 12 and 6
+        forward and backward with 8 heads active, 4 shared; with 12 and 6
     mixture-published-4096
-        8 heads active, 4 of these always, by the function that a published model brings
+        8 heads active, 4 shared, with the attention function in a published model
     talking-forward, talking-gradients, talking-forward-memory, talking-gradients-memory
-        4096 tokens; beside eager attention that mixes heads too
+        4096 tokens; baseline: eager attention with the same maps
     talking-forward-beside-sdpa, talking-gradients-beside-sdpa
     talking-forward-memory-beside-sdpa, talking-gradients-memory-beside-sdpa
-        the same, beside stock attention, which does not
+        the same; baseline: stock sdpa attention
     talking-published-beside-sdpa
-        by the function that a published model brings
+        with the attention function in a published model
     mixture-prompt, knocking-linear-prompt, knocking-linear-token
-        a prompt of 4096 or 2048 tokens, a token after 2048; beside the stock model
+        a prompt of 4096 or 2048 tokens, a token after 2048; baseline: the stock model
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
     knocking-step-memory, knocking-linear-step-memory, explicit-step-memory
     mixture-step-memory, talking-step-memory, differential-step-memory, gating-step-memory
-        a training step of a model, 2048 tokens; beside the stock model
+        a training step on 2048 tokens; baseline: the stock model
 
-    A figure takes half a minute or less on two cores; eager attention, steps and memory one to three minutes; all of
-    them half an hour, and 6 GB of memory. Times mean something only where nothing else runs. For example:
+    A case takes up to half a minute on two cores; eager attention, training steps and memory take one to three
+    minutes. All cases take half an hour and 6 GB of memory. Stop other processes before you measure times. For
+    example:
 
     crosshead bench attention mixture-half-4096 talking-forward --out attention.json
     """
@@ -81,41 +82,41 @@ def attention(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, o
 
 @app.command(cls=StrictCommand)
 def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out: Out = None) -> None:
-    """Decoding one token with `explicit`; and what each mechanism costs beside arithmetic.
+    """Measure the decoding of one token with `explicit`, and the host overhead of each mechanism.
 
-    Each name is a figure, with the tokens that the new one meets. `explicit` has half as many components as KV heads.
+    `explicit` has half as many component heads as KV heads. The number in a name is the tokens in the cache. Cases:
 
     \b
     grouped-128, grouped-512, grouped-2k, grouped-8k, grouped-32k
     grouped-128-batch-8, grouped-512-batch-8, grouped-2k-batch-8, grouped-8k-batch-8, grouped-32k-batch-8
-        32 query heads and 8 KV heads of 128; of eight sequences
+        32 query heads and 8 KV heads of 128; batch 1 or 8
     grouped-8k-padded, grouped-32k-padded
-        with the mask of a padded sequence
+        with a padding mask
     grouped-8k-normed, grouped-32k-normed
-        with keys that the backbone norms, as Qwen3's are
+        with normed keys, as in Qwen3
     grouped-8k-two, grouped-32k-two
-        two new tokens at once
+        two new tokens
     ungrouped-128, ungrouped-512, ungrouped-2k, ungrouped-8k, ungrouped-32k
     ungrouped-128-batch-8, ungrouped-512-batch-8, ungrouped-2k-batch-8, ungrouped-8k-batch-8, ungrouped-32k-batch-8
-        16 query heads and 16 KV heads of 64; of eight sequences
+        16 query heads and 16 KV heads of 64; batch 1 or 8
     many-2k, many-8k, many-32k
         32 query heads and 32 KV heads of 128
     few-2k, few-8k
         14 query heads and 2 KV heads of 64
     control-batch-1, control-batch-8
-        stock attention beside itself: how far from 1 a figure may be by chance
+        stock attention on both sides: shows how far a ratio is from 1 by chance
     model-128, model-512, model-16k
-        a whole model with two layers of 1024, 32 query heads and 8 KV heads of 128; beside the stock model
+        a model with two layers of width 1024, 32 query heads, 8 KV heads of 128; baseline: the stock model
     model-ungrouped-128, model-ungrouped-512
         the same with 16 query heads and 16 KV heads of 64
     cache
-        bytes of that model's cache
+        bytes of the KV cache of that model
     host-knocking-linear, host-knocking-mlp, host-explicit, host-mixture, host-talking, host-differential
     host-gating
-        a token after 16 others, a model with 8 layers of 64, on one thread; beside the stock model
+        one thread, a model with 8 layers of width 64, 16 tokens cached; baseline: the stock model
 
-    A figure takes ten seconds on two cores, all of them six minutes, and 5 GB of memory. Times mean
-    something only where nothing else runs. For example:
+    A case takes ten seconds on two cores; all cases take six minutes and 5 GB of memory. Stop other processes before
+    you measure times. For example:
 
     crosshead bench decode grouped-8k cache --rounds 5 --out decode.json
     """
@@ -126,20 +127,20 @@ def decode(cases: Names = None, device: Device = "cpu", rounds: Rounds = 15, out
 
 @app.command(cls=StrictCommand)
 def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, out: Out = None) -> None:
-    """Training steps of models with each mechanism, compiled in one graph; beside the stock model, compiled as well.
+    """Measure training steps of models compiled by torch.compile, against the compiled stock model.
 
-    Models have two layers of 1024, and a text 2048 tokens. Each name is a figure:
+    A model has two layers of width 1024 and is compiled in one graph; a text has 2048 tokens. Cases:
 
     \b
     knocking-step, knocking-linear-step, explicit-step, mixture-step, talking-step, differential-step, gating-step
 
-    torch needs a C++ compiler for it (g++, or what CXX names). A figure takes a minute on two cores. Times
-    mean something only where nothing else runs. For example:
+    torch.compile needs a C++ compiler: g++, or the one in CXX. A case takes a minute on two cores. Stop other
+    processes before you measure times. For example:
 
     crosshead bench compiled explicit-step --rounds 3 --out compiled.json
     """
     from crosshead.evals.bench.cases import COMPILED
-    from crosshead.evals.bench.compiled import check_compiler
+    from crosshead.evals.bench.models import check_compiler
 
     check_compiler()
     measure("compiled", COMPILED, cases, device, rounds, out)
@@ -148,45 +149,42 @@ def compiled(cases: Names = None, device: Device = "cpu", rounds: Rounds = 7, ou
 @app.command(cls=StrictCommand)
 def convert(
     cases: Names = None,
-    gigabytes: Annotated[
-        float, typer.Option(min=0.01, max=1000, help="Size of the checkpoint that is made for it.")
-    ] = 1.0,
+    gigabytes: Annotated[float, typer.Option(min=0.01, max=1000, help="Size of the synthetic checkpoint.")] = 1.0,
     rounds: Rounds = 3,
     out: Out = None,
 ) -> None:
-    """Conversion of a Llama-shaped bf16 checkpoint, made for this; beside `cp -r` of its folder.
+    """Measure the conversion of a synthetic Llama checkpoint in bfloat16, against `cp -r` of its directory.
 
     \b
-    neutral          knocking: every tensor is copied, some are added
-    calibration      what virtual heads learn from 1024 tokens of text, and nothing else
+    neutral          knocking: all tensors are copied, some are added
+    calibration      the calibration of virtual heads on 1024 tokens, without the conversion
     virtual-heads    half as many component heads as KV heads, from a saved calibration
 
-    It needs three times the size of the checkpoint where temporary files are (TMPDIR). A round of all three takes a
-    minute or so at 1 GB on two cores; at 8 GB, neutral a quarter of one, virtual-heads six, calibration half an hour.
-    For example:
+    TMPDIR needs three times the size of the checkpoint. On two cores, a round of all cases takes about a minute at
+    1 GB. At 8 GB, neutral takes 15 seconds, virtual-heads six minutes, and calibration half an hour. For example:
 
     crosshead bench convert neutral --gigabytes 8 --out convert.json
     """
     from tempfile import TemporaryDirectory
 
     from crosshead.conversion.bench_convert import Synthetic
-    from crosshead.evals.bench.case import chosen
+    from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.run import bench
     from crosshead.recipes.schema.toy import write_tokenizer
 
     check(out)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
-        wanted = chosen(_conversions(checkpoint), cases or [], "bench convert")
+        chosen = choose_cases(_conversions(checkpoint), cases or [], "bench convert")
         show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
         checkpoint.write(write_tokenizer)
-        report = bench(wanted, rounds, progress=show)
-    tell(report, out)
+        report = bench(chosen, rounds, progress=show)
+    write_and_print(report, out)
 
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
     from crosshead.conversion.bench_convert import MIXERS
-    from crosshead.evals.bench.case import TOLD, Case
+    from crosshead.evals.bench.case import RESULT, Case
 
     config = checkpoint.config
     fields = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
@@ -197,9 +195,11 @@ def _conversions(checkpoint: "Synthetic") -> list["Case"]:
         def make(ours: bool, **_: Any) -> Any:
             return (lambda: checkpoint.convert(name)["seconds"]) if ours else checkpoint.copy
 
-        what = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
-        rival, work = "cp -r of the same folder", checkpoint.size
-        return Case(name, what, rival, make, shape, target.get(name, {}), TOLD, dtype="bfloat16", work=work)
+        description = f"{name.replace('-', ' ')}, a checkpoint of {checkpoint.size / 1e9:.3g} GB"
+        baseline, work = "cp -r of the same folder", checkpoint.size
+        return Case(
+            name, description, baseline, make, shape, target.get(name, {}), RESULT, dtype="bfloat16", work=work
+        )
 
     return [case(name) for name in MIXERS]
 
@@ -209,23 +209,23 @@ def train(
     cases: Annotated[
         list[str] | None,
         typer.Argument(
-            help="knocking-mlp, knocking-linear, explicit, mixture, talking, differential, gating; all by default."
+            help="knocking-mlp, knocking-linear, explicit, mixture, talking, differential, gating. Default: all."
         ),
     ] = None,
-    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu in float32, cuda in autocast bfloat16.")] = "cpu",
-    rounds: Annotated[int, typer.Option(min=1, help="Ratios that are taken of each case.")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each side that make a ratio.")] = 5,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cpu (float32) or cuda (bfloat16 autocast).")] = "cpu",
+    rounds: Annotated[int, typer.Option(min=1, help="Ratios measured for each case.")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each side for one ratio.")] = 5,
     out: Out = None,
 ) -> None:
-    """Training: our trainer and model beside transformers' Trainer and the stock model, same shape, same settings.
+    """Measure training with our trainer and model, against transformers' Trainer and the stock model.
 
-    From scratch, with 34 million parameters and 512 tokens to a sequence; their steps are made in turn. Times mean
-    something only where nothing else runs. For example:
+    Both train from scratch with the same settings: 34 million parameters, 512 tokens per sequence, steps in turn. Stop
+    other processes before you measure times. For example:
 
     crosshead bench train knocking-mlp explicit --out train.json
     """
     if device == "cpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers take the GPU that they see; torch has not looked yet
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers use any visible GPU; torch is not initialised yet
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.evals.bench.case import check_device

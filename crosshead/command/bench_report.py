@@ -1,4 +1,4 @@
-"""What the commands of `crosshead bench` share: cases are chosen and measured, and what came out is told."""
+"""Shared by the commands of `crosshead bench`: run cases, write and print the report."""
 
 import json
 from collections.abc import Iterable
@@ -14,28 +14,28 @@ if TYPE_CHECKING:
 def measure(
     name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
 ) -> None:
-    """Of the known cases, the named ones or all: measured, written and told."""
-    from crosshead.evals.bench.case import chosen
+    """Run the named cases, or all cases; write and print the report."""
+    from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.machine import keep_memory
     from crosshead.evals.bench.run import bench
 
-    wanted = chosen(list(known), cases or [], f"bench {name}")
+    chosen = choose_cases(list(known), cases or [], f"bench {name}")
     check(out)
     keep_memory()
     with progress() as show:
-        report = bench(wanted, rounds, device, show)
-    tell(report, out)
+        report = bench(chosen, rounds, device, show)
+    write_and_print(report, out)
 
 
 def check(out: Path | None) -> None:
-    """Nothing is measured that could not be written."""
+    """Check the output file before the measurement."""
     from crosshead.common.atomic_write import check_targets
 
     check_targets([] if out is None else [out], overwrite=True)
 
 
-def tell(report: dict[str, Any], out: Path | None) -> None:
-    """Write what is asked for, and print a table."""
+def write_and_print(report: dict[str, Any], out: Path | None) -> None:
+    """Write the JSON file, if there is one, and print a table."""
     from crosshead.evals.bench.run import bench_lines
 
     write(report, out)
@@ -43,7 +43,7 @@ def tell(report: dict[str, Any], out: Path | None) -> None:
 
 
 def write(report: dict[str, Any], out: Path | None) -> None:
-    """Where it is asked for."""
+    """Write the JSON file, if there is one."""
     from crosshead.common.atomic_write import write_whole
 
     if out is not None:
@@ -51,6 +51,6 @@ def write(report: dict[str, Any], out: Path | None) -> None:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """To standard output."""
+    """Print to standard output."""
     for line in lines:
         print(line)

@@ -7,24 +7,27 @@ from typing import Annotated, Any
 import typer
 
 LENGTH = 4096
-"""Tokens of the text that costs are given for, where the model takes so many."""
+"""The sequence length of the costs, if the model's context is long enough."""
 
 
 def card(
-    model: Annotated[Path, typer.Argument(help="The folder of a model.")],
+    model: Annotated[Path, typer.Argument(help="Model directory.")],
     evaluation: Annotated[
         list[Path] | None,
-        typer.Option("--eval", help="What `crosshead eval` wrote of this model; repeatable. Kept in the folder."),
+        typer.Option(
+            "--eval",
+            help="JSON file of `crosshead eval` with this model, repeatable. Its scores are saved in the directory.",
+        ),
     ] = None,
     source: Annotated[
         str | None,
-        typer.Option(help="What the model was made from, for its licence: a folder, a GGUF file or a Hub id."),
+        typer.Option(help="Source of the model, for its licence: a directory, a GGUF file or a Hub id."),
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that somebody has edited.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a card that was edited by hand.")] = False,
 ) -> None:
     """Write the model card, README.md, from measured results.
 
-    Every number comes from the folder's conversion.json, training.json and config.json, and from --eval. For example:
+    Numbers come from conversion.json, training.json and config.json in the directory, and from --eval. For example:
 
     crosshead card models/mine --eval eval.json
     """
@@ -34,24 +37,23 @@ def card(
 def write_card(
     folder: Path, evaluations: Sequence[Path] = (), *, source: str | Path | None = None, overwrite: bool = False
 ) -> Path:
-    """Write `README.md` into a model's folder, from what was measured; returns its path.
+    """Write `README.md` into a model directory from measured results; returns its path.
 
-    `folder`: a model as `convert`, `fold` or `train` leaves it. `evaluations`: JSON files of `crosshead eval` that
-    score this very folder; its part of them is kept in the folder, and used again where none are given. `source`:
-    where that lies which the model was made from (a folder, a GGUF file or a Hub id), for its licence; not needed
-    where it came from the Hub. A card that somebody has edited is an error, unless `overwrite`.
+    `folder` is the output of `convert`, `fold` or `train`. `evaluations` are JSON files of `crosshead eval` with this
+    model; its scores are saved in the folder, and read from there if there are no files. `source` is the source of the
+    model (a folder, a GGUF file or a Hub id), for its licence; it is not needed for a source on the Hub. A card that
+    was edited by hand is an error, unless `overwrite`.
 
-    A ValueError says in one line what is wrong; then nothing was written.
+    Raises a ValueError with a message of one line, and then writes nothing.
     """
     from dataclasses import replace
 
     from crosshead.common.atomic_write import write_whole
-    from crosshead.evals.model_fingerprint import model_fingerprint
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
 
-    facts = read_facts(folder, evaluations, model_fingerprint)
+    facts = read_facts(folder, evaluations)
     facts = replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source))
     contents = card_files(folder, facts, overwrite)
     write_whole(contents)
@@ -59,7 +61,7 @@ def write_card(
 
 
 def _cost(facts: Any) -> dict[str, Any]:
-    """What the model costs, and would without mechanisms."""
+    """The cost of the model, and of the same model without mechanisms."""
     from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
     from crosshead.evals.cost.report import cost_report
 

@@ -1,4 +1,4 @@
-"""Where a model comes from, as its card says: the source's name on the Hub, and its licence."""
+"""The source of a model for its card: the Hub id and the licence."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ TIMEOUT = 10
 
 
 def origin_of(conversion: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
-    """`licence` and `base_model`, as far as they can be found out; both are left out where they cannot."""
+    """`licence` and `base_model`; each is missing if it is unknown."""
     recorded = conversion.get("source", {})
     if source is None:
         if recorded.get("kind") != "hub":
@@ -30,11 +30,11 @@ def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
     name = recorded.get("name")
     if name is None or name in (source, path.resolve().name):
         return
-    raise ValueError(f"--source {source} is not what the model was made from, which is {name}: give that one")
+    raise ValueError(f"--source {source} is not the source of the model, which is {name}")
 
 
 def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
-    """Of the source's own card; nothing where the Hub cannot be asked, which a card does not wait for."""
+    """The licence in the source's card; empty if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -49,17 +49,21 @@ def _in_card(path: Path) -> dict[str, str]:
 
     try:
         return _licence(metadata_load(path) or {})
-    except Exception:  # somebody else's file
+    except Exception:  # the card may be broken
         return {}
 
 
-def _licence(head: Mapping[str, Any]) -> dict[str, str]:
-    """What the head of a card says of it."""
-    return {key: head[key] for key in LICENCE_KEYS if isinstance(head.get(key), str)} if head.get("license") else {}
+def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """The licence in the metadata of a card."""
+    return (
+        {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
+        if metadata.get("license")
+        else {}
+    )
 
 
 def _in_gguf(path: Path) -> dict[str, Any]:
-    """The keys that converters to GGUF write."""
+    """Licence and source from the metadata of a GGUF file."""
     from crosshead.conversion.gguf.store import GgufStore
 
     content = GgufStore(path).file.metadata

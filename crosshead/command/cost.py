@@ -8,19 +8,19 @@ import typer
 
 def cost(
     model: Annotated[
-        str, typer.Argument(help="A folder, a Hub id, a config.json or a GGUF file, stock or crosshead.")
+        str, typer.Argument(help="Model directory, Hub id, config.json or GGUF file, stock or crosshead.")
     ],
     mixer: Annotated[
         list[str] | None,
-        typer.Option(help="NAME[:key=value,...], repeatable, as for `convert`; instead of those that the model has."),
+        typer.Option(help="NAME[:key=value,...] as in `convert`, repeatable; replaces the model's mechanisms."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Tokens of a text.")] = 4096,
+    length: Annotated[int, typer.Option(help="Sequence length in tokens.")] = 4096,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Count parameters, FLOPs and KV cache of a model.
 
-    From the config alone, whatever the size. For example:
+    Reads only the config, so it is fast for any model size. For example:
 
     crosshead cost Qwen/Qwen3-0.6B --mixer explicit:key_heads=50%,value_heads=50% --length 8192
     """
@@ -37,7 +37,7 @@ def cost(
 
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
-    """The configuration to count: of ours, and with what `convert` would make of the same --mixer."""
+    """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
     from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
     from crosshead.conversion.options import read_mixers, with_recipe
 
@@ -53,14 +53,14 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:
-    """What the config says: of a GGUF file, what it would say."""
+    """The content of config.json, or its equivalent for a GGUF file."""
     from crosshead.common.checked_json import parse_object
     from crosshead.conversion.gguf.store import GgufStore
     from crosshead.conversion.sources.model_folder import CONFIG
 
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
-        raise ValueError(f"{model} is local and has no revisions: leave --revision {revision!r} out")
+        raise ValueError(f"--revision {revision!r} needs a model on the Hub, and {model} is local")
     if path.suffix == ".gguf":
         return GgufStore(path).config
     if path.is_dir():
@@ -82,9 +82,11 @@ def _from_hub(model: str, revision: str | None) -> Path:
     try:
         return Path(hf_hub_download(model, CONFIG, revision=revision))
     except HFValidationError as error:
-        raise ValueError(f"{model!r} does not exist: give a folder, a {CONFIG}, a GGUF file or a Hub id") from error
+        raise ValueError(
+            f"{model!r} does not exist: give a model directory, a {CONFIG}, a GGUF file or a Hub id"
+        ) from error
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client
         raise ValueError(
-            f"{model!r}, which is nothing local, has no {CONFIG} that can be had from the Hub "
+            f"{model!r} is not a local file, and its {CONFIG} cannot be downloaded from the Hub "
             f"({type(error).__name__}): check the name, the revision and the connection"
         ) from error

@@ -11,37 +11,37 @@ QUICK = "quick"
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Folders or Hub ids; several are scored one after the other.")],
+    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids.")],
     suite: Annotated[
         str | None,
         typer.Option(
-            help="moh-llm, moh-llama3, mea, mea-reasoning, kha, quick, or offline, which needs no network; quick if "
-            "not given."
+            help="Benchmarks to run: moh-llm, moh-llama3, mea, mea-reasoning, kha, quick (default), or offline, which "
+            "needs no network."
         ),
     ] = None,
     tasks: Annotated[
-        str | None, typer.Option(help="Instead of a suite: tasks of lm-evaluation-harness, joined by commas.")
+        str | None, typer.Option(help="Tasks of lm-evaluation-harness instead of a suite, separated by commas.")
     ] = None,
-    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own, as YAML.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="A directory with your own tasks as YAML files.")] = None,
     limit: Annotated[
-        int | None, typer.Option(help="Items of each task, from its first; all if not given, with quick 200.")
+        int | None, typer.Option(help="Items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto: as many as fit.")] = "auto",
+    batch_size: Annotated[str, typer.Option(help="A number, or auto: the largest that fits into memory.")] = "auto",
     compare: Annotated[
-        bool, typer.Option("--compare", help="Set each later model against the first, item by item.")
+        bool, typer.Option("--compare", help="Compare each later model with the first, item by item.")
     ] = False,
-    out: Annotated[Path, typer.Option(help="The JSON file to write.")] = Path("eval.json"),
+    out: Annotated[Path, typer.Option(help="JSON file for the results.")] = Path("eval.json"),
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON, not tables.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Run code of a model's folder that is not crosshead's own."),
+        typer.Option("--trust-remote-code", help="Allow code in a model directory that is not crosshead's."),
     ] = False,
     confirm_run_unsafe_code: Annotated[
-        bool, typer.Option("--confirm-run-unsafe-code", help="For tasks that run the code which a model writes.")
+        bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks that run code which the model writes.")
     ] = False,
 ) -> None:
-    """Score models with lm-evaluation-harness. Runs a paper's suite, or tasks of your choice.
+    """Score models with lm-evaluation-harness, on the benchmarks of a paper or on your own tasks.
 
     For example:
 
@@ -65,8 +65,8 @@ def evaluate(
         compared=compare,
         trust_remote_code=trust_remote_code,
         confirm_run_unsafe_code=confirm_run_unsafe_code,
-        tell=_tell,
-        keep=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
+        progress=_show_progress,
+        save=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
     )
     _show(out, as_json)
 
@@ -74,17 +74,17 @@ def evaluate(
 def _names(tasks: str | None) -> list[str]:
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if tasks is not None and not names:
-        raise ValueError("--tasks names no task: give one or more, joined by commas")
+        raise ValueError("--tasks has no task: give one or more, separated by commas")
     return names
 
 
-def _tell(told: str) -> None:
+def _show_progress(message: str) -> None:
     if sys.stderr.isatty():
-        typer.echo(told, err=True)
+        typer.echo(message, err=True)
 
 
 def _show(out: Path, as_json: bool) -> None:
-    """What was written, as it is or as tables."""
+    """Print the results as JSON or as tables."""
     from crosshead.evals.harness.report import eval_lines
 
     written = out.read_text(encoding="utf-8")

@@ -10,24 +10,23 @@ import typer
 
 from crosshead_command.screen import progress
 
-LONGEST_NAME = 40
-"""Characters of a text that was not a file, to call it by."""
+MAXIMUM_NAME = 40
+"""Characters of a text on the command line that are its name."""
 LOOKS_LIKE_A_FILE = re.compile(r"\S*[/\\]\S*|\S+\.\w{1,5}")
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="A folder or a Hub id, stock or crosshead.")],
-    text: Annotated[list[str], typer.Option(help="A file, or the text itself: up to 512 tokens. Repeatable.")],
-    out: Annotated[Path, typer.Option(help="The page to write; its data goes beside it, as .json.")],
+    model: Annotated[str, typer.Argument(help="Model directory or Hub id, stock or crosshead.")],
+    text: Annotated[list[str], typer.Option(help="Text file, or the text itself, of at most 512 tokens. Repeatable.")],
+    out: Annotated[Path, typer.Option(help="HTML file to write; the data is written to the same name with .json.")],
     other: Annotated[
-        str | None, typer.Argument(metavar="[MODEL2]", help="A second model, to see both side by side.")
+        str | None, typer.Argument(metavar="[MODEL2]", help="A second model, shown side by side.")
     ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Write an HTML page of what the heads of a model do on a text.
+    """Write an HTML page with the attention heads of a model on a text.
 
-    All heads of a layer, one head token by token, what the mechanisms have learnt, which heads are on, norms,
-    similarity of heads. For example:
+    It shows attention maps, learnt matrices of the mechanisms, routing, norms and similarity of heads. For example:
 
     crosshead inspect Qwen/Qwen3-0.6B --text "The cat sat on the mat." --out report.html
     """
@@ -46,17 +45,17 @@ def inspect(
 
 
 def _texts(given: Sequence[str]) -> dict[str, str]:
-    """The texts by what to call them."""
+    """The texts by name."""
     from crosshead.conversion.calibration.text import read_text
 
     texts: dict[str, str] = {}
     for each in given:
         is_file = os.path.isfile(each)
         if not is_file and LOOKS_LIKE_A_FILE.fullmatch(each):
-            raise ValueError(f"the text {each} is no file: give one, or a text of more than one word")
+            raise ValueError(f"the text file {each} does not exist: give a file, or a text of several words")
         name = Path(each).name if is_file else " ".join(each.split())
-        name = name if is_file or len(name) <= LONGEST_NAME else f"{name[: LONGEST_NAME - 1]}…"
+        name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
         if name in texts:
-            raise ValueError(f"two texts are called {name}: give one of them another name")
+            raise ValueError(f"two texts have the name {name}: rename one of them")
         texts[name] = read_text(Path(each)) if is_file else each
     return texts

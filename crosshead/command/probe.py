@@ -1,4 +1,4 @@
-"""`crosshead probe`: measurements that take runs, each with a plot."""
+"""`crosshead probe`: losses with heads masked or layers compressed, each with a plot."""
 
 import json
 from collections.abc import Mapping
@@ -15,30 +15,30 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
-Out = Annotated[Path, typer.Option(help="The JSON file to write; the plot goes beside it, as .svg.")]
-TextFile = Annotated[Path | None, typer.Option(help="The text to measure on; without it, Python's own help texts.")]
-Windows = Annotated[int, typer.Option(min=1, help="How much of the text: so many windows.")]
-Length = Annotated[int, typer.Option(min=2, help="Tokens of a window.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Out = Annotated[Path, typer.Option(help="JSON file for the results; the plot is written to the same name with .svg.")]
+TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. Default: Python's help texts.")]
+Windows = Annotated[int, typer.Option(min=1, help="Number of windows of the text.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
 @app.callback()
 def options() -> None:
-    """What holds for every measurement."""
+    """The options of the group: none."""
 
 
 @app.command(no_args_is_help=True, cls=StrictCommand)
 def heads(
-    models: Annotated[list[str], typer.Argument(help="Folders or Hub ids, stock or crosshead.")],
+    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids, stock or crosshead.")],
     text: TextFile = None,
-    draws: Annotated[int, typer.Option(min=1, help="How often heads are drawn, for each count.")] = 3,
-    seed: Annotated[int, typer.Option(min=0, help="Other heads for another number.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Random draws of masked heads for each count.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the draws.")] = 0,
     windows: Windows = 4,
     length: Length = 512,
     out: Out = Path("heads.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """The loss with more and more heads masked at random in every layer: how much a model needs each of them.
+    """Measure the loss with an increasing number of heads masked at random in each layer.
 
     For example:
 
@@ -59,19 +59,19 @@ def heads(
 
 @app.command(no_args_is_help=True, cls=StrictCommand)
 def layers(
-    source: Annotated[str, typer.Argument(help="A stock model: a folder, a Hub id or a GGUF file.")],
+    source: Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")],
     text: TextFile = None,
     calibration: Annotated[
-        Path | None, typer.Option(help="What the components are fitted on: a text, or a saved calibration.")
+        Path | None, typer.Option(help="Calibration text for the components, or a saved calibration.")
     ] = None,
-    method: Annotated[str, typer.Option(help="How heads are compressed: aligned or svd.")] = "aligned",
-    revision: Annotated[str | None, typer.Option(help="Of a model on the Hub.")] = None,
+    method: Annotated[str, typer.Option(help="Compression method: aligned or svd.")] = "aligned",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     windows: Windows = 1,
     length: Length = 512,
     out: Out = Path("layers.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """How much the loss rises where the key or value heads of one layer alone are compressed, layer by layer.
+    """Measure the increase of the loss with the key or value heads of one layer compressed, for each layer.
 
     For example:
 
@@ -95,15 +95,14 @@ def layers(
 
 
 def _opened(name: str, length: int) -> Any:
-    """A model whose heads can be masked, on windows of so many tokens."""
-    from crosshead.evals.inspect.text import check_family
-    from crosshead.evals.open_model import open_model
+    """Open a model and check that heads can be masked on windows of this length."""
+    from crosshead.evals.open_model import check_backbone, open_model
 
     opened = open_model(name)
-    check_family(opened)
+    check_backbone(opened)
     context = opened.config.max_position_embeddings
     if length > context:
-        raise ValueError(f"--length {length} is more than the context of {name}: use {context} at most")
+        raise ValueError(f"--length {length} exceeds the context of {name}: use at most {context}")
     return opened
 
 
@@ -120,11 +119,11 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
 
 
 def _check_out(out: Path, overwrite: bool) -> None:
-    """Before any work, not after it."""
+    """Called before the work is done."""
     from crosshead.common.atomic_write import check_targets
 
     if out.suffix != ".json":
-        raise ValueError(f"--out {out} does not end in .json: the figures go there, and the plot beside it, in .svg")
+        raise ValueError(f"--out {out} does not end in .json: the plot is written to the same name with .svg")
     check_targets([out, out.with_suffix(".svg")], overwrite)
 
 

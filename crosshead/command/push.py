@@ -6,26 +6,22 @@ from typing import Annotated
 import typer
 
 TOKENS = 8
-"""Of the text that a model is run on before it is pushed."""
+"""The tokens of the test run before the upload."""
 
 
 def push(
-    model: Annotated[Path, typer.Argument(help="The folder of a model, with its card.")],
-    repository: Annotated[
-        str, typer.Argument(metavar="REPO_ID", help="Its name on the Hub, such as organisation/model.")
-    ],
-    public: Annotated[bool, typer.Option("--public", help="For all to read; private if not given.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Look at the folder, list what would go, and stop.")
-    ] = False,
+    model: Annotated[Path, typer.Argument(help="Model directory with a card.")],
+    repository: Annotated[str, typer.Argument(metavar="REPO_ID", help="Hub id, such as organisation/model.")],
+    public: Annotated[bool, typer.Option("--public", help="Create a public repository. Default: private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check the directory, list the files, and stop.")] = False,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code of MODEL's folder that is not this crosshead's own.")
+        bool, typer.Option("--trust-remote-code", help="Allow code in the directory that is not crosshead's.")
     ] = False,
 ) -> None:
     """Upload a model to the Hub after checking that it loads.
 
-    It must load in a process without crosshead, and hold no pickle, no path of this machine and no access token. What
-    was interrupted goes on with the same command. For example:
+    The model must load without crosshead, and contain no pickle, no path of this machine and no access token. Repeat
+    the command to continue an interrupted upload. For example:
 
     crosshead push models/mine me/mine --dry-run
     """
@@ -43,19 +39,18 @@ def push(
 
 
 def publish(model: Path, repository: str, private: bool) -> None:
-    """Upload a folder that is `checked`, and name what was uploaded by this crosshead's version."""
+    """Upload a folder that is `checked`, and tag the commit with the version of crosshead."""
     from crosshead.model_cards.push import push as upload
     from crosshead.model_cards.push import tag
 
     pushed = upload(model, repository, private)
     typer.echo(f"pushed to {pushed.address}")
     taken = tag(pushed, release())
-    told = f"tagged {release()}" if taken is None else f"{release()} is the name of {taken[:12]} already: left there"
-    typer.echo(told)
+    typer.echo(f"tagged {release()}" if taken is None else f"the tag {release()} exists at {taken[:12]}: not changed")
 
 
 def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
-    """The files of a folder that is fit to be published, and their sizes; ValueError where it is not."""
+    """The files of a folder and their sizes; ValueError if it cannot be published."""
     import torch
 
     from crosshead.common.access_tokens import TOKEN
@@ -68,19 +63,19 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     code = foreign_code(folder)
     if code is not None and not trust_remote_code:
         raise ValueError(
-            f"{folder} brings code that is not this crosshead's own ({code}), and looking at the model would run it: "
-            "look at it, then say --trust-remote-code"
+            f"{folder} contains code that is not crosshead's ({code}), and checking the model would run it: read it, "
+            "then add --trust-remote-code"
         )
     known = int(read_json(folder / CONFIG)["vocab_size"])
     found = reload_check(folder, torch.arange(1, TOKENS + 1)[None] % known)
     for fault in ("missing", "unexpected", "mismatched", "errors", "unloaded"):
         if found.get(fault):
-            raise ValueError(f"{folder} does not load whole elsewhere: {fault} {found[fault][0]}")
+            raise ValueError(f"{folder} does not load completely without crosshead: {fault} {found[fault][0]}")
     return files
 
 
 def release() -> str:
-    """The name that a pushed model gets: this crosshead's version."""
+    """The tag of a pushed model: the version of crosshead."""
     from importlib.metadata import version
 
     return f"v{version('crosshead')}"
@@ -94,5 +89,5 @@ def _check_name(repository: str) -> None:
         validate_repo_id(repository)
     except HFValidationError:
         raise typer.BadParameter(
-            f"{repository!r} is no name for the Hub: use one such as organisation/model", param_hint="REPO_ID"
+            f"{repository!r} is not a valid Hub id: use one such as organisation/model", param_hint="REPO_ID"
         ) from None

@@ -8,20 +8,20 @@ from typing import Annotated, Any
 import typer
 
 LENGTH = 4096
-"""Tokens of the text that costs are given for, where the model takes so many."""
+"""The sequence length of the costs, if the model's context is long enough."""
 DTYPE = "bfloat16"
-"""What the KV cache is counted in, for all alike."""
+"""The dtype of the KV cache, the same for all models."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
-"""What `make measure-recovery` has written, in the folder above the zoo: by mechanism, on SmolLM2-135M."""
+"""The results of `make measure-recovery`, from the directory above the zoo: SmolLM2-135M, by mechanism."""
 SHORT = ("source", "before", "after", "tokens", "tokens_a_step", "learning_rate")
 LOCAL = ("models/", "runs/")
-"""How the shipped recipes' own folders begin: any other source is a name on the Hub."""
+"""Directories in the shipped recipes; any other source is a Hub id."""
 
 
 def zoo(
-    as_json: Annotated[bool, typer.Option("--json", help="Print all that is known as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print all entries as JSON.")] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Make the pages anew from the shipped recipes, in this folder, and stop.")
+        Path | None, typer.Option(help="Regenerate the pages from the shipped recipes in this directory, and stop.")
     ] = None,
 ) -> None:
     """List the models of the shipped recipes. Shows mechanism, backbone, size, cost and results.
@@ -34,7 +34,7 @@ def zoo(
 
     if write is not None:
         if not write.is_dir():
-            raise ValueError(f"{write} is no folder: make it first")
+            raise ValueError(f"{write} is not a directory: create it first")
         for path in write_zoo(entries(write), write):
             typer.echo(f"wrote {path}")
         return
@@ -47,11 +47,11 @@ def zoo(
 
 
 def entries(place: Path) -> list[dict[str, Any]]:
-    """What there is to say of each shipped recipe's model, by mechanism, backbone and size; in `place`, results."""
+    """The entries of all shipped recipes, by mechanism, backbone and size; `place` has their results."""
     from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
-    # A sweep makes no model of its own, but chooses a number for another recipe.
+    # A sweep makes no model; it chooses a hyperparameter for another recipe.
     found = [_entry(name, recipe, place) for name, recipe in recipes.items() if recipe.sweep is None]
     return sorted(found, key=lambda entry: (*_order(entry), entry["recipe"]))
 
@@ -87,7 +87,7 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
 
 
 def _short_run(place: Path, name: str) -> dict[str, Any]:
-    """What a short run of a recipe has measured, where there was one."""
+    """The results of a short run of a recipe, if there was one."""
     from crosshead.model_cards.facts import read_json
 
     path = place.absolute().parent / SHORT_RUNS
@@ -97,11 +97,11 @@ def _short_run(place: Path, name: str) -> dict[str, Any]:
 
 
 def _commands(text: str) -> list[str]:
-    """One a line, without what YAML needed to break them."""
+    """One command per item, without the line breaks of the YAML file."""
     return [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
 
 
 def _source(commands: list[str]) -> str | None:
-    """The model on the Hub that the first command begins with."""
+    """The Hub id of the first command's source."""
     source = commands[0].split()[2] if commands else None
     return None if source is None or source.startswith(LOCAL) else source

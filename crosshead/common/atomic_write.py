@@ -1,4 +1,4 @@
-"""Writes several files together: all of them, or none."""
+"""Atomic output of several text files: existing files are replaced only after all new files are complete."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -11,17 +11,17 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
     """`EvalError` if a file cannot be written; called before the work is done."""
     for path in paths:
         if not path.parent.is_dir():
-            raise EvalError(f"{path} is in a folder that does not exist: make it first")
+            raise EvalError(f"the directory of {path} does not exist: create it first")
         if not os.access(path.parent, os.W_OK | os.X_OK):
-            raise EvalError(f"{path.parent} cannot be written to: choose another folder")
+            raise EvalError(f"{path.parent} is not writable: choose another directory")
         if path.is_dir():
-            raise EvalError(f"{path} is a folder: choose another name")
+            raise EvalError(f"{path} is a directory: choose another name")
         if path.exists() and not overwrite:
             raise EvalError(f"{path} exists: choose another name, or add --overwrite")
 
 
 def write_whole(contents: Mapping[Path, str]) -> None:
-    """Write all files under temporary names, then replace the old files."""
+    """Write each file under a temporary name in its directory, then rename all of them."""
     partial = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():

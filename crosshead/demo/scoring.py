@@ -22,10 +22,10 @@ def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> No
     """Score models on the offline suite and compare each with the first on the same items."""
     done = iter(range(len(models) + 1))
 
-    def tell(message: str) -> None:
+    def progress(message: str) -> None:
         show(message, next(done), len(models))
 
-    report = evaluate(models, "offline", limit=limit, compared=True, tell=tell)
+    report = evaluate(models, "offline", limit=limit, compared=True, progress=progress)
     write_json(target, report)
 
 

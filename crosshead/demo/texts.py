@@ -10,9 +10,8 @@ from pathlib import Path
 from pydoc_data.topics import topics
 
 from crosshead.conversion.calibration.text import HELD_OUT, default_text
-from crosshead.evals.harness.harness import quiet
-from crosshead.evals.harness.suite import read_suite
-from crosshead.evals.harness.tasks import load_tasks, task_manager
+from crosshead.evals.harness.lm_eval_model import quiet
+from crosshead.evals.harness.tasks import load_tasks, read_suite
 
 PARAGRAPH = "\n\n"
 
@@ -28,7 +27,7 @@ def scored_topics(limit: int) -> dict[str, str]:
     """The topics that the offline suite scores, with the scored part of each."""
     benchmarks = read_suite("offline").benchmarks
     with quiet():
-        loaded = load_tasks(task_manager(benchmarks, None), benchmarks, run_code=False)
+        loaded = load_tasks(benchmarks, None, run_code=False)
     documents = [list(task.test_docs())[:limit] for each in loaded for task in each.members]
     return {each["topic"]: each["text"] for found in documents for each in found if "topic" in each}
 

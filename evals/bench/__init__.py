@@ -1,1 +1,1 @@
-"""Speed and memory, measured beside a baseline."""
+"""Speed and memory of mechanisms, measured against a baseline."""

@@ -1,117 +1,209 @@
-"""One attention call, of a mechanism or of the library, on random queries, keys and values."""
+"""Benchmark runs of one attention layer: `mixture`, `talking` and `explicit`, and the attention that they replace.
+
+Both sides of a case have the same random queries, keys and values.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
-from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism, Settings
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
+from crosshead.modeling.mechanisms.mixture import mixture_attention_forward
+from crosshead.modeling.mechanisms.talking import talking_attention_forward
 from crosshead.modeling.ops import split_heads
 
+from .case import SEED
 from .pairs import Run
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """From query, key and value (B, heads, T, d) to outputs (B, T, H, d)."""
-Forward = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""An attention function, as transformers registers them."""
-SEED = 0
-COLD_BYTES = 2**28
-"""Of the rival's keys and values, in all turns together: more than a processor's cache holds."""
+UNCACHED_BYTES = 2**28
+"""Keys and values of all layers together: more than the cache of a processor holds."""
+PADDED, NORMED_KEYS, TWO_QUERIES = "padded", "normed keys", "two at once"
+"""Kinds of decoding: with a padding mask, with keys that the backbone norms, with two new tokens."""
 
 
-def attention(
-    attend: Attend,
+def mixture_layer(
+    ours: bool,
     tokens: int,
     heads: int,
     head_dim: int,
+    active: int,
+    shared: int,
     gradients: bool,
-    parameters: Iterable[torch.Tensor] = (),
+    padded: bool,
+    published: bool,
 ) -> Run:
-    """The call, or the call and the gradients of its inputs and parameters; the same inputs whoever attends."""
+    """Attention of the selected heads, by random gates; the baseline is dense attention of all heads.
+
+    With `padded`, a mask hides the first keys. `published` takes the function that a published model contains, which
+    runs where crosshead is not installed.
+    """
+    mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril() if padded else None
+    if mask is not None:
+        mask[..., : tokens // 16] = False
+    if not ours:
+        return attention_run(partial(dense_attention, mask=mask), tokens, heads, head_dim, gradients)
+    options = {"active_heads": active, "shared_heads": shared, "router": "query_norm"}
+    mixture = build_mechanism("mixture", HeadLayout(heads * head_dim, heads, heads, head_dim), **options)
+    gates = random_gates(tokens, heads, active, shared)
+    function = mixture_attention_forward if published else None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        state = AttentionState(query, key, query, key, value, gates=gates)
+        return mechanism_attention(mixture, state, mask, _implementation("mixture", query, published), function)
+
+    return attention_run(attend, tokens, heads, head_dim, gradients)
+
+
+def random_gates(tokens: int, heads: int, active: int, shared: int) -> Tensor:
+    """Gates (1, T, H): 1 for the active heads of a token, which include the first `shared` heads, otherwise 0."""
+    torch.manual_seed(SEED)
+    scores = torch.rand(1, tokens, heads)
+    scores[..., :shared] = 2.0
+    return torch.zeros_like(scores).scatter(-1, scores.topk(active, dim=-1).indices, 1.0)
+
+
+def talking_layer(
+    ours: bool, beside: str, tokens: int, heads: int, head_dim: int, gradients: bool, published: bool
+) -> Run:
+    """Attention in blocks with random maps across heads; `beside` names the baseline: eager, or sdpa without maps.
+
+    `published` is as in `mixture_layer`.
+    """
+    if not ours and beside == "sdpa":
+        return attention_run(dense_attention, tokens, heads, head_dim, gradients)
+    torch.manual_seed(SEED)
+    talking = build_mechanism("talking", HeadLayout(heads * head_dim, heads, heads, head_dim))
+    for head_map in talking.parameters():
+        torch.nn.init.normal_(head_map, std=heads**-0.5)
+    function = talking_attention_forward if published else None
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        state = AttentionState(query, key, query, key, value)
+        if not ours:
+            mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=query.device).tril()
+            return mechanism_attention(talking, state, mask, "eager")
+        return mechanism_attention(talking, state, None, _implementation("talking", query, published), function)
+
+    return attention_run(attend, tokens, heads, head_dim, gradients, talking.parameters())
+
+
+def explicit_decoding(
+    ours: bool, query_heads: int, key_value_heads: int, head_dim: int, tokens: int, batch: int, kind: str = ""
+) -> Run:
+    """Attention of the last query, or of the last two, with half as many component heads as KV heads."""
+    torch.manual_seed(SEED)
+    query = torch.randn(batch, query_heads, 2 if kind == TWO_QUERIES else 1, head_dim)
+    heads = key_value_heads // 2 if ours else key_value_heads
+    layers = uncached_layers(batch, heads, tokens, head_dim, baseline_heads=key_value_heads, by_token=ours)
+    eps = 1e-6 if kind == NORMED_KEYS else None
+    layout = HeadLayout(query_heads * head_dim, query_heads, key_value_heads, head_dim, key_norm_eps=eps)
+    explicit = build_mechanism("explicit", layout, key_heads=heads, value_heads=heads, norm=False)
+    for combination in explicit.parameters():
+        torch.nn.init.normal_(combination)
+    scales = torch.rand(batch, tokens, key_value_heads if kind == NORMED_KEYS else 0)
+    key_side_data = {"explicit.inverse_rms": scales} if kind == NORMED_KEYS else {}
+    mask = _decoding_mask(kind, tokens, batch)
+
+    @torch.no_grad()
+    def attend() -> object:
+        key, value = next(layers)
+        if not ours:
+            return stock_attention(query, key, value, mask)
+        return mechanism_attention(explicit, AttentionState(query, query, query, key, value, key_side_data), mask)
+
+    return attend
+
+
+def _decoding_mask(kind: str, tokens: int, batch: int) -> Tensor | None:
+    """(batch, 1, queries, tokens), or None if each query sees all keys."""
+    keys = torch.arange(tokens)
+    if kind == TWO_QUERIES:
+        return (keys <= torch.tensor([[tokens - 2], [tokens - 1]])).expand(batch, 1, -1, -1)
+    return (keys >= tokens // 16).expand(batch, 1, 1, -1) if kind == PADDED else None
+
+
+def uncached_layers(
+    batch: int, heads: int, tokens: int, head_dim: int, baseline_heads: int, by_token: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values of many layers in a cycle, so that those of the next layer are never in the processor's cache.
+
+    The baseline has `baseline_heads`, and as many layers. `by_token` stores the heads of a token side by side.
+    """
+    itemsize = torch.get_default_dtype().itemsize
+    layers = max(1, -(-UNCACHED_BYTES // (2 * batch * baseline_heads * tokens * head_dim * itemsize)))
+
+    def states() -> Tensor:
+        tensor = split_heads(torch.randn(batch, tokens, heads * head_dim), head_dim)
+        return tensor if by_token else tensor.contiguous()
+
+    return cycle([(states(), states()) for _ in range(layers)])
+
+
+def attention_run(
+    attend: Attend, tokens: int, heads: int, head_dim: int, gradients: bool, parameters: Iterable[Tensor] = ()
+) -> Run:
+    """A call of `attend`; with `gradients`, also the gradients of its inputs and of the parameters."""
     torch.manual_seed(SEED)
     inputs = [torch.randn(1, heads, tokens, head_dim, requires_grad=gradients) for _ in range(3)]
-    given = torch.randn(1, tokens, heads, head_dim)
-    wanted = [*inputs, *parameters]
-
-    def forward() -> object:
-        with torch.no_grad():
-            return attend(*inputs)
-
-    def forward_and_backward() -> object:
-        return torch.autograd.grad(attend(*inputs), wanted, given)
-
-    return forward_and_backward if gradients else forward
+    output_gradient = torch.randn(1, tokens, heads, head_dim)
+    differentiated = [*inputs, *parameters]
+    if gradients:
+        return lambda: torch.autograd.grad(attend(*inputs), differentiated, output_gradient)
+    return torch.no_grad()(partial(attend, *inputs))
 
 
-def dense(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """torch's own attention, causal or under a mask, by the fastest kernel it has for this."""
+def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's own attention by its fastest kernel; causal if there is no mask."""
     return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None).transpose(1, 2)
 
 
-def stock(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None = None
-) -> torch.Tensor:
-    """As a stock model attends with "sdpa": query heads may share keys."""
-    layer: Any = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True)
-    return sdpa_attention_forward(layer, query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
+def stock_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    """The sdpa attention of a stock model, in which query heads may share keys.
 
-
-def layers_in_turn(
-    batch: int, heads: int, tokens: int, head_dim: int, rivals: int, side_by_side: bool = False
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of as many layers as are cold by the time that their turn comes again, as in a model.
-
-    `rivals` are the heads of the rival, which has as many layers; `side_by_side` is how a token's heads lie.
+    Without a mask, the kernel shares the keys, which is slow on a CPU. With a mask and one query, the heads that share
+    keys become queries of one head, which takes about half the time; with several queries, the keys are repeated.
     """
-    held = torch.get_default_dtype().itemsize
-    turns = max(1, -(-COLD_BYTES // (2 * batch * rivals * tokens * head_dim * held)))
-
-    def made() -> torch.Tensor:
-        if side_by_side:
-            return split_heads(torch.randn(batch, tokens, heads * head_dim), head_dim)
-        return torch.randn(batch, heads, tokens, head_dim)
-
-    return cycle([(made(), made()) for _ in range(turns)])
+    return sdpa_attention_forward(_layer(query, key), query, key, value, mask, scaling=query.shape[-1] ** -0.5)[0]
 
 
-def in_one_layer(name: str, options: Settings, layout: HeadLayout) -> Mechanism:
-    """A mechanism as it stands alone in a layer of this shape, in evaluation."""
+def build_mechanism(name: str, layout: HeadLayout, **options: Any) -> Mechanism:
+    """A mechanism as the only one of a layer, in evaluation mode."""
     settings = layer_settings(complete_mixers({name: options}, [layout]), 0)
     return MECHANISMS[name](shared_layout(settings, layout), settings[name]).eval()
 
 
-def mixed(
+def mechanism_attention(
     mechanism: Mechanism,
     state: AttentionState,
-    mask: torch.Tensor | None = None,
+    mask: Tensor | None = None,
     implementation: str = "sdpa",
-    function: Forward | None = None,
-) -> torch.Tensor:
-    """As a layer with this mechanism alone attends; without a mask, each query sees the keys up to its own.
-
-    It runs the registered function that the mechanism names, or another one with the same arguments.
-    """
+    function: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
+) -> Tensor:
+    """Attention of a layer with only this mechanism, causal without a mask; `function` replaces the registered one."""
     state.function = mechanism.attention_function(state, implementation, mask is not None)
     mechanism.after_cache(state)
-    layer: Any = SimpleNamespace(
-        num_key_value_groups=state.query.shape[1] // state.key.shape[1], is_causal=True, training=False
-    )
-    if function is None:
-        function = ALL_ATTENTION_FUNCTIONS[state.function or implementation]
-    scaling = state.query.shape[-1] ** -0.5
-    options = {"dropout": 0.0, "scaling": scaling, **state.attention_kwargs}
-    return function(layer, state.query, state.key, state.value, mask, **options)[0]
+    function = function or ALL_ATTENTION_FUNCTIONS[state.function or implementation]
+    options = {"dropout": 0.0, "scaling": state.query.shape[-1] ** -0.5, **state.attention_kwargs}
+    return function(_layer(state.query, state.key), state.query, state.key, state.value, mask, **options)[0]
 
 
-def implementation(name: str, device: torch.device) -> str:
-    """What `attn_implementation` asks for: on a GPU the kernels of a mechanism, elsewhere "sdpa"."""
-    return f"crosshead_{name}_triton" if device.type == "cuda" else "sdpa"
+def _layer(query: Tensor, key: Tensor) -> Any:
+    """The fields of an attention module that attention functions read."""
+    return SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], is_causal=True, training=False)
+
+
+def _implementation(name: str, query: Tensor, published: bool) -> str:
+    """The attention implementation: the mechanism's Triton kernels on a GPU, otherwise sdpa."""
+    return f"crosshead_{name}_triton" if query.is_cuda and not published else "sdpa"

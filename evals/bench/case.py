@@ -1,4 +1,4 @@
-"""A case: two implementations of the same work, ours and a baseline, at one shape."""
+"""A benchmark case: two implementations of the same work, ours and a baseline, at one shape."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,44 +12,52 @@ from crosshead.common.errors import EvalError, nearest
 from .pairs import Run
 
 DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
-"""Where it may be measured -> of what numbers."""
-TIME, MEMORY, WHOLE_MEMORY, TOLD = "time", "memory", "whole memory", "told"
-"""Of a run: its time; the bytes it adds at its peak to those held; those, and what it holds; what it returns."""
+"""By device."""
+SEED = 0
+"""Of weights and inputs."""
+TIME, MEMORY, TOTAL_MEMORY, RESULT = "time", "memory", "total memory", "result"
+"""What a case measures: the time of a run; the peak memory of a run beyond its inputs, or with them; the number that
+the run returns."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of a table."""
+    """One line of a benchmark report."""
 
     name: str
-    what: str
-    """In words, as is the rival."""
-    rival: str
+    description: str
+    baseline: str
+    """The description of the baseline."""
     make: Callable[..., Run]
-    """Makes one side ready, given whether it is ours, and the shape."""
+    """Prepares one side: called with `ours`, True or False, and the shape."""
     shape: Mapping[str, Any]
     targets: Mapping[str, float] = field(default_factory=dict)
-    """The greatest ratio that is wanted, by device."""
+    """The maximum ratio of ours to the baseline, by device."""
     measured: str = TIME
     unit: str = "seconds"
     within_noise: bool = False
-    """The target may lie within the spread."""
+    """The target is met if the lower quartile meets it; otherwise the median must."""
     dtype: str | None = None
-    """Of the numbers, where it is not the device's."""
+    """The name of the dtype; None means the device's, from `DTYPES`."""
     work: int | None = None
-    """Bytes that each side handles, where throughput is of interest."""
+    """Bytes that each side processes, for a throughput."""
 
     def side(self, ours: bool) -> Run:
-        """Ours or the rival, ready to run."""
+        """Ours or the baseline, ready to run."""
         return self.make(ours, **self.shape)
 
     def pair(self) -> tuple[Run, Run]:
-        """Ours and the rival."""
+        """Ours and the baseline."""
         return self.side(ours=True), self.side(ours=False)
 
+    @property
+    def measures_memory(self) -> bool:
+        """True if peak memory is measured."""
+        return self.measured in (MEMORY, TOTAL_MEMORY)
 
-def chosen(cases: Sequence[Case], names: Sequence[str], command: str) -> list[Case]:
-    """The cases of these names, or all where there are none; `EvalError` where one is unknown."""
+
+def choose_cases(cases: Sequence[Case], names: Sequence[str], command: str) -> list[Case]:
+    """The cases with these names, or all cases if there are no names; `EvalError` for an unknown name."""
     known = {case.name: case for case in cases}
     for name in names:
         if name not in known:
@@ -58,14 +66,14 @@ def chosen(cases: Sequence[Case], names: Sequence[str], command: str) -> list[Ca
 
 
 def check_device(device: str) -> None:
-    """`EvalError` where there is none."""
+    """`EvalError` if the device is not available."""
     if device == "cuda" and not torch.cuda.is_available():
-        raise EvalError("--device cuda: no CUDA device is here; measure with --device cpu")
+        raise EvalError("--device cuda: no CUDA device is available; use --device cpu")
 
 
 @contextmanager
-def placed(device: str) -> Iterator[None]:
-    """What is made lies on the device, in its dtype."""
+def on_device(device: str) -> Iterator[None]:
+    """New tensors are created on this device, in its dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(DTYPES[device])
     try:

@@ -1,4 +1,4 @@
-"""The machine and settings of a measurement."""
+"""The machine of a measurement, for its report, and the memory settings of a process that measures."""
 
 import ctypes
 import os
@@ -10,15 +10,16 @@ from typing import Any
 import torch
 
 PACKAGES = ("crosshead", "torch", "transformers", "accelerate", "triton")
+MALLOC_SETTINGS = {"M_ARENA_MAX": (-8, 1), "M_MMAP_THRESHOLD": (-3, 2**25), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
+"""By glibc's names: the number of the parameter and its value; that of the second is the maximum."""
+LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+"""torch reads it when it creates the first tensor."""
 
 
 def machine() -> dict[str, Any]:
-    """Processor and what of it torch uses, accelerator, threads and versions, for a report."""
-    accelerator = None
-    if torch.accelerator.is_available():
-        accelerator = (
-            torch.cuda.get_device_name() if torch.cuda.is_available() else str(torch.accelerator.current_accelerator())
-        )
+    """Processor, instruction set, accelerator, threads and versions."""
+    device = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.cuda.get_device_name() if torch.cuda.is_available() else device and str(device)
     return {
         "processor": f"{_processor()}, {torch.backends.cpu.get_cpu_capability()}",
         "cores": os.cpu_count(),
@@ -32,7 +33,7 @@ def machine() -> dict[str, Any]:
 
 
 def _version(package: str) -> str | None:
-    """None where it is not installed."""
+    """None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -40,35 +41,22 @@ def _version(package: str) -> str | None:
 
 
 def _processor() -> str:
-    """Its name, where the system tells."""
-    facts = Path("/proc/cpuinfo")
-    lines = facts.read_text(encoding="utf-8").splitlines() if facts.exists() else []
+    """The model name, where Linux reports one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 
 
-MALLOC_SETTINGS = {"M_ARENA_MAX": (-8, 1), "M_MMAP_THRESHOLD": (-3, 2**25), "M_TRIM_THRESHOLD": (-1, 2**31 - 1)}
-"""By glibc's names: its number and ours, of which the second is the greatest that it takes."""
-LARGE_PAGES = "THP_MEM_ALLOC_ENABLE"
-"""torch reads it as it makes its first tensor."""
-
-
 def keep_memory() -> None:
-    """From here on; for a process that measures and ends. Other C libraries and systems do as they do."""
+    """Keep freed memory in this process until it ends (glibc only), and let torch allocate large pages."""
     library = ctypes.CDLL(None)
     for setting in MALLOC_SETTINGS.values() if hasattr(library, "mallopt") else ():
         library.mallopt(*setting)
-    _use_large_pages()
-
-
-def _use_large_pages() -> None:
-    """For this process alone: in those whose memory is measured, large pages would be counted whole."""
-    import torch
-
     before = os.environ.get(LARGE_PAGES)
     os.environ[LARGE_PAGES] = "1"
     torch.empty(1)
-    if before is None:
-        del os.environ[LARGE_PAGES]
-    else:
+    # Child processes measure their memory, in which large pages would count as a whole.
+    del os.environ[LARGE_PAGES]
+    if before is not None:
         os.environ[LARGE_PAGES] = before

@@ -1,9 +1,8 @@
-"""Memory of one side of a case: by the allocator's count on a GPU, by the system's in a process of its own on a CPU.
+"""Peak memory of one side of a case: counted by the allocator on a GPU, by the system in a child process on a CPU.
 
 usage: python -P -m crosshead.evals.bench.memory JOB, a case and a side as JSON; writes the bytes to stdout
 
-There, glibc gives what is freed back to the system at once. Otherwise some of it would stay counted, more or less from
-run to run.
+In the child process, glibc returns freed memory to the system at once; otherwise a varying part of it would count.
 """
 
 import gc
@@ -12,7 +11,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -22,77 +22,71 @@ import torch
 from crosshead.common.errors import EvalError
 from crosshead.common.posix import require_posix
 
-from .case import MEMORY, Case
+from .case import MEMORY, Case, on_device
 
 WARM_UP = {"tokens": 128}
-"""The shape of the run before memory is read: libraries that load late are no part of a run."""
+"""The shape of a run before the measurement, which loads libraries."""
 STATUS = Path("/proc/self/status")
-GIVEN_BACK = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
-"""To glibc: from so many bytes on, memory comes from the system and goes back to it."""
-
-
-@dataclass(frozen=True)
-class Counter:
-    """Bytes of this process, now and at their peak."""
-
-    now: Callable[[], int]
-    peak: Callable[[], int]
+MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
+"""From this size on, glibc maps an allocation and unmaps it when it is freed."""
+Counter = tuple[Callable[[], int], Callable[[], int]]
+"""Return the bytes of this process, now and at their peak."""
 
 
 def peak_bytes(case: Case, ours: bool, device: str) -> int:
-    """Bytes that one side adds at its peak to what was held before it."""
+    """The peak memory of one side, minus the memory of the process before."""
     if device == "cpu":
-        return _in_a_process(case, ours)
+        return _peak_of_child(case, ours)
     gc.collect()
     torch.cuda.reset_peak_memory_stats()
-    return added(case, ours, Counter(torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
+    with on_device(device):
+        return added_bytes(case, ours, (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
 
 
-def added(case: Case, ours: bool, counter: Counter) -> int:
-    """The same by a counter whose peak is no higher than what is held when the run begins, or grows with it."""
+def added_bytes(case: Case, ours: bool, counter: Counter) -> int:
+    """Like `peak_bytes`, by a counter whose peak is at most its present value when the run starts."""
     replace(case, shape={**case.shape, **WARM_UP}).side(ours)()
     gc.collect()
-    before = counter.now()
+    now, peak = counter
+    before = now()
     run = case.side(ours)
     if case.measured == MEMORY:
-        before = counter.now()
+        before = now()
     else:
-        run()  # the optimiser's own memory comes with the first step
+        run()  # the first step allocates the optimiser's state
     run()
-    return counter.peak() - before
+    return peak() - before
 
 
-def _in_a_process(case: Case, ours: bool) -> int:
+def _peak_of_child(case: Case, ours: bool) -> int:
     require_posix("measuring memory")
-    side = {"module": case.make.__module__, "maker": case.make.__name__, "shape": dict(case.shape), "ours": ours}
-    job = json.dumps(side | {"measured": case.measured, "threads": torch.get_num_threads()})
-    command = [sys.executable, "-P", "-m", __name__, job]
-    # In a group of its own, so that Ctrl-C reaches this process alone, which then ends that one.
-    pipe, environment = subprocess.PIPE, os.environ | GIVEN_BACK
+    job = {"module": case.make.__module__, "maker": case.make.__name__, "shape": dict(case.shape), "ours": ours}
+    job |= {"measured": case.measured, "threads": torch.get_num_threads()}
+    command = [sys.executable, "-P", "-m", __name__, json.dumps(job)]
+    # In its own process group, so that Ctrl-C reaches only this process, which then kills the child.
+    pipe, environment = subprocess.PIPE, os.environ | MALLOC_ENVIRONMENT
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, process_group=0) as process:
         try:
-            told, complaint = process.communicate()
+            output, errors = process.communicate()
         finally:
             process.kill()
             process.wait()
     if process.returncode:
-        reason = (complaint.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
+        reason = (errors.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
         raise EvalError(f"{case.name}: its process ended with status {process.returncode}: {reason}")
-    return int(told)
+    return int(output)
 
 
-def _system_counter() -> Counter:
-    """The system's count of resident memory; where it tells the peak alone, that grows with what is held."""
+def system_counter() -> Counter:
+    """Resident memory as the system counts it; without /proc, only its peak is known."""
     if STATUS.exists():
-        return Counter(lambda: _status("VmRSS"), lambda: _status("VmHWM"))
-    import resource  # not at the top: Windows has no such module
-
-    unit = 1 if sys.platform == "darwin" else 1024
+        return partial(_status, "VmRSS"), partial(_status, "VmHWM")
+    import resource  # Windows has no such module
 
     def peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-    return Counter(peak, peak)
+    return peak, peak
 
 
 def _status(name: str) -> int:
@@ -101,10 +95,10 @@ def _status(name: str) -> int:
 
 
 def main(job: dict[str, Any]) -> int:
-    """The bytes of the side that a job names."""
+    """The bytes of the side that a job describes."""
     torch.set_num_threads(job["threads"])
-    maker = getattr(import_module(job["module"]), job["maker"])
-    return added(Case("", "", "", maker, job["shape"], measured=job["measured"]), job["ours"], _system_counter())
+    make = getattr(import_module(job["module"]), job["maker"])
+    return added_bytes(Case("", "", "", make, job["shape"], measured=job["measured"]), job["ours"], system_counter())
 
 
 if __name__ == "__main__":

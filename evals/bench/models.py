@@ -1,15 +1,19 @@
-"""Whole models with a mechanism beside stock ones of the same shape: training steps, prompts and single tokens."""
+"""Benchmark runs of whole models: training steps, prompts and decoded tokens, with a mechanism and without."""
 
+import os
+import sys
 from collections.abc import Callable, Mapping
+from functools import partial
+from shutil import which
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
+from crosshead.common.errors import EvalError
 from crosshead.modeling.backbones.llama import CrossheadLlamaForCausalLM
 
-from .attention import SEED
-from .case import WHOLE_MEMORY, Case
+from .case import SEED
 from .pairs import Run
 
 SHAPE: dict[str, Any] = {
@@ -20,21 +24,11 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 16,
     "vocab_size": 1024,
 }
-MIXERS: dict[str, dict[str, Any]] = {
-    "knocking": {"knocking": {"form": "mlp"}},
-    "explicit": {"explicit": {}},
-    "mixture": {"mixture": {"active_heads": 8, "shared_heads": 4}},
-    "talking": {"talking": {}},
-    "differential": {"differential": {}},
-    "gating": {"gating": {}},
-}
-"""Of the models that are trained, by the name of their case."""
-PAPERS_LINEAR = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
-STOCK = "stock Llama of the same shape, sdpa"
+COMPILER_BACKEND = "inductor"
 
 
-def model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> Any:
-    """A model for this many tokens at least: ours, or the stock one of the same shape."""
+def build_model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> Any:
+    """A model for at least this many tokens: ours, or the stock one of the same shape."""
     torch.manual_seed(SEED)
     shape |= {"max_position_embeddings": 2 * tokens, "attn_implementation": "sdpa"}
     if ours:
@@ -43,79 +37,81 @@ def model(ours: bool, mixers: Mapping[str, Any], tokens: int, **shape: Any) -> A
 
 
 def training_step(
-    ours: bool, tokens: int, made_ready: Callable[[Any], Any] = lambda trained: trained, **shape: Any
+    ours: bool, tokens: int, compile_model: Callable[[Any], Any] = lambda model: model, **shape: Any
 ) -> Run:
-    """Loss, gradients and the optimiser's step on one text, of a model that may be compiled for it."""
-    trained = model(ours, tokens=tokens, **shape).train()
-    optimiser = torch.optim.AdamW(trained.parameters(), lr=1e-4)
-    ids, call = torch.randint(shape["vocab_size"], (1, tokens)), made_ready(trained)
+    """Loss, gradients and optimiser step on one text."""
+    model = build_model(ours, tokens=tokens, **shape).train()
+    optimiser = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    ids, forward = torch.randint(shape["vocab_size"], (1, tokens)), compile_model(model)
 
     def run() -> object:
-        call(ids, labels=ids, use_cache=False).loss.backward()
+        forward(ids, labels=ids, use_cache=False).loss.backward()
         optimiser.step()
         return optimiser.zero_grad()
 
     return run
 
 
+def compiled_step(ours: bool, tokens: int, **shape: Any) -> Run:
+    """A training step of a model compiled in one graph; the first run compiles it."""
+    torch.compiler.reset()  # otherwise earlier cases count towards the recompile limit
+    return training_step(ours, tokens, partial(torch.compile, fullgraph=True, backend=COMPILER_BACKEND), **shape)
+
+
+def check_compiler() -> None:
+    """`EvalError` if the C++ compiler that torch.compile needs is missing."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if which(compiler) is None:
+        raise EvalError(f"torch.compile needs {compiler}, which is not installed: install it, or set CXX")
+
+
 def prompt(ours: bool, tokens: int, **shape: Any) -> Run:
-    """A prompt, up to the logits of its last token."""
-    evaluated = model(ours, tokens=tokens, **shape).eval()
-    ids = torch.randint(shape["vocab_size"], (1, tokens))
-
-    def run() -> object:
-        with torch.no_grad():
-            return evaluated(ids, logits_to_keep=1)
-
-    return run
+    """A forward pass over a prompt, with the logits of its last token."""
+    model = build_model(ours, tokens=tokens, **shape).eval()
+    return torch.no_grad()(partial(model, torch.randint(shape["vocab_size"], (1, tokens)), logits_to_keep=1))
 
 
 def next_token(ours: bool, tokens: int, **shape: Any) -> Run:
-    """One more token after many, again and again: the cache, of random numbers, is cut back to its length."""
-    evaluated = model(ours, tokens=tokens, **shape).eval()
-    cache, token = DynamicCache(config=evaluated.config), torch.ones(1, 1, dtype=torch.long)
+    """One decoded token with a cache of random numbers, which is cropped to its length after each run."""
+    model = build_model(ours, tokens=tokens, **shape).eval()
+    cache, token = DynamicCache(config=model.config), torch.ones(1, 1, dtype=torch.long)
     with torch.no_grad():
-        past = evaluated(token).past_key_values
-    for index, layer in enumerate(past.layers):  # of whatever form the mechanism keeps
+        past = model(token).past_key_values
+    for index, layer in enumerate(past.layers):  # the mechanism decides how many heads a layer caches
         keys, values = (torch.randn(1, x.shape[1], tokens, x.shape[3]) for x in (layer.keys, layer.values))
         cache.update(keys, values, index)
 
+    @torch.no_grad()
     def run() -> object:
-        with torch.no_grad():
-            output = evaluated(token, past_key_values=cache)
+        output = model(token, past_key_values=cache)
         cache.crop(-1)
         return output
 
     return run
 
 
-def _step(name: str, mixers: Mapping[str, Any], **targets: float) -> Case:
-    what = f"training step of a model with {name.replace('-', ' ')}, 2048 tokens"
-    return Case(f"{name}-step", what, STOCK, training_step, SHAPE | {"tokens": 2048, "mixers": mixers}, targets)
+def next_token_on_one_thread(ours: bool, **shape: Any) -> Run:
+    """One decoded token on one thread: of a tiny model, this is the host overhead."""
+    token = next_token(ours, **shape)
+
+    def run() -> object:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return token()
+        finally:
+            torch.set_num_threads(threads)
+
+    return run
 
 
-def _memory(name: str, mixers: Mapping[str, Any], most: float) -> Case:
-    shape = SHAPE | {"tokens": 2048, "mixers": mixers}
-    what = f"peak memory of that step with {name.replace('-', ' ')}: weights, gradients, moments, activations"
-    targets = {"cpu": most, "cuda": most}
-    return Case(f"{name}-step-memory", what, STOCK, training_step, shape, targets, WHOLE_MEMORY, "bytes")
+def cache_bytes(ours: bool, tokens: int, **shape: Any) -> Run:
+    """The bytes of the tensors in the cache of one sequence."""
+    model, ids = build_model(ours, tokens=tokens, **shape).eval(), torch.ones(1, tokens, dtype=torch.long)
 
+    @torch.no_grad()
+    def count() -> float:
+        layers = model(ids).past_key_values.layers
+        return float(sum(x.nbytes for layer in layers for x in (layer.keys, layer.values)))
 
-_LINEAR = SHAPE | {"tokens": 2048, "mixers": {"knocking": {"form": "linear"}}}
-_MIXTURE = SHAPE | {"tokens": 4096, "mixers": MIXERS["mixture"]}
-
-
-def _run(name: str, what: str, run: Callable[..., Run], shape: Mapping[str, Any], most: float) -> Case:
-    return Case(name, what, STOCK, run, shape, {"cpu": most, "cuda": most}, within_noise="linear" in name)
-
-
-CASES = (
-    _run("mixture-prompt", "a prompt of 4096 tokens, mixture with 8 of 16 heads active", prompt, _MIXTURE, 0.85),
-    _run("knocking-linear-prompt", "a prompt of 2048 tokens, knocking linear", prompt, _LINEAR, 1.05),
-    _run("knocking-linear-token", "a token after 2048 others, knocking linear", next_token, _LINEAR, 1.1),
-    _step("knocking", MIXERS["knocking"], cpu=1.05, cuda=1.02),
-    _step("knocking-linear", PAPERS_LINEAR),
-    *(_step(name, MIXERS[name]) for name in ("explicit", "mixture", "talking", "differential", "gating")),
-    *(_memory(name, mixers, 1.3 if name == "talking" else 1.05) for name, mixers in MIXERS.items()),
-    _memory("knocking-linear", PAPERS_LINEAR, 1.05),
-)
+    return count

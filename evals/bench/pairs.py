@@ -1,7 +1,6 @@
-"""Two callables timed in turn: how long each takes, and the ratio of neighbours.
+"""Two callables measured in turn, and the ratio of each two neighbouring runs.
 
-A ratio is that of two runs that follow each other, which share what the machine does at that moment; which one goes
-first alternates.
+Neighbouring runs share the state of the machine. Which one is first alternates.
 """
 
 import time
@@ -14,19 +13,14 @@ import torch
 
 WARM_UPS = 2
 LEAST_SECONDS = 0.2
-"""What takes less is repeated until it takes about this long, so that the clock is no part of it."""
+"""A shorter run is repeated for about this long, because the clock is not precise enough."""
 Run = Callable[[], object]
 Reading = Callable[[], float]
-"""Runs one side and gives what that took: seconds, or bytes."""
-
-
-def compare(ours: Run, rival: Run, rounds: int) -> dict[str, Any]:
-    """Seconds of each run of both, their ratios, and medians of these; both have run before the clock starts."""
-    return in_turn(timed(ours), timed(rival), rounds)
+"""Runs one side and returns its measurement: seconds or bytes."""
 
 
 def timed(run: Run) -> Reading:
-    """A clock for a run, warmed up; a short one is timed several times at once."""
+    """A clock for a run, after warm-up; a short run is repeated and the mean taken."""
     last = [seconds(run) for _ in range(WARM_UPS)][-1]
     times = max(1, ceil(LEAST_SECONDS / max(last, 1e-6)))
     return lambda: seconds(run, times)
@@ -35,33 +29,28 @@ def timed(run: Run) -> Reading:
 def in_turn(
     ours: Reading, rival: Reading, rounds: int, advance: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Readings of both and what they say; `advance` is called after each round."""
-    found: dict[str, list[float]] = {"ours": [], "rival": []}
+    """Readings of both sides and their statistics; `advance` is called after each round."""
+    readings: dict[str, list[float]] = {"ours": [], "rival": []}
     for turn in range(rounds):
         for side in ("ours", "rival") if turn % 2 else ("rival", "ours"):
-            found[side].append(ours() if side == "ours" else rival())
+            readings[side].append(ours() if side == "ours" else rival())
         advance()
-    return figures(found["ours"], found["rival"])
+    return figures(readings["ours"], readings["rival"])
 
 
 def seconds(run: Run, times: int = 1) -> float:
-    """How long one run takes, until the accelerator, where there is one, is done with it; the mean of several."""
-    wait()
+    """The mean time of a run, until the accelerator has finished its work."""
+    synchronize = torch.accelerator.synchronize if torch.accelerator.is_available() else lambda: None
+    synchronize()
     start = time.perf_counter()
     for _ in range(times):
         run()
-    wait()
+    synchronize()
     return (time.perf_counter() - start) / times
 
 
-def wait() -> None:
-    """Until the accelerator has done all it was given."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
-
-
 def figures(ours: list[float], rival: list[float]) -> dict[str, Any]:
-    """The runs of both, in the order in which they were measured, and what they say."""
+    """The readings of both sides in the order of the rounds, and the statistics of their ratios."""
     ratios = [mine / theirs for mine, theirs in zip(ours, rival, strict=True)]
     first, _, third = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return {

@@ -1,4 +1,4 @@
-"""Cases measured one after the other, ours and the rival in turn, and what came out as a report and as a table."""
+"""Runs benchmark cases, ours and the baseline in turn, and formats the report as a table."""
 
 import gc
 import time
@@ -6,31 +6,27 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .case import DTYPES, MEMORY, TIME, WHOLE_MEMORY, Case, check_device, placed
+from .case import DTYPES, TIME, Case, check_device, on_device
 from .machine import machine
 from .memory import peak_bytes
 from .pairs import Reading, in_turn, timed
 
-FEW_ROUNDS = 3
-"""Of memory, which hardly differs from run to run, at most."""
+MAXIMUM_MEMORY_ROUNDS = 3
+"""Memory hardly differs from run to run."""
 UNITS = {
     "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")),
     "bytes": ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")),
 }
-Progress = Callable[[str, int, int, str], object]
-"""Told the stage, how much of it is done, how much there is, and which case it is at."""
 
 
-def silent(stage: str, done: int, total: int, told: str) -> None:
-    """For nobody."""
-
-
-def bench(cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Progress = silent) -> dict[str, Any]:
-    """The figures of each case, by its name, and the machine."""
+def bench(
+    cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Callable[..., object] = lambda *_: None
+) -> dict[str, Any]:
+    """The figures of each case, and the machine; `progress` is called with a stage, rounds, all rounds and a case."""
     check_device(device)
-    counts = [_rounds(case, rounds) for case in cases]
+    counts = [min(rounds, MAXIMUM_MEMORY_ROUNDS) if case.measures_memory else rounds for case in cases]
     done, total, start = 0, sum(counts), time.perf_counter()
-    found = {}
+    results = {}
     for case, count in zip(cases, counts, strict=True):
 
         def advance(case: Case = case) -> None:
@@ -39,46 +35,40 @@ def bench(cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Pro
             progress("measuring", done, total, case.name)
 
         progress("measuring", done, total, case.name)
-        found[case.name] = measured(case, count, device, advance)
-        gc.collect()  # a model's parts refer to each other
-    took = time.perf_counter() - start
-    return {"device": device, "cases": found, "machine": machine(), "took_seconds": round(took, 1)}
+        results[case.name] = measure_case(case, count, device, advance)
+        gc.collect()  # models contain reference cycles
+    seconds = time.perf_counter() - start
+    return {"device": device, "cases": results, "machine": machine(), "took_seconds": round(seconds, 1)}
 
 
-def measured(case: Case, rounds: int, device: str, advance: Callable[[], object] = lambda: None) -> dict[str, Any]:
-    """One case: what it is, the runs of both sides, their ratios, and whether the target is met."""
-    ours, rival = _readings(case, device)
-    figures = in_turn(ours, rival, rounds, advance)
-    target = case.targets.get(device)
-    least = figures["quartile_ratios"][0] if case.within_noise else figures["median_ratio"]
-    about = {"what": case.what, "beside": case.rival, "shape": dict(case.shape), "unit": case.unit, "rounds": rounds}
-    about["dtype"] = case.dtype or str(DTYPES[device]).removeprefix("torch.")
+def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], object]) -> dict[str, Any]:
+    """The description of a case, the readings of both sides, their ratios, and whether the target is met."""
+    figures = in_turn(*_readings(case, device), rounds, advance)
     if case.work is not None:
         figures["bytes_per_second"] = [case.work / figures[f"median_{side}"] for side in ("ours", "rival")]
-    verdict = {"target": target, "within_noise": case.within_noise, "met": None if target is None else least <= target}
-    return about | figures | verdict
+    target = case.targets.get(device)
+    ratio = figures["quartile_ratios"][0] if case.within_noise else figures["median_ratio"]
+    return {
+        "what": case.description,
+        "beside": case.baseline,
+        "shape": dict(case.shape),
+        "unit": case.unit,
+        "rounds": rounds,
+        "dtype": case.dtype or str(DTYPES[device]).removeprefix("torch."),
+        **figures,
+        "target": target,
+        "within_noise": case.within_noise,
+        "met": None if target is None else ratio <= target,
+    }
 
 
-def _rounds(case: Case, rounds: int) -> int:
-    return min(rounds, FEW_ROUNDS) if case.measured in (MEMORY, WHOLE_MEMORY) else rounds
-
-
-def _readings(case: Case, device: str) -> list[Reading]:
-    """Of ours and of the rival. Both are made before either runs, and run where no default device stands."""
-    if case.measured in (MEMORY, WHOLE_MEMORY):
-        return [partial(_memory, case, ours, device) for ours in (True, False)]
-    with placed(device):
-        sides = case.pair()
-    return [timed(run) if case.measured == TIME else partial(_told, run) for run in sides]
-
-
-def _memory(case: Case, ours: bool, device: str) -> float:
-    with placed(device):
-        return peak_bytes(case, ours, device)
-
-
-def _told(run: Callable[[], Any]) -> float:
-    return float(run())
+def _readings(case: Case, device: str) -> tuple[Reading, Reading]:
+    """Of ours and of the baseline; both sides are created on the device before either runs."""
+    if case.measures_memory:
+        return partial(peak_bytes, case, True, device), partial(peak_bytes, case, False, device)
+    with on_device(device):
+        sides: Any = case.pair()
+    return (timed(sides[0]), timed(sides[1])) if case.measured == TIME else sides
 
 
 def bench_lines(report: Mapping[str, Any]) -> Iterator[str]:
@@ -104,6 +94,6 @@ def verdict(found: Mapping[str, Any]) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """Seconds or bytes, as people write them."""
+    """Seconds or bytes with a prefix of the unit."""
     size, word = next((each for each in UNITS[unit] if abs(value) >= each[0]), UNITS[unit][-1])
     return f"{value / size:.3g} {word}"

@@ -1,1 +1,1 @@
-"""Parameters, arithmetic and cache sizes of models."""
+"""Parameters, FLOPs and cache sizes of models."""

@@ -1,41 +1,47 @@
-"""What a model costs, from its config alone: parameters, multiplications and FLOPs per token, bytes of KV cache.
+"""The cost of a model from its config: parameters, multiplications and FLOPs per token, bytes of KV cache.
 
-The model is made on the meta device, where tensors have shapes and no memory: sizes come from the modules that would
-run. `cost_layer.py` measures attention; elsewhere each weight of a matrix multiplies once a token, and
-of a mixture of experts only the chosen ones do. A multiplication and the addition after it are two FLOPs. Training is
-a forward pass and a backward one, which costs twice as much: no activation checkpointing, no optimiser.
+The model is created on the meta device, where tensors have shapes but no memory. Its attention layers run there, and
+PyTorch's counter counts their matrix products as the papers do: each query meets each key, although a causal mask, a
+window or an inactive head would let a fast backend skip some. In the other layers, each weight of a matrix multiplies
+once per token; in a mixture of experts, those of the selected experts do. Norms, RoPE, softmax, biases and other
+elementwise work are not counted; a product with a single row or feature, which PyTorch computes elementwise, is.
+
+A multiplication and its addition are two FLOPs. Training is a forward pass and a backward pass, which costs twice as
+much, without activation checkpointing and without the optimiser.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from .attention import FLOPS, AttentionCost, attention_cost
-
-PASSES = 3
-"""What training costs, in forward passes."""
+FLOPS = 2
+"""Per multiplication."""
+TRAINING_PASSES = 3
+"""The cost of training in forward passes."""
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
-"""How the names of a layer's parameters start."""
+"""Prefixes of the names of a layer's parameters."""
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a model costs at one length; figures of work are per token.
+    """The cost of a model for texts of one length; figures of work are per token.
 
-    Training and prefill take a whole text of that length; training needs logits for each token, prefill for the last.
-    Decoding makes the last token, with the others in the cache.
+    Training and prefill process a whole text. Training needs the logits of all tokens, prefill those of the last.
+    Decoding computes the last token with the others in the cache.
     """
 
     parameters: int
     active_parameters: int
-    """Without the experts that a token does not visit."""
+    """Without the experts that a token does not select."""
     attention_parameters: int
     new_parameters: int
-    """Of the mechanisms; part of attention's."""
+    """The mechanisms' part of attention's."""
     training_multiplications: int
     prefill_multiplications: int
     decode_multiplications: int
@@ -44,40 +50,38 @@ class Cost:
     decode_flops: int
     kv_bytes_per_token: int
     kv_bytes: int
-    """At the length."""
-
-
-@dataclass(frozen=True)
-class _Layer:
-    attention: AttentionCost
-    weights: int
-    """Beside attention, those that multiply for one token."""
-    window: int | None
-
-    def cached_tokens(self, length: int) -> int:
-        """Of a window, all but the place of the token to come."""
-        return length if self.window is None else min(length, self.window - 1)
+    """For the whole text."""
 
 
 def model_cost(config: Any, length: int) -> Cost:
-    """The cost of a Llama, Qwen2, Qwen3 or Qwen3-MoE model, stock or ours, for texts of `length` tokens."""
+    """The cost of a stock or crosshead model for texts of `length` tokens."""
     if length < 1:
-        raise ValueError(f"length={length} is not allowed: use a number of tokens from 1 up")
+        raise ValueError(f"length={length} is not allowed: use at least 1 token")
     model = on_meta(config)
-    head, layers = model.lm_head.weight.numel(), _layers(model, length)
-    forward = sum(layer.attention.forward // length + layer.weights for layer in layers)
+    head = model.lm_head.weight.numel()
+    active = Fraction(getattr(model.config, "num_experts_per_tok", 1), getattr(model.config, "num_experts", 1))
+    forward = decode = bytes_per_token = cache_bytes = 0
+    # The library's own cache knows which layers have a window.
+    for layer, cache in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
+        attention_forward, attention_decode, cached = attention_cost(layer.self_attn, model.config, length)
+        weights = _weights_outside_attention(layer, active)
+        forward += attention_forward // length + weights
+        decode += attention_decode + weights
+        window = getattr(cache, "sliding_window", None)
+        bytes_per_token += cached * model.dtype.itemsize
+        # A full window makes room for the token to come.
+        cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
     work = {
-        "training": PASSES * (forward + head),
+        "training": TRAINING_PASSES * (forward + head),
         "prefill": forward + round(Fraction(head, length)),
-        "decode": sum(layer.attention.decode + layer.weights for layer in layers) + head,
+        "decode": decode + head,
     }
-    stored = [(layer, layer.attention.cached_numbers * model.dtype.itemsize) for layer in layers]
     return Cost(
-        **_parameters(model),
+        **_parameters(model, active),
         **{f"{phase}_multiplications": count for phase, count in work.items()},
         **{f"{phase}_flops": FLOPS * count for phase, count in work.items()},
-        kv_bytes_per_token=sum(size for _, size in stored),
-        kv_bytes=sum(layer.cached_tokens(length) * size for layer, size in stored),
+        kv_bytes_per_token=bytes_per_token,
+        kv_bytes=cache_bytes,
     )
 
 
@@ -87,33 +91,52 @@ def on_meta(config: Any) -> Any:
         return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
 
 
-def _parameters(model: Any) -> dict[str, int]:
+def attention_cost(attention: Any, config: Any, length: int) -> tuple[int, int, int]:
+    """Run a stock or crosshead attention module on the meta device.
+
+    Returns the multiplications for all tokens of a text, those for its last token with the others cached, and how many
+    numbers the cache holds per token.
+    """
+
+    def run(tokens: int, cache: DynamicCache) -> None:
+        dtype = attention.q_proj.weight.dtype
+        hidden = torch.empty(1, tokens, attention.q_proj.in_features, dtype=dtype, device="meta")
+        angles = torch.empty(1, tokens, attention.head_dim, dtype=dtype, device="meta")
+        attention(hidden, position_embeddings=(angles, angles), attention_mask=None, past_key_values=cache)
+
+    one_token, past = DynamicCache(config=config), DynamicCache(config=config)
+    run(1, one_token)
+    cached = one_token.layers[attention.layer_idx]
+    if length > 1:
+        run(length - 1, past)
+    forward = multiplications(lambda: run(length, DynamicCache(config=config)))
+    return forward, multiplications(lambda: run(1, past)), cached.keys.numel() + cached.values.numel()
+
+
+def multiplications(call: Callable[[], Any]) -> int:
+    """The multiplications of the matrix products in a call."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        call()
+    return int(counter.get_total_flops()) // FLOPS
+
+
+def _parameters(model: Any, active: Fraction) -> dict[str, int]:
+    """The counts of `Cost`; `active` is the part of the experts that a token selects."""
     total = model.num_parameters()
-    held = [(name, parameter.numel()) for layer in model.model.layers for name, parameter in layer.named_parameters()]
-    experts = sum(count for name, count in held if name.startswith(EXPERTS))
+    sizes = [(name, parameter.numel()) for layer in model.model.layers for name, parameter in layer.named_parameters()]
+    experts = sum(size for name, size in sizes if name.startswith(EXPERTS))
     return {
         "parameters": total,
-        "active_parameters": total - experts + int(experts * _visited(model.config)),
-        "attention_parameters": sum(count for name, count in held if name.startswith(ATTENTION)),
-        "new_parameters": sum(count for name, count in held if name.startswith(NEW)),
+        "active_parameters": total - experts + int(experts * active),
+        "attention_parameters": sum(size for name, size in sizes if name.startswith(ATTENTION)),
+        "new_parameters": sum(size for name, size in sizes if name.startswith(NEW)),
     }
 
 
-def _visited(config: Any) -> Fraction:
-    """The part of the experts that one token visits."""
-    return Fraction(getattr(config, "num_experts_per_tok", 1), getattr(config, "num_experts", 1))
-
-
-def _layers(model: Any, length: int) -> list[_Layer]:
-    visited = _visited(model.config)
-    layers = []
-    # The library's own cache knows which layers have a window.
-    for layer, cached in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
-        weights = sum(
-            parameter.numel() * (visited if name.startswith(EXPERTS) else 1)
-            for name, parameter in layer.named_parameters()
-            if parameter.ndim > 1 and not name.startswith(ATTENTION)
-        )
-        attention = attention_cost(layer.self_attn, model.config, length)
-        layers.append(_Layer(attention, int(weights), getattr(cached, "sliding_window", None)))
-    return layers
+def _weights_outside_attention(layer: Any, active: Fraction) -> int:
+    """The weights of matrices that multiply for one token."""
+    total = Fraction(0)
+    for name, weight in layer.named_parameters():
+        if weight.ndim > 1 and not name.startswith(ATTENTION):
+            total += weight.numel() * (active if name.startswith(EXPERTS) else 1)
+    return int(total)

@@ -1,4 +1,4 @@
-"""The cost of a model beside that of its stock backbone, as JSON and as a table."""
+"""The cost of a model and of its stock backbone, as JSON and as a table."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -26,10 +26,10 @@ LABELS = {
 
 
 def cost_report(config: Any, length: int) -> dict[str, Any]:
-    """The cost of a crosshead config, of the same config without mechanisms, and the difference as a part of that."""
-    bare = deepcopy(config)
-    bare.mixers = {}
-    cost, stock = (asdict(model_cost(each, length)) for each in (config, bare))
+    """The cost of a crosshead config, of the same config without mechanisms, and the relative difference."""
+    stock_config = deepcopy(config)
+    stock_config.mixers = {}
+    cost, stock = (asdict(model_cost(each, length)) for each in (config, stock_config))
     return {
         "model_type": config.model_type,
         "mixers": config.mixers,
@@ -42,15 +42,13 @@ def cost_report(config: Any, length: int) -> dict[str, Any]:
 
 
 def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table; one column where the model is a stock one."""
+    """The report as a table; a stock model has one column."""
     cost, stock, overhead = report["cost"], report["stock"], report["overhead"]
-    mixed = bool(report["mixers"])
-    label, figure = max(map(len, LABELS.values())), max(len(f"{max(cost.values()):,}"), len("this model"))
-    heads = ("this model", "stock", "overhead") if mixed else ("this model",)
-    title = f"at length {report['length']:,} in {report['dtype']}"
-    yield "  ".join([title.ljust(label), *(head.rjust(figure) for head in heads)])
-    for name, text in LABELS.items():
-        cells = [f"{cost[name]:,}"]
-        if mixed:
-            cells += [f"{stock[name]:,}", f"{overhead[name]:+.2%}" if name in overhead else ""]
-        yield "  ".join([text.ljust(label), *(cell.rjust(figure) for cell in cells)]).rstrip()
+    rows = [[f"at length {report['length']:,} in {report['dtype']}", "this model", "stock", "overhead"]]
+    for name, label in LABELS.items():
+        change = f"{overhead[name]:+.2%}" if name in overhead else ""
+        rows.append([label, f"{cost[name]:,}", f"{stock[name]:,}", change])
+    first, others = max(map(len, LABELS.values())), max(len(row[1]) for row in rows)
+    for label, *cells in rows:
+        columns = cells if report["mixers"] else cells[:1]
+        yield "  ".join([label.ljust(first), *(cell.rjust(others) for cell in columns)]).rstrip()

@@ -4,19 +4,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 Report = Mapping[str, Any]
-LARGEST_PERCENTAGE = 10.0
-"""As a number: what has grown more is shown as a factor."""
+MAXIMUM_PERCENTAGE = 10.0
+"""As a number; a larger change is shown as a factor."""
 
 
 def eval_lines(report: Report) -> Iterator[str]:
-    """Scores with standard errors, what the suite lacks, and the comparisons."""
+    """Scores with standard errors, truncated items, missing benchmarks, and the comparisons."""
     yield from _scores(report)
     for model in report["models"]:
         for row in model["scores"]:
             if row["items_cut"]:
                 yield (
                     f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "
-                    f"{model['model']} ({model['context']} tokens): their beginning was cut off"
+                    f"{model['model']} ({model['context']} tokens): their beginning was removed"
                 )
     if report["suite"]["missing"]:
         yield f"not in the harness: {', '.join(report['suite']['missing'])}"
@@ -27,26 +27,24 @@ def eval_lines(report: Report) -> Iterator[str]:
 
 def _scores(report: Report) -> Iterator[str]:
     models = report["models"]
-    heads = ["task", "metric", "shots", "items", *(model["model"] for model in models)]
-    lines = []
-    for index, row in enumerate(models[0]["scores"]):
-        scores = [_score(model["scores"][index]) for model in models]
+    lines = [["task", "metric", "shots", "items", *(model["model"] for model in models)]]
+    for row, *others in zip(*(model["scores"] for model in models), strict=True):
         shots = "" if row["shots"] is None else str(row["shots"])
-        lines.append([row["name"], _metric(row), shots, str(row["items"]), *scores])
+        lines.append([row["name"], _metric(row), shots, str(row["items"]), *map(_score, [row, *others])])
     if models[0]["average"] is not None:
         lines.append(["average", "", "", "", *(_score(model["average"]) for model in models)])
-    yield from _table(heads, lines)
+    yield from _table(lines)
 
 
 def _comparison(comparison: Report, confidence: float) -> Iterator[str]:
     yield f"{comparison['second']} minus {comparison['first']}, on the same items, {confidence:.0%} interval"
-    lines = [
-        [row["name"], _metric(row), _change(row), f"{row['items_that_differ']} of {row['items']}", row["verdict"]]
-        for row in comparison["scores"]
-    ]
-    yield from _table(["task", "metric", "change", "items that differ", ""], lines)
+    lines = [["task", "metric", "change", "items that differ", ""]]
+    for row in comparison["scores"]:
+        differing = f"{row['items_that_differ']} of {row['items']}"
+        lines.append([row["name"], _metric(row), _change(row), differing, row["verdict"]])
+    yield from _table(lines)
     for row in comparison["left_out"]:
-        yield f"not compared: {row['name']}, {_metric(row)}, which is no mean over items"
+        yield f"not compared: {row['name']}, {_metric(row)}, which is not a mean over items"
 
 
 def _metric(row: Report) -> str:
@@ -59,7 +57,7 @@ def _score(row: Report) -> str:
 
 
 def _figure(value: float) -> str:
-    """Four digits after the point for what lies between 0 and 1, as the harness shows them."""
+    """Four digits after the point for scores between 0 and 1, like the harness."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}" if abs(value) < 1e5 else f"{value:.3e}"
 
 
@@ -71,16 +69,13 @@ def _change(row: Report) -> str:
 def _step(value: float, scale: str) -> str:
     if scale == "difference":
         return f"{value:+.4f}"
-    return f"{value:+.2%}" if value < LARGEST_PERCENTAGE else f"x{1 + value:.3g}"
+    return f"{value:+.2%}" if value < MAXIMUM_PERCENTAGE else f"x{1 + value:.3g}"
 
 
-def _table(heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Columns as wide as they need to be, words to the left and the rest to the right."""
-    rows = [list(heads), *map(list, lines)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(heads))]
-    for row in rows:
-        cells = [
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
+def _table(lines: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Two columns of words, aligned to the left, and columns of numbers, aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:
+        cells = [cell.ljust(width) for cell, width in zip(line[:2], widths[:2], strict=True)]
+        cells += [cell.rjust(width) for cell, width in zip(line[2:], widths[2:], strict=True)]
         yield "  ".join(cells).rstrip()

@@ -1,66 +1,127 @@
-"""The rows of the table of one model, from what the harness found."""
+"""Scores of a model with the items behind them, and the difference of two models on the same items.
+
+A score is a ratio: the sum of the items' values over the sum of their weights. For an accuracy, every weight is one.
+For a perplexity, the values are negative log-likelihoods, the weights are words or bytes, and the score is the
+exponential of the ratio. Differences are taken item by item, because an item is hard or easy for both models: this is
+much more precise than the difference of two scores.
+"""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from crosshead.common.errors import EvalError
 
-from .harness import Outcome
-from .items import Items, items_of
-from .tasks import Loaded
+from .tasks import LoadedBenchmark
+
+CONFIDENCE = 0.95
+MAXIMUM_LOG = 700.0
+"""JSON has no infinity, and the exponential of a larger number is infinite."""
+Row = dict[str, Any]
 
 
-def score_rows(tasks: Sequence[Loaded], outcome: Outcome) -> list[tuple[dict[str, Any], Items | None]]:
-    """A row for every benchmark, or for every metric where none is chosen, and the items behind it."""
-    return [row for loaded in tasks for row in _rows(loaded, outcome)]
+@dataclass(frozen=True)
+class Items:
+    """One metric of one model, item by item."""
+
+    values: list[float]
+    weights: list[float]
+    exponential: bool
+    """True if the score is the exponential of the ratio."""
+
+    @property
+    def binary(self) -> bool:
+        """True if each item is right or wrong."""
+        pairs = zip(self.values, self.weights, strict=True)
+        return not self.exponential and all(value in (0, weight) for value, weight in pairs)
+
+    def standard_error(self) -> float:
+        """The standard error of the score."""
+        error = ratio_error(self.values, self.weights)
+        return math.exp(ratio(self.values, self.weights)) * error if self.exponential else error
 
 
-def _rows(loaded: Loaded, outcome: Outcome) -> Iterator[tuple[dict[str, Any], Items | None]]:
-    benchmark = loaded.benchmark
-    name = loaded.task.name if loaded.is_group else loaded.task.task_name
-    found = outcome.results["results"][name]
-    known = list(_metrics(found))
-    if benchmark.metric is not None and (benchmark.metric, benchmark.filter) not in known:
+def score_rows(benchmarks: Sequence[LoadedBenchmark], results: dict[str, Any]) -> list[tuple[Row, Items | None]]:
+    """A row for each benchmark, or for each metric where the benchmark names none, and the items behind it."""
+    rows = []
+    for loaded in benchmarks:
+        for metric, filter_name in _metrics(loaded, results["results"][loaded.name]):
+            items = items_of(loaded, results["samples"], metric, filter_name)
+            rows.append((_row(loaded, metric, filter_name, results, items), items))
+    return rows
+
+
+def _metrics(loaded: LoadedBenchmark, scores: dict[str, Any]) -> list[tuple[str, str]]:
+    """Metric and filter of each row; the keys of scores are such as `acc,none` and `acc_stderr,none`."""
+    keys = (key.rpartition(",") for key in scores)
+    known = [(metric, name) for metric, comma, name in keys if comma and not metric.endswith("_stderr")]
+    wanted = loaded.benchmark.metric, loaded.benchmark.filter
+    if wanted[0] is None:
+        return known
+    if wanted not in known:
         raise EvalError(
-            f"the task {name} has no score {benchmark.metric},{benchmark.filter} in the installed lm_eval: it has "
-            f"{' and '.join(','.join(pair) for pair in known)}"
+            f"the task {loaded.name} has no score {wanted[0]},{wanted[1]} in the installed lm_eval: it has "
+            f"{' and '.join(map(','.join, known))}"
         )
-    for metric, chosen in known if benchmark.metric is None else [(benchmark.metric, benchmark.filter)]:
-        items = items_of(loaded, outcome.results, metric, chosen)
-        yield _row(loaded, name, metric, chosen, outcome, items), items
+    return [(wanted[0], wanted[1])]
 
 
-def _metrics(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Metric and filter of each score, from keys such as `acc,none`."""
-    for key in found:
-        metric, comma, chosen = key.rpartition(",")
-        if comma and not metric.endswith("_stderr"):
-            yield metric, chosen
-
-
-def _row(loaded: Loaded, name: str, metric: str, chosen: str, outcome: Outcome, items: Items | None) -> dict[str, Any]:
-    found, results = outcome.results["results"][name], outcome.results
-    error = found.get(f"{metric}_stderr,{chosen}", "N/A")
+def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[str, Any], items: Items | None) -> Row:
+    name = loaded.name
+    scores = results["results"][name]
+    error = scores.get(f"{metric}_stderr,{filter_name}", "N/A")
     if error == "N/A":  # the harness has no formula for ratios of sums
         error = items.standard_error() if items is not None else math.nan
-    better = results["higher_is_better"].get(name, {}).get(metric)
     return {
         "name": loaded.benchmark.name if loaded.benchmark.metric else name,
         "task": name,
         "metric": metric,
-        "filter": chosen,
+        "filter": filter_name,
         "shots": results["n-shot"].get(name),
-        "score": float(found[f"{metric},{chosen}"]),
+        "score": float(scores[f"{metric},{filter_name}"]),
         "standard_error": None if math.isnan(error) else float(error),
-        "items": int(found["sample_len"]),
-        "items_cut": sum(outcome.cut.get(task.task_name, 0) for task in loaded.members),
-        "higher_is_better": better is not False,
+        "items": int(scores["sample_len"]),
+        "items_cut": sum(results["truncated"][task.task_name] for task in loaded.members),
+        "higher_is_better": results["higher_is_better"].get(name, {}).get(metric) is not False,
     }
 
 
-def average(rows: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
-    """The mean over benchmarks, as the papers give it; None where lower is better for one of them."""
+def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filter_name: str) -> Items | None:
+    """The items behind a score; None if the score is not a mean over items."""
+    by_task = [_task_items(task, samples[task.task_name], metric, filter_name) for task in loaded.members]
+    found = [items for items in by_task if items is not None]
+    if len(found) < len(by_task) or len({items.exponential for items in found}) > 1:
+        return None
+    aggregations = loaded.task.aggregate_metric_list if loaded.is_group else ()
+    by_size = all(each.weight_by_size for each in aggregations if each.metric == metric)
+    values, weights = [], []
+    for items in found:  # a group's score is a mean over items, or over tasks
+        share = 1.0 if by_size else 1 / len(items.values)
+        values += [share * value for value in items.values]
+        weights += [share * weight for weight in items.weights]
+    return Items(values, weights, found[0].exponential)
+
+
+def _task_items(task: Any, samples: Sequence[dict[str, Any]], metric: str, filter_name: str) -> Items | None:
+    from lm_eval.api.metrics import bits_per_byte, mean, perplexity, weighted_perplexity
+
+    scores = [sample[metric] for sample in samples if sample["filter"] == filter_name]
+    aggregation = task.aggregation().get(metric, mean)  # the harness's default
+    if aggregation is mean:
+        return Items([float(score) for score in scores], [1.0] * len(scores), False)
+    if aggregation is perplexity:
+        return Items([-float(score) for score in scores], [1.0] * len(scores), True)
+    if aggregation not in (weighted_perplexity, bits_per_byte):
+        return None
+    unit = math.log(2) if aggregation is bits_per_byte else 1.0
+    weights = [float(weight) for _, weight in scores]
+    return Items([-float(score) / unit for score, _ in scores], weights, aggregation is weighted_perplexity)
+
+
+def average(rows: Sequence[Row]) -> dict[str, float | None] | None:
+    """The mean over benchmarks, as in the papers; None if lower is better for one of them."""
     if len(rows) < 2 or not all(row["higher_is_better"] for row in rows):
         return None
     errors = [row["standard_error"] for row in rows]
@@ -68,3 +129,79 @@ def average(rows: Sequence[dict[str, Any]]) -> dict[str, float | None] | None:
         "score": math.fsum(row["score"] for row in rows) / len(rows),
         "standard_error": None if None in errors else math.hypot(*errors) / len(rows),
     }
+
+
+def compare(
+    rows: Sequence[Row], first: Sequence[Items | None], second: Sequence[Items | None]
+) -> dict[str, list[Row]]:
+    """The second model minus the first, for each row whose score is a mean over items; and the other rows."""
+    scores, left_out = [], []
+    for row, before, after in zip(rows, first, second, strict=True):
+        names = {key: row[key] for key in ("name", "task", "metric", "filter")}
+        if before is None or after is None:
+            left_out.append(names)
+        else:
+            scores.append(names | difference(before, after, row["higher_is_better"]))
+    return {"scores": scores, "left_out": left_out}
+
+
+def difference(first: Items, second: Items, higher_is_better: bool) -> Row:
+    """The change of one score: for a perplexity relative to the first model, otherwise the difference."""
+    changes = [after - before for before, after in zip(first.values, second.values, strict=True)]
+    change = ratio(changes, first.weights)
+    bounds = interval(changes, first.weights, first.binary and second.binary)
+    if first.exponential:
+        change, *bounds = (math.expm1(min(each, MAXIMUM_LOG)) for each in (change, *bounds))
+    differing = sum(each != 0 for each in changes)
+    return {
+        "scale": "part of the first" if first.exponential else "difference",
+        "change": change,
+        "interval": list(bounds) or None,
+        "verdict": _verdict(bounds, higher_is_better) if differing else "equal",
+        "items": len(changes),
+        "items_that_differ": differing,
+    }
+
+
+def _verdict(bounds: Sequence[float], higher_is_better: bool) -> str:
+    if not bounds or bounds[0] <= 0 <= bounds[1]:
+        return "unclear"
+    return "better" if (bounds[0] > 0) == higher_is_better else "worse"
+
+
+def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -> list[float]:
+    """The confidence interval of the mean change; empty for one item.
+
+    If each item is right or wrong, two items are added (Bonett and Price 2012): one that only the first model gets
+    right, and one that only the second gets right. Otherwise a few equal items would seem to prove that there is no
+    difference.
+    """
+    if binary:
+        share = math.fsum(weights) / len(weights)
+        changes, weights = [*changes, share, -share], [*weights, share, share]
+    if len(changes) < 2:
+        return []
+    middle, reach = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
+    return [middle - reach, middle + reach]
+
+
+def ratio(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The mean, if all weights are one."""
+    return math.fsum(values) / math.fsum(weights)
+
+
+def ratio_error(values: Sequence[float], weights: Sequence[float]) -> float:
+    """The standard error of a ratio of sums over independent items."""
+    count, estimate = len(values), ratio(values, weights)
+    if count < 2:
+        return math.nan
+    squares = math.fsum((value - estimate * weight) ** 2 for value, weight in zip(values, weights, strict=True))
+    return math.sqrt(squares * count / (count - 1)) / math.fsum(weights)
+
+
+@cache
+def t_quantile(count: int) -> float:
+    """The half-width of the confidence interval of a mean over `count` items, in standard errors."""
+    from scipy.stats import t
+
+    return float(t.ppf((1 + CONFIDENCE) / 2, count - 1))

@@ -1,44 +1,106 @@
-"""The tasks of a suite, found in the installed harness, in this package or in a user's folder, and their data."""
+"""Suites of benchmarks, and their tasks in lm-evaluation-harness: from its own files, from tasks/, or from a user."""
 
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from crosshead.common.errors import EvalError, nearest, one_line
 
-from .suite import Benchmark
-
-TASKS = Path(__file__).parents[1] / "tasks"
-"""The offline tasks; plain lm_eval takes it as `--include_path`."""
+SUITES, TASKS = (Path(__file__).parents[1] / name for name in ("suites", "tasks"))
+"""The shipped suites, and the tasks of the offline suite: plain lm_eval takes these as `--include_path`."""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """A benchmark whose data is there."""
+class Benchmark:
+    """One row of a paper's table, as a task of the harness."""
+
+    name: str
+    """The paper's name."""
+    task: str
+    """The harness's name of the task, group or tag."""
+    metric: str | None = None
+    """None means every metric of the task."""
+    filter: str = "none"
+    """The harness's filter, which extracts the answer from a generated text."""
+    shots: int | None = None
+    """Few-shot examples; None means the default of the task."""
+
+
+@dataclass(frozen=True)
+class Suite:
+    """A list of benchmarks."""
+
+    name: str
+    source: str
+    """The paper and its table."""
+    benchmarks: tuple[Benchmark, ...]
+    missing: tuple[str, ...] = ()
+    """Benchmarks of the paper that the harness does not have."""
+    limit: int | None = None
+    """Items of each task; None means all."""
+
+
+def suite_names() -> list[str]:
+    """The names of the shipped suites."""
+    return sorted(path.stem for path in SUITES.glob("*.yaml"))
+
+
+def read_suite(name: str) -> Suite:
+    """A shipped suite."""
+    if name not in suite_names():
+        raise EvalError(f"there is no suite {name!r}: use {', '.join(suite_names())}{nearest(name, suite_names())}")
+    content = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
+    benchmarks = tuple(_parse(Benchmark, entry, name) for entry in content.pop("benchmarks"))
+    missing = tuple(content.pop("missing", ()))
+    return _parse(Suite, {"name": name, "benchmarks": benchmarks, "missing": missing, **content}, name)
+
+
+def suite_of_tasks(tasks: Sequence[str]) -> Suite:
+    """A suite of the user's tasks, with all their metrics."""
+    return Suite("tasks", "--tasks", tuple(Benchmark(task, task) for task in dict.fromkeys(tasks)))
+
+
+def _parse(kind: Any, content: dict[str, Any], suite: str) -> Any:
+    known = [field.name for field in fields(kind)]
+    for key in content:
+        if key not in known:
+            raise EvalError(f"suite {suite} has an unknown key {key!r}{nearest(key, known)}")
+    return kind(**content)
+
+
+@dataclass(frozen=True)
+class LoadedBenchmark:
+    """A benchmark with its data."""
 
     benchmark: Benchmark
     task: Any
-    """The harness's task, or its group of tasks."""
+    """The harness's task or group."""
     members: list[Any]
-    """The task alone, or all of the group's."""
+    """The task itself, or the tasks of the group."""
 
     @property
     def is_group(self) -> bool:
-        """Whether the harness averages over members."""
+        """True if the harness averages over members."""
         return self.task is not self.members[0]
 
+    @property
+    def name(self) -> str:
+        """The name that the harness's results have."""
+        return str(self.task.name if self.is_group else self.task.task_name)
 
-def task_manager(benchmarks: Sequence[Benchmark], include_path: Path | None) -> Any:
-    """The harness's index of tasks. That of its own thousands takes long, and is made only where it is needed."""
+
+def _task_manager(benchmarks: Sequence[Benchmark], include_path: Path | None) -> Any:
+    """The harness's index of tasks. Its own thousands of tasks are indexed only if needed, because that is slow."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
-        raise EvalError(f"--include-path {include_path} is no folder: give the one with the YAML files of your tasks")
+        raise EvalError(f"--include-path {include_path} is not a directory: give the one with your YAML files")
     paths = [str(path) for path in (TASKS, include_path) if path is not None]
     own = TaskManager(include_path=paths, include_defaults=False)
     if all(benchmark.task in own.all_subtasks for benchmark in benchmarks):  # a group may hold the harness's tasks
@@ -46,52 +108,42 @@ def task_manager(benchmarks: Sequence[Benchmark], include_path: Path | None) -> 
     return TaskManager(include_path=paths)
 
 
-def load_tasks(manager: Any, benchmarks: Sequence[Benchmark], run_code: bool) -> list[Loaded]:
-    """Fetch the data of all, after a look at their names; `run_code` allows those that run what a model writes."""
-    _check_names(manager, [benchmark.task for benchmark in benchmarks])
+def load_tasks(benchmarks: Sequence[Benchmark], include_path: Path | None, run_code: bool) -> list[LoadedBenchmark]:
+    """Check the names and load the data.
+
+    `include_path` is a directory with the user's tasks; `run_code` allows tasks that run code which a model writes.
+    """
+    manager = _task_manager(benchmarks, include_path)
+    known = manager.all_tasks
+    for task in (benchmark.task for benchmark in benchmarks):
+        if task not in known:
+            raise EvalError(f"there is no task {task!r}{nearest(task, known) or ': `lm_eval ls tasks` lists them'}")
     if run_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which the metric wants as well
-    else:  # the code of such a task may refuse to be loaded, and a group shows its tasks only afterwards
-        entries = [manager.task_index[each.task] for each in benchmarks]
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the metric requires it
+    else:  # the module of such a task may fail to import; the tasks of a group are known only after loading
+        entries = [manager.task_index[benchmark.task] for benchmark in benchmarks]
         _refuse_code([entry.name for entry in entries if (entry.cfg or {}).get("unsafe_code")])
-    found = [loaded for benchmark in benchmarks for loaded in _load(manager, benchmark)]
-    members = [task for loaded in found for task in loaded.members]
+    loaded = [each for benchmark in benchmarks for each in _load(manager, benchmark)]
+    members = [task for each in loaded for task in each.members]
     if not run_code:
         _refuse_code([task.task_name for task in members if getattr(task, "UNSAFE_CODE", False)])
     names = [task.task_name for task in members]
     for name in names:
         if names.count(name) > 1:
-            raise EvalError(f"the task {name} is asked for twice, alone or in a group: leave one of them out")
-    return found
+            raise EvalError(f"the task {name} is given twice, alone or in a group: remove one of them")
+    return loaded
 
 
 def _refuse_code(tasks: Sequence[str]) -> None:
     if tasks:
         raise EvalError(
-            f"{', '.join(tasks)} would run, on this machine, code that the model writes: allow it with "
+            f"{', '.join(tasks)} would run code that the model writes on this machine: allow it with "
             "--confirm-run-unsafe-code, or choose other tasks with --tasks"
         )
 
 
-def seed() -> None:
-    """What the harness's own command does before it begins: the same items, in the same order, in every run."""
-    import numpy
-    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
-
-    random.seed(DEFAULT_RANDOM_SEED)
-    numpy.random.seed(DEFAULT_OTHER_SEED)
-    torch.manual_seed(DEFAULT_OTHER_SEED)
-
-
-def _check_names(manager: Any, names: Sequence[str]) -> None:
-    known = manager.all_tasks
-    for name in names:
-        if name not in known:
-            raise EvalError(f"there is no task {name!r}{nearest(name, known) or ': `lm_eval ls tasks` lists them'}")
-
-
-def _load(manager: Any, benchmark: Benchmark) -> list[Loaded]:
-    """One, or those that a tag stands for."""
+def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
+    """The benchmark's task or group, or all tasks of its tag."""
     seed()  # some tasks shuffle the choices
     try:
         found = manager.load([benchmark.task])
@@ -104,9 +156,19 @@ def _load(manager: Any, benchmark: Benchmark) -> list[Loaded]:
     if not tasks:
         raise EvalError(f"the task {benchmark.task} has no members in this harness")
     for task in tasks:
-        own = task.get_config("num_fewshot") or 0
-        task.set_config("num_fewshot", own if benchmark.shots is None else benchmark.shots)
+        shots = task.get_config("num_fewshot") or 0
+        task.set_config("num_fewshot", shots if benchmark.shots is None else benchmark.shots)
     group = found.get("groups", {}).get(benchmark.task)
     if group is not None and group.has_aggregation:
-        return [Loaded(benchmark, group, tasks)]
-    return [Loaded(benchmark, task, [task]) for task in tasks]
+        return [LoadedBenchmark(benchmark, group, tasks)]
+    return [LoadedBenchmark(benchmark, task, [task]) for task in tasks]
+
+
+def seed() -> None:
+    """Set the seeds that the `lm_eval` command sets: each run has the same items in the same order."""
+    import numpy
+    from lm_eval.defaults import DEFAULT_OTHER_SEED, DEFAULT_RANDOM_SEED
+
+    random.seed(DEFAULT_RANDOM_SEED)
+    numpy.random.seed(DEFAULT_OTHER_SEED)
+    torch.manual_seed(DEFAULT_OTHER_SEED)

@@ -1,1 +1,1 @@
-"""Reports of what attention heads do on a text."""
+"""Reports on the attention heads of a model for a text."""

@@ -1,66 +1,147 @@
-"""The data of one attention layer on one text, for the report."""
+"""One attention layer on one text: records its states, without changing what it computes, and reports them.
 
-from collections.abc import Iterable
+A crosshead layer passes its states to its mechanisms, so two recording mechanisms are added: one before the others and
+one after them. In a stock layer, hooks record the output of `v_proj` and the input of `o_proj`.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from crosshead.modeling.mechanisms.base import Mechanism
+from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
 from crosshead.modeling.mechanisms.differential import Differential
+from crosshead.modeling.ops import split_heads
 
 from .pack import pack_indices, pack_maps, pack_numbers, plain, rounded
-from .recorder import Seen
 
 TOP = 5
-"""Keys shown of a query, and queries of a key."""
+"""Keys listed for a query, and queries for a key."""
+Routing = tuple[torch.Tensor, torch.Tensor]
 
 
-def layer_record(seen: Seen, mixers: Iterable[Mechanism]) -> dict[str, Any]:
-    """Maps, their greatest weights and shapes, norms, similarities, and what the router did, ready for JSON."""
-    maps = output_weights(seen.weights, mixers).float()
+@dataclass(frozen=True)
+class LayerStates:
+    """The states of one layer for the first text of a batch."""
+
+    weights: torch.Tensor
+    """(maps, T, S), as attention returns them."""
+    values: torch.Tensor
+    """(heads, S, d), as the weights multiply them."""
+    attention_outputs: torch.Tensor
+    """(T, heads, features): the outputs of heads before gates and norms."""
+    head_outputs: torch.Tensor
+    """The same after gates and norms, as `o_proj` reads them."""
+    routing: Routing | None
+    """Gates (T, heads), and the router's probabilities (T, routed heads)."""
+
+
+class Recorder(Mechanism):
+    """A mechanism that only records."""
+
+    routing: Routing | None = None
+
+    def __init__(self) -> None:
+        super().__init__(HeadLayout(0, 0, 0, 0), {})
+
+    def after_cache(self, state: AttentionState) -> None:
+        """Record the values."""
+        self.values = state.value
+
+    def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
+        """Record the outputs."""
+        self.outputs = output
+        return output
+
+
+@contextmanager
+def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Iterator[None]:
+    """Pass the states of each call of an attention module to `receive`."""
+    before, after = Recorder(), Recorder()
+
+    def finish(module: nn.Module, arguments: Any, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+        receive(LayerStates(result[1][0], after.values[0], before.outputs[0], after.outputs[0], after.routing))
+
+    def record_routing(module: nn.Module, arguments: Any, result: Routing) -> None:
+        after.routing = result[0][0], result[1][0]
+
+    def record_values(module: nn.Module, arguments: Any, values: torch.Tensor) -> None:
+        after.values = split_heads(values, attention.head_dim)
+
+    def record_outputs(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        before.outputs = after.outputs = arguments[0].unflatten(-1, (-1, attention.head_dim))
+
+    hooks = [attention.register_forward_hook(finish)]
+    mixers = getattr(attention, "mixers", None)
+    if mixers is None:
+        hooks.append(attention.v_proj.register_forward_hook(record_values))
+        hooks.append(attention.o_proj.register_forward_pre_hook(record_outputs))
+    else:
+        if "mixture" in mixers:
+            hooks.append(mixers["mixture"].register_forward_hook(record_routing))
+        order = attention.output_order
+        attention.output_order = ["before", *order, "after"]
+        attention.mixers = nn.ModuleDict({"before": before, **mixers, "after": after})
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if mixers is not None:
+            attention.mixers, attention.output_order = mixers, order
+
+
+def layer_record(states: LayerStates, mechanisms: Iterable[Mechanism]) -> dict[str, Any]:
+    """Attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON."""
+    maps = output_weights(states.weights, mechanisms).float()
     labels = [str(head) for head in range(len(maps))]
-    patterns, outputs = pattern_similarity(maps), output_similarity(seen.made.float())
-    if len(seen.weights) != len(maps):  # a head output is made of several of them
-        maps = torch.cat([maps, seen.weights.float()])
-        labels += [f"softmax {index}" for index in range(len(seen.weights))]
+    patterns, outputs = pattern_similarity(maps), output_similarity(states.attention_outputs.float())
+    if len(states.weights) != len(maps):  # several softmaxes make one head output
+        maps = torch.cat([maps, states.weights.float()])
+        labels += [f"softmax {index}" for index in range(len(states.weights))]
+    values, head_outputs = value_norms(states), _norms(states.head_outputs).T
+    norms = {"value_norm": values, "output_norm": head_outputs}
+    measures = map_measures(maps) | {name: norm.mean(-1) for name, norm in norms.items()}
     return {
         "labels": labels,
         "maps": pack_maps(maps),
-        "keys": _greatest(maps),
-        "queries": _greatest(maps.transpose(1, 2)),
-        "measures": {name: plain(measure) for name, measure in map_measures(maps).items()}
-        | {"value_norm": plain(value_norms(seen).mean(-1)), "output_norm": plain(_output_norms(seen).mean(-1))},
-        "value_norms": pack_numbers(value_norms(seen)),
-        "output_norms": pack_numbers(_output_norms(seen)),
+        "keys": _largest_weights(maps),
+        "queries": _largest_weights(maps.transpose(1, 2)),
+        "measures": {name: plain(measure) for name, measure in measures.items()},
+        "value_norms": pack_numbers(values),
+        "output_norms": pack_numbers(head_outputs),
         "pattern_similarity": plain(patterns),
         "output_similarity": plain(outputs),
         "mean_similarity": {"patterns": mean_of_pairs(patterns), "outputs": mean_of_pairs(outputs)},
-        "routing": None if seen.routing is None else _routing(*seen.routing),
+        "routing": None if states.routing is None else _routing(*states.routing),
     }
 
 
-def output_weights(weights: torch.Tensor, mixers: Iterable[Mechanism]) -> torch.Tensor:
+def output_weights(weights: torch.Tensor, mechanisms: Iterable[Mechanism]) -> torch.Tensor:
     """The weight of each value in each head output, from the weights (maps, T, S) that attention returns.
 
-    In differential attention it is the difference within each pair, before the norm.
+    In differential attention, this is the difference within each pair, before the norm.
     """
-    for mixer in mixers:
-        if isinstance(mixer, Differential):
-            weights = weights[0::2] - mixer().to(weights.dtype) * weights[1::2]
+    for mechanism in mechanisms:
+        if isinstance(mechanism, Differential):
+            weights = weights[0::2] - mechanism().to(weights.dtype) * weights[1::2]
     return weights
 
 
 def map_measures(maps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Numbers that tell kinds of heads apart, one a map (maps, T, S)."""
-    later = maps[:, 1:]  # the first query has no choice
+    """Numbers that distinguish kinds of heads, one for each map of (maps, T, S)."""
+    later = maps[:, 1:]  # the first query sees one key only
     size = maps.abs()
     shares = size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
-    steps = torch.arange(maps.shape[1]).unsqueeze(1) - torch.arange(maps.shape[2])
+    distances = torch.arange(maps.shape[1]).unsqueeze(1) - torch.arange(maps.shape[2])
     return {
         "first": later[:, :, 0].sum(-1) / max(1, later.shape[1]),
         "previous": maps.diagonal(-1, 1, 2).sum(-1) / max(1, later.shape[1]),
         "own": maps.diagonal(0, 1, 2).mean(-1),
-        "distance": (shares * steps).sum(-1).mean(-1),
+        "distance": (shares * distances).sum(-1).mean(-1),
         "entropy": torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0)),
     }
 
@@ -85,35 +166,29 @@ def mean_of_pairs(similarity: torch.Tensor) -> float | None:
     return rounded(float((similarity.sum() - similarity.trace()) / (heads * (heads - 1))))
 
 
-def _greatest(maps: torch.Tensor) -> dict[str, Any]:
-    """Of each row, where the greatest weights are, and those; -1 where there are fewer."""
-    count = min(TOP, maps.shape[-1])
-    places = maps.abs().topk(count, dim=-1).indices
-    weights = maps.gather(-1, places)
-    return {"index": pack_indices(places.masked_fill(weights == 0, -1)), "weight": pack_numbers(weights)}
-
-
-def value_norms(seen: Seen) -> torch.Tensor:
-    """(heads, S): of each value that a head output takes; a pair of heads takes two side by side as one."""
-    side_by_side = seen.made.shape[-1] // seen.values.shape[-1]
-    return _norms(seen.values.unflatten(0, (-1, side_by_side)).transpose(1, 2).flatten(2))
+def value_norms(states: LayerStates) -> torch.Tensor:
+    """(heads, S): the norm of each value of a head output; a pair of heads concatenates two values."""
+    per_output = states.attention_outputs.shape[-1] // states.values.shape[-1]
+    return _norms(states.values.unflatten(0, (-1, per_output)).transpose(1, 2).flatten(2))
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:
     return torch.linalg.vector_norm(x.float(), dim=-1)
 
 
-def _output_norms(seen: Seen) -> torch.Tensor:
-    """(heads, T)"""
-    return _norms(seen.output).T
+def _largest_weights(maps: torch.Tensor) -> dict[str, Any]:
+    """The indices and values of the largest weights of each row; zero weights have the index -1."""
+    indices = maps.abs().topk(min(TOP, maps.shape[-1]), dim=-1).indices
+    weights = maps.gather(-1, indices)
+    return {"index": pack_indices(indices.masked_fill(weights == 0, -1)), "weight": pack_numbers(weights)}
 
 
 def _routing(gates: torch.Tensor, scores: torch.Tensor) -> dict[str, Any]:
-    always_on = torch.full((gates.shape[1] - scores.shape[1],), torch.nan)  # and so without a score
+    shared = torch.full((gates.shape[1] - scores.shape[1],), torch.nan)  # shared heads have no score
     return {
         "gates": pack_numbers(gates.T),
         "load": plain((gates != 0).float().mean(0)),
         "mean_gate": plain(gates.mean(0)),
         "scores": pack_numbers(scores.T),
-        "mean_score": plain(torch.cat([always_on, scores.float().mean(0)])),
+        "mean_score": plain(torch.cat([shared, scores.float().mean(0)])),
     }

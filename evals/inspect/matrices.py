@@ -2,9 +2,11 @@
 
 import sys
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
+from torch.nn.functional import avg_pool2d
 
 from crosshead.modeling.mechanisms.base import Mechanism
 from crosshead.modeling.mechanisms.differential import Differential
@@ -12,60 +14,50 @@ from crosshead.modeling.mechanisms.talking import STAGES, Talking
 
 from .pack import pack_numbers
 
-LONGEST_SIDE = 256
-"""Rows or columns: of a longer side, neighbours are drawn as one."""
+MAXIMUM_SIDE = 256
+"""Rows or columns drawn; larger matrices are downsampled."""
 
 
-def matrix_records(layer: int, mechanism: str, mixer: Mechanism) -> Iterator[dict[str, Any]]:
-    """Each matrix of a mechanism in one layer; of one near the identity, the difference."""
-    for name, matrix in learnt_matrices(mixer).items():
+def matrix_records(layer: int, name: str, mechanism: Mechanism) -> Iterator[dict[str, Any]]:
+    """Each matrix of a mechanism in one layer; for a matrix near the identity, its difference from the identity."""
+    for matrix_name, matrix in learnt_matrices(mechanism).items():
         matrix = matrix.float()
         identity = near_identity(matrix)
-        drawn = matrix - torch.eye(len(matrix)) if identity else joined(matrix)
         yield {
             "layer": layer,
-            "mechanism": mechanism,
-            "name": name,
+            "mechanism": name,
+            "name": matrix_name,
             "shape": list(matrix.shape),
             "plus_identity": identity,
-            "values": pack_numbers(drawn),
+            "values": pack_numbers(matrix - torch.eye(len(matrix)) if identity else downsample(matrix)),
         }
 
 
-def learnt_matrices(mixer: Mechanism) -> dict[str, torch.Tensor]:
-    """Its matrices, with rows for outputs; of talking also the map across heads without the softmax in between."""
-    if isinstance(mixer, Differential):
-        return {"lambda": mixer().detach().reshape(1, 1)}
-    found = {name: parameter.detach() for name, parameter in mixer.named_parameters() if parameter.ndim == 2}
-    matrices = {name.removesuffix(".weight"): matrix for name, matrix in found.items()}
-    if isinstance(mixer, Talking) and set(mixer.settings["on"]) == set(STAGES):
+def learnt_matrices(mechanism: Mechanism) -> dict[str, torch.Tensor]:
+    """The matrices, with a row for each output; for talking also the product of its two maps, without the softmax."""
+    if isinstance(mechanism, Differential):
+        return {"lambda": mechanism().detach().reshape(1, 1)}
+    parameters = {name.removesuffix(".weight"): each.detach() for name, each in mechanism.named_parameters()}
+    matrices = {name: each for name, each in parameters.items() if each.ndim == 2}
+    if isinstance(mechanism, Talking) and set(mechanism.settings["on"]) == set(STAGES):
         matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
     return matrices
 
 
 def near_identity(matrix: torch.Tensor) -> bool:
-    """Whether a square matrix is nearer to the identity than to zero: what it adds to that is then the news."""
-    if matrix.shape[0] != matrix.shape[1] or not 1 < len(matrix) <= LONGEST_SIDE:
+    """True if a square matrix is nearer to the identity than to zero."""
+    if matrix.shape[0] != matrix.shape[1] or not 1 < len(matrix) <= MAXIMUM_SIDE:
         return False
     return bool((matrix - torch.eye(len(matrix))).norm() < matrix.norm())
 
 
-def joined(matrix: torch.Tensor) -> torch.Tensor:
-    """The matrix; of a side that is too long, the root mean square of neighbours."""
-    blocks = [-(-size // LONGEST_SIDE) for size in matrix.shape]
-    if blocks == [1, 1]:
-        return matrix
-    rows, columns = (size % block and block - size % block for size, block in zip(matrix.shape, blocks, strict=True))
-    ones = torch.nn.functional.pad(torch.ones_like(matrix), (0, columns, 0, rows))
-    squares = torch.nn.functional.pad(matrix.square(), (0, columns, 0, rows))
-
-    def total(x: torch.Tensor) -> torch.Tensor:
-        return x.unflatten(1, (-1, blocks[1])).unflatten(0, (-1, blocks[0])).sum((1, 3))
-
-    return (total(squares) / total(ones)).sqrt()
+def downsample(matrix: torch.Tensor) -> torch.Tensor:
+    """The matrix, or the root mean square of blocks if a side is too long."""
+    block = tuple(ceil(size / MAXIMUM_SIDE) for size in matrix.shape)
+    return matrix if block == (1, 1) else avg_pool2d(matrix.square()[None], block, ceil_mode=True)[0].sqrt()
 
 
-def description(mixer: Mechanism) -> str:
-    """What the top of a mechanism's file says of it: its name and one sentence."""
-    text = sys.modules[type(mixer).__module__].__doc__ or type(mixer).__name__
+def description(mechanism: Mechanism) -> str:
+    """The first paragraph of the docstring of the mechanism's file."""
+    text = sys.modules[type(mechanism).__module__].__doc__ or type(mechanism).__name__
     return " ".join(text.partition("\n\n")[0].split())

@@ -1,7 +1,7 @@
-"""Tensors as JSON: rounded to 8 or 16 bits, deflated, in base64. A browser undoes it with what it has.
+"""Tensors as JSON: rounded to 8 or 16 bits, deflated, in base64, which a browser can decode without a library.
 
-A number is the stored integer times `scale`. Attention maps are stored otherwise: of the lower triangle, row by row,
-the root of each weight, because most weights are small and the eye compares small ones.
+A number is the stored integer times `scale`. Of attention maps, the lower triangle is stored row by row, as the square
+root of each weight, because most weights are small.
 """
 
 import math
@@ -15,23 +15,21 @@ MAP_LEVELS = 127
 NUMBER_LEVELS = 32767
 DIGITS = 5
 
-Packed = dict[str, Any]
 
-
-def pack_numbers(values: torch.Tensor) -> Packed:
+def pack_numbers(values: torch.Tensor) -> dict[str, Any]:
     """Any tensor, in 16 bits."""
-    scale = _largest(values) / NUMBER_LEVELS or 1.0
+    scale = _maximum(values) / NUMBER_LEVELS or 1.0
     return _packed((values.double() / scale).round().to(torch.int16), values.shape, scale)
 
 
-def pack_indices(indices: torch.Tensor) -> Packed:
-    """Whole numbers below 32768, as they are."""
+def pack_indices(indices: torch.Tensor) -> dict[str, Any]:
+    """Integers below 32768, without a scale."""
     return _packed(indices.to(torch.int16), indices.shape, 1)
 
 
-def pack_maps(weights: torch.Tensor) -> Packed:
-    """Attention weights (maps, T, T), whose upper triangle is zero; `scale` is the weight of the highest level."""
-    scale = max(1.0, _largest(weights))
+def pack_maps(weights: torch.Tensor) -> dict[str, Any]:
+    """Attention weights (maps, T, T) with a zero upper triangle; `scale` is the weight of the highest level."""
+    scale = max(1.0, _maximum(weights))
     rows, columns = torch.tril_indices(*weights.shape[1:])
     lower = weights[:, rows, columns].double() / scale
     levels = (lower.sign() * lower.abs().sqrt() * MAP_LEVELS).round()
@@ -44,15 +42,15 @@ def plain(values: torch.Tensor) -> list[Any]:
 
 
 def rounded(number: float) -> float | None:
-    """A number with as many digits as anybody reads; JSON knows no other than finite ones."""
+    """A number with few digits; None if it is not finite, which JSON cannot express."""
     return float(f"{number:.{DIGITS}g}") if math.isfinite(number) else None
 
 
-def _largest(values: torch.Tensor) -> float:
+def _maximum(values: torch.Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _packed(whole: torch.Tensor, shape: torch.Size, scale: float) -> Packed:
-    raw = whole.contiguous().numpy()
+def _packed(integers: torch.Tensor, shape: torch.Size, scale: float) -> dict[str, Any]:
+    raw = integers.contiguous().numpy()
     data = compress(raw.astype(raw.dtype.newbyteorder("<")).tobytes(), 9)
     return {"shape": list(shape), "bits": raw.itemsize * 8, "scale": scale, "data": b64encode(data).decode("ascii")}

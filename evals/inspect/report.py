@@ -1,90 +1,116 @@
-"""Looks inside models at texts, and says what was seen as one JSON object: the page is made of that alone."""
+"""Runs models on texts and reports the states of their layers as one JSON object, from which the page is made."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
 
+from crosshead.common.errors import EvalError
 from crosshead.modeling.mechanisms.base import Mechanism
 
-from ..open_model import Opened, load_model, open_model
-from .layer import TOP, layer_record
+from ..open_model import Opened, check_backbone, check_tokens, load_model, open_model
+from .layer import TOP, LayerStates, layer_record, record_states
 from .matrices import description, matrix_records
 from .pack import rounded
-from .recorder import Seen, watching
-from .text import LONGEST_TEXT, Text, check_family, read_text
 
+MAXIMUM_TOKENS = 512
+"""A page stores and draws the square of this."""
 Progress = Callable[[str, int, int], None]
-"""Told the stage, how many layers are done, and how many there are."""
-SIDES = ("patterns", "outputs")
+"""Called with the stage, the layers done, and all layers."""
 
 
-def inspect_report(names: Sequence[str], texts: Mapping[str, str], progress: Progress) -> dict[str, Any]:
-    """Everything that a page shows of one or two models at some texts, by the texts' names."""
+def inspect_report(names: Sequence[str], texts: dict[str, str], progress: Progress) -> dict[str, Any]:
+    """The report of one or two models on texts, which are given by name."""
     opened = [open_model(name) for name in names]
     for each in opened:
-        check_family(each)
+        check_backbone(each)
     read = [[read_text(each, *text) for text in texts.items()] for each in opened]
     models = [model_record(*each, progress) for each in zip(opened, read, strict=True)]
-    return {"longest_text": LONGEST_TEXT, "top": TOP, "models": models}
+    return {"longest_text": MAXIMUM_TOKENS, "top": TOP, "models": models}
 
 
-def model_record(opened: Opened, texts: Sequence[Text], progress: Progress) -> dict[str, Any]:
-    """One model: its sizes, what its mechanisms have learnt, and what its layers do at each text."""
-    # On the processor, in float32, with the attention that returns its weights.
+def read_text(opened: Opened, name: str, text: str) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The tokens of a text (1, T), and its part of the report; `EvalError` if there are no tokens, or too many."""
+    if not text.strip():
+        raise EvalError(f"the text {name!r} is empty")
+    encoded = opened.tokenizer(text, return_offsets_mapping=True, verbose=False)
+    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+    context = getattr(opened.config, "max_position_embeddings", MAXIMUM_TOKENS)
+    limit = min(context, MAXIMUM_TOKENS)
+    if len(spans) > limit:
+        reason = f"{opened.label} takes" if context < MAXIMUM_TOKENS else "a page holds"
+        raise EvalError(
+            f"the text {name!r} has {len(spans):,} tokens, and {reason} at most {limit}: use its first "
+            f"{spans[limit - 1][1]:,} characters"
+        )
+    check_tokens(ids, opened.config.vocab_size, f"the tokenizer of {opened.label}")
+    pieces, starts = split_text(text, spans, opened.tokenizer.convert_ids_to_tokens(ids))
+    return torch.tensor([ids]), {"name": name, "tokens": pieces, "starts": starts}
+
+
+def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The text of each token, with the space before it, and its position; a special token has its name as text.
+
+    If several tokens encode one character, the first has it and the others are empty.
+    """
+    pieces, starts, end = [], [], 0
+    for (start, stop), name in zip(spans, names, strict=True):
+        pieces.append(name if start == stop else text[end:stop])
+        starts.append(end)
+        end = max(end, stop)
+    return pieces, starts
+
+
+def model_record(
+    opened: Opened, texts: Sequence[tuple[torch.Tensor, dict[str, Any]]], progress: Progress
+) -> dict[str, Any]:
+    """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text."""
+    # Eager attention returns its weights.
     model = load_model(opened, dtype=torch.float32, device_map=None, attn_implementation="eager")
-    config = opened.config
+    config, done = opened.config, count(1)
     attentions = [layer.self_attn for layer in model.model.layers]
-    mixers = [(layer, *each) for layer, attention in enumerate(attentions) for each in mixers_of(attention).items()]
-    advance = _counter(progress, f"{opened.label}:", len(attentions) * len(texts))
+    mechanisms = [(layer, *each) for layer, attention in enumerate(attentions) for each in _mechanisms(attention)]
+    stage, total = f"{opened.label}:", len(attentions) * len(texts)
+    progress(stage, 0, total)
     return {
         "name": opened.label,
         "model_type": config.model_type,
         "mixers": getattr(config, "mixers", None) or {},
-        "mechanisms": {name: description(mixer) for _, name, mixer in mixers},
+        "mechanisms": {name: description(mechanism) for _, name, mechanism in mechanisms},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": len(attentions),
         "query_heads": config.num_attention_heads,
         "key_value_heads": config.num_key_value_heads,
         "head_dim": attentions[0].head_dim,
-        "matrices": [record for place in mixers for record in matrix_records(*place)],
-        "texts": [text_record(model, text, advance) for text in texts],
+        "matrices": [record for each in mechanisms for record in matrix_records(*each)],
+        "texts": [text | layer_records(model, ids, lambda: progress(stage, next(done), total)) for ids, text in texts],
     }
 
 
-def mixers_of(attention: Any) -> dict[str, Mechanism]:
-    """The mechanisms of an attention module, by name; a stock one has none."""
-    return dict(getattr(attention, "mixers", {}).items())
-
-
-def _counter(progress: Progress, stage: str, total: int) -> Callable[[], None]:
-    done = iter(range(1, total + 1))
-    progress(stage, 0, total)
-    return lambda: progress(stage, next(done), total)
+def _mechanisms(attention: Any) -> list[tuple[str, Mechanism]]:
+    """The mechanisms of an attention module, by name; a stock module has none."""
+    return list(getattr(attention, "mixers", {}).items())
 
 
 @torch.no_grad()
-def text_record(model: Any, text: Text, advance: Callable[[], None]) -> dict[str, Any]:
-    """What the layers do at one text, layer by layer as they run: no more than one layer's weights are kept."""
-    attentions = [layer.self_attn for layer in model.model.layers]
+def layer_records(model: Any, ids: torch.Tensor, advance: Callable[[], None]) -> dict[str, Any]:
+    """The record of each layer for one text, made while the model runs: only one layer's weights are in memory."""
     layers: list[dict[str, Any]] = []
 
-    def take(mixers: Iterable[Mechanism], seen: Seen) -> None:
-        layers.append(layer_record(seen, mixers))
+    def receive(mechanisms: list[Mechanism], states: LayerStates) -> None:
+        layers.append(layer_record(states, mechanisms))
         advance()
 
     with ExitStack() as stack:
-        for attention in attentions:
-            stack.enter_context(watching(attention, partial(take, mixers_of(attention).values())))
-        model(text.ids, use_cache=False)
-    means = {side: [layer["mean_similarity"][side] for layer in layers] for side in SIDES}
-    known = {side: [mean for mean in each if mean is not None] for side, each in means.items()}
-    return {
-        "name": text.name,
-        "tokens": text.pieces,
-        "starts": text.starts,
-        "mean_similarity": {side: rounded(sum(each) / len(each)) if each else None for side, each in known.items()},
-        "layers": layers,
-    }
+        for attention in (layer.self_attn for layer in model.model.layers):
+            mechanisms = [mechanism for _, mechanism in _mechanisms(attention)]
+            stack.enter_context(record_states(attention, partial(receive, mechanisms)))
+        model(ids, use_cache=False)
+    similarity = {}
+    for side in ("patterns", "outputs"):
+        means = [mean for layer in layers if (mean := layer["mean_similarity"][side]) is not None]
+        similarity[side] = rounded(sum(means) / len(means)) if means else None
+    return {"mean_similarity": similarity, "layers": layers}

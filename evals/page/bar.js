@@ -1,4 +1,4 @@
-// The controls that stay on screen, and what the head of the page says.
+// The fixed controls, and the header of the page.
 
 function choice(label, options, value, choose) {
   const select = make("select", { onchange: (event) => choose(Number(event.target.value)) });
@@ -16,7 +16,7 @@ function layerControl() {
     make("button", { type: "button", "aria-label": label, onclick: () => update({ layer: state.layer + by }) }, sign);
   return make(
     "div", { class: "control layer" },
-    make("label", { for: "layer" }, "Layer"), step(-1, "‹", "Layer before"), range, step(1, "›", "Next layer"),
+    make("label", { for: "layer" }, "Layer"), step(-1, "‹", "Previous layer"), range, step(1, "›", "Next layer"),
     make("output", { for: "layer", id: "layer-value" }),
   );
 }
@@ -61,7 +61,7 @@ section(["text", "layer", "head", "theme"], (changed) => {
   else document.getElementById("scheme").replaceChildren(themeButton());
 });
 
-// The value of an option; of many numbers that follow each other, the first and the last.
+// The value of an option; a range for consecutive numbers.
 function optionValue(value) {
   if (!Array.isArray(value)) return String(value);
   const runs = value.length > 2 && value.every((each, index) => each === value[0] + index);

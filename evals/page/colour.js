@@ -1,4 +1,4 @@
-// Colour scales for both schemes: from the background to the strongest shade.
+// Colour scales for light and dark, from the background to the strongest shade.
 
 const SHADES = {
   light: {
@@ -43,7 +43,7 @@ function table(name) {
   return tables[key];
 }
 
-// `part` from -1 to 1; below zero has a colour of its own.
+// `part` is from -1 to 1; negative values have another colour.
 function rgb(part, name = "key") {
   const step = Math.min(STEPS, Math.round(Math.abs(part) * STEPS));
   return table(part < 0 ? "minus" : name)[step];
@@ -53,7 +53,7 @@ function css(part, name = "key") {
   return `rgb(${rgb(part, name).join(" ")})`;
 }
 
-// The text on a shade.
+// The text colour on a shade.
 function inkOn(part, name = "key") {
   const [red, green, blue] = rgb(part, name);
   const bright = (0.299 * red + 0.587 * green + 0.114 * blue) / 255;

@@ -1,4 +1,4 @@
-// The measured data, and the layer of each model that is being looked at, unpacked.
+// The report, and the unpacked data of the selected layer of each model.
 
 const report = JSON.parse(document.getElementById("data").textContent);
 const models = report.models;
@@ -14,7 +14,7 @@ async function unpack(packed) {
   return { whole, scale: packed.scale, shape: packed.shape };
 }
 
-// Numbers of a matrix by row and column.
+// The numbers of a matrix by row and column.
 function numbers(unpacked) {
   const [rows, columns] = unpacked.shape;
   return { rows, columns, at: (row, column) => unpacked.whole[row * columns + column] * unpacked.scale };
@@ -37,7 +37,7 @@ async function openLayer(model, text, layer) {
   };
 }
 
-// Where the lower triangle of a map starts, and a place in it.
+// The start of the lower triangle of a map, and an index into it.
 function startOf(opened, map) {
   const size = opened.maps.shape[1];
   return (map * size * (size + 1)) / 2;
@@ -52,7 +52,7 @@ function weightAt(opened, map, query, key) {
   return Math.sign(level) * level * level * opened.maps.scale;
 }
 
-// The tokens with the greatest weights: exact, other than the map's.
+// The tokens with the largest weights, which are exact, unlike those of the map.
 function greatest(side, map, token) {
   const [, size, count] = side.index.shape;
   const start = (map * size + token) * count;

@@ -1,4 +1,4 @@
-// Elements, numbers and tokens as text, and lists that the arrow keys move in.
+// Elements, text of numbers and tokens, and lists with arrow keys.
 
 function make(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
@@ -31,13 +31,13 @@ function percent(weight) {
   return `${weight < 0 ? "−" : ""}${size < 0.001 ? "<0.001" : text} %`;
 }
 
-// A token inside a list or a label: what cannot be seen has a sign.
+// A token in a list or a label, with symbols for invisible characters.
 function spelled(piece) {
   const shown = piece.trim() || piece.replace(/\n/g, "↵").replace(/\t/g, "⇥").replace(/ /g, "␣");
   return shown || "⋯";
 }
 
-// In the text itself lines break where they do.
+// In the text, line breaks are kept.
 function flowing(piece) {
   return piece.replace(/\n/g, "↵\n").replace(/\t/g, "⇥\t") || "⋯";
 }
@@ -65,7 +65,7 @@ const MOVES = {
   End: (options) => options[options.length - 1],
 };
 
-// One option is in the tab order, the arrow keys go to the others, and to go there is to choose.
+// One option is in the tab order; the arrow keys select the others.
 function listbox(box, choose) {
   const optionOf = (target) => target.closest("[role=option]");
   box.addEventListener("click", (event) => {

@@ -1,4 +1,4 @@
-// Figures that several sections use: a matrix, its legend, a line over tokens or layers.
+// Figures of several sections: a matrix, its legend, a line chart over tokens or layers.
 
 const LARGEST_TABLE = 12;
 const BLANK = "\u00a0";
@@ -12,7 +12,7 @@ function hundredths(value) {
   return value === null ? "–" : value.toFixed(2).replace(/^-(?=0\.00$)/, "").replace("-", "−");
 }
 
-// Greatest size of a matrix, and whether it goes below zero.
+// The maximum size of a matrix, and whether it has negative values.
 function extent({ rows, columns: width, at }) {
   let high = 0;
   let signed = false;
@@ -60,7 +60,7 @@ function paint(canvas, rows, width, colourAt) {
   context.putImageData(image, 0, 0);
 }
 
-// Row and column under the pointer.
+// The row and column under the pointer.
 function pointed(canvas, event) {
   const box = canvas.getBoundingClientRect();
   const part = (at, start, size, count) => Math.max(0, Math.min(count - 1, Math.floor(((at - start) / size) * count)));
@@ -69,7 +69,7 @@ function pointed(canvas, event) {
   ];
 }
 
-// `said` tells what is under the pointer.
+// `said` shows the value under the pointer.
 function matrixCanvas(matrix, high, label, said) {
   const canvas = make("canvas", { class: "matrix", role: "img", "aria-label": label });
   canvas.style.aspectRatio = `${matrix.columns} / ${matrix.flat ? matrix.columns / 3 : matrix.rows}`;
@@ -85,7 +85,7 @@ function matrixCanvas(matrix, high, label, said) {
   return canvas;
 }
 
-// A matrix as a table of numbers where it is small, as a picture where it is not.
+// A small matrix as a table of numbers, a large one as a picture.
 function matrixFigure(matrix, title, note, range = null) {
   const { high, signed } = range || extent(matrix);
   const label = `${title}: ${matrix.rows} rows, ${matrix.columns} columns, from ${signed ? figures(-high) : 0} to ${figures(high)}`;
@@ -103,7 +103,7 @@ const WIDTH = innerWidth < 620 ? 350 : 540;
 const HEIGHT = 150;
 const EDGE = { left: 44, right: 8, top: 10, bottom: 22 };
 
-// Lines over 0, 1, 2, ...; each a name, its values and a class; `mark` is where a hairline stands.
+// Lines over 0, 1, 2, ..., each with a name, values and a class; `mark` is the place of a vertical line.
 function lineChart(lines, { label, across, mark: at = null, floor = 0 }) {
   const known = lines.flatMap((line) => line.values.filter((value) => value !== null));
   const high = Math.max(...known, floor + 1e-9);

@@ -1,8 +1,8 @@
-// Every head of a layer at once.
+// The attention maps of all heads of a layer.
 
 const THUMBNAIL = 170;
 
-// Of `joined` x `joined` neighbours, the greatest: a thin line stays a line.
+// The maximum of `joined` x `joined` neighbours, so that thin lines stay visible.
 function paintMap(canvas, layer, map, joined = 1) {
   const size = layer.maps.shape[1];
   const outside = channels(SHADES[scheme()].outside);
@@ -22,7 +22,7 @@ function paintMap(canvas, layer, map, joined = 1) {
   paint(canvas, drawn, drawn, (row, column) => (column > row ? outside : rgb(strongest(row, column) / LEVELS)));
 }
 
-// What a map does most, in words.
+// A short description of a map by its largest measure.
 function character(record, map) {
   const { first, previous, own, distance } = record.measures;
   const shares = [["first token", first[map]], ["token before", previous[map]], ["itself", own[map]]];

@@ -1,4 +1,4 @@
-// One head, token by token.
+// The weights of one head for each token.
 
 function tokenName(model, token) {
   return make("span", { class: "token" }, spelled(textOf(model).tokens[token]), make("sub", {}, token));
@@ -14,7 +14,7 @@ function buildText(model) {
   return box;
 }
 
-// Earlier tokens by how much this one attends to them, later ones by how much they attend to it.
+// Shades earlier tokens by the weight that this token gives them, and later tokens by the weight that they give it.
 function shadeText(box, layer, map, token) {
   Array.from(box.children).forEach((option, other) => {
     const before = other <= token;
@@ -27,7 +27,7 @@ function shadeText(box, layer, map, token) {
   reveal(box, box.children[token]);
 }
 
-// Scrolls the text, and not the page.
+// Scrolls the text, not the page.
 function reveal(box, option) {
   const above = option.offsetTop - box.scrollTop;
   const slack = box.clientHeight / 6;
@@ -36,9 +36,9 @@ function reveal(box, option) {
 }
 
 function weightList(model, kind, found, title) {
-  const most = Math.max(...found.map((each) => Math.abs(each.weight)), 1e-9);
+  const maximum = Math.max(...found.map((each) => Math.abs(each.weight)), 1e-9);
   const rows = found.map(({ token, weight }) => {
-    const bar = make("i", { class: "bar-fill", style: `width: ${(Math.abs(weight) / most) * 100}%; background: ${css(weight < 0 ? -0.6 : 0.6, kind)}` });
+    const bar = make("i", { class: "bar-fill", style: `width: ${(Math.abs(weight) / maximum) * 100}%; background: ${css(weight < 0 ? -0.6 : 0.6, kind)}` });
     const value = kind === "key" ? opened[model].values : null;
     return make(
       "tr", { "data-token": token },
@@ -70,7 +70,7 @@ function bigMap(model) {
   return make("div", { class: "map" }, make("div", { class: "frame" }, canvas, lines), said);
 }
 
-function tell(model, box) {
+function showToken(model, box) {
   const token = tokenOf(model);
   const map = headOf(model);
   const layer = opened[model];
@@ -103,7 +103,7 @@ section(["text", "layer"], (changed) => {
 });
 
 section(["text", "layer", "head", "theme"], () => {
-  document.getElementById("inspector-title").textContent = `Layer ${state.layer}, head ${state.head}, token by token`;
+  document.getElementById("inspector-title").textContent = `Layer ${state.layer}, head ${state.head}, weights of each token`;
   document.querySelectorAll("#inspector .column").forEach((box, model) => {
     const canvas = box.querySelector("canvas");
     if (!canvas) return;
@@ -115,6 +115,6 @@ section(["text", "layer", "head", "theme"], () => {
 
 section(["text", "layer", "head", "theme", "token", "side"], () => {
   document.querySelectorAll("#inspector .column").forEach((box, model) => {
-    if (opened[model]) tell(model, box);
+    if (opened[model]) showToken(model, box);
   });
 });

@@ -1,4 +1,4 @@
-// What the mechanisms of a layer have learnt.
+// The learnt matrices of the mechanisms of a layer.
 
 const unpackedMatrices = new Map();
 
@@ -11,7 +11,7 @@ function withIdentity(stored) {
   return { ...stored, at: (row, column) => stored.at(row, column) + (row === column ? 1 : 0) };
 }
 
-// The norm of the difference as a part of the identity's.
+// The norm of the difference from the identity, relative to the norm of the identity.
 function strayed(stored) {
   let sum = 0;
   for (let row = 0; row < stored.rows; row += 1) {
@@ -41,7 +41,7 @@ async function fillMatrices(box, model) {
   const stored = await Promise.all(here.map(opening));
   if (layer !== state.layer) return;
   if (!here.length) {
-    box.append(make("p", { class: "none" }, `Layer ${layer} has no mechanism: its attention is the stock one.`));
+    box.append(make("p", { class: "none" }, `Layer ${layer} has no mechanism: its attention is stock.`));
     return;
   }
   for (const mechanism of new Set(here.map((matrix) => matrix.mechanism))) {
@@ -55,7 +55,7 @@ async function fillMatrices(box, model) {
 
 section(["layer", "difference", "theme"], () => {
   document.getElementById("matrices").hidden = models.every((model) => !model.matrices.length);
-  document.getElementById("matrices-title").textContent = `What layer ${state.layer} has learnt`;
+  document.getElementById("matrices-title").textContent = `Learnt matrices of layer ${state.layer}`;
   const tools = document.querySelector("#matrices .tools");
   if (!tools.firstChild && models.some((model) => model.matrices.some((matrix) => matrix.plus_identity))) {
     const box = make("input", { type: "checkbox", onchange: (event) => update({ difference: event.target.checked }) });

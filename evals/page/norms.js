@@ -1,12 +1,12 @@
-// Norms of values and outputs: by head, and by token of the chosen head.
+// Norms of values and outputs: by head, and by token of the selected head.
 
 function bars(values, chosen, kind, label) {
-  const most = Math.max(...values, 1e-9);
+  const maximum = Math.max(...values, 1e-9);
   const rows = values.map((value, index) =>
     make(
       "tr", { class: index === chosen ? "here" : "" },
       make("th", { scope: "row" }, index),
-      make("td", { class: "bar-cell" }, make("i", { class: "bar-fill", style: `width: ${(value / most) * 100}%; background: ${css(0.6, kind)}` })),
+      make("td", { class: "bar-cell" }, make("i", { class: "bar-fill", style: `width: ${(value / maximum) * 100}%; background: ${css(0.6, kind)}` })),
       make("td", { class: "number" }, figures(value)),
     ),
   );

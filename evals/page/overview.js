@@ -1,15 +1,15 @@
-// All heads of all layers, by one measure at a time.
+// All heads of all layers, by one measure.
 
 const MEASURES = {
-  first: ["weight on the first token", "how much of the weights rests where the text begins"],
-  previous: ["weight on the token before", "a head that looks one back"],
-  own: ["weight on itself", "a head that looks at the token it stands on"],
+  first: ["weight on the first token", "mean weight of the first token of the text"],
+  previous: ["weight on the token before", "mean weight of the previous token"],
+  own: ["weight on itself", "mean weight of a token on itself"],
   distance: ["mean distance", "tokens back"],
-  entropy: ["entropy", "bits; 0 is one token, more is spread over many"],
+  entropy: ["entropy", "bits; 0 means all weight on one token"],
   output_norm: ["norm of outputs", "mean over tokens, as the output projection reads them"],
-  value_norm: ["norm of values", "mean over tokens; one a key/value head"],
-  load: ["head load", "part of the tokens for which the head is on"],
-  mean_gate: ["mean gate", "how much its output counts"],
+  value_norm: ["norm of values", "mean over tokens, for each key/value head"],
+  load: ["head load", "part of the tokens for which the head is active"],
+  mean_gate: ["mean gate", "mean factor of its output"],
   mean_score: ["mean routing score", "the router’s probability; shared heads have none"],
 };
 const ROUTED = ["load", "mean_gate", "mean_score"];
@@ -24,7 +24,7 @@ function routes(model) {
   return textOf(model).layers.some((layer) => layer.routing);
 }
 
-// The greatest and least values, over both models, so that colours compare.
+// The maximum and minimum over both models, so that colours are comparable.
 function range(measure) {
   const all = models.flatMap((_, model) => textOf(model).layers.flatMap((_, layer) => measured(model, layer, measure)));
   const known = all.filter((value) => value !== null);

@@ -1,4 +1,4 @@
-// Head load and routing scores: by layer, by token, by text.
+// Head load and routing scores by layer, text and token.
 
 function scoresByToken(model, layer) {
   const shift = headsOf(model) - layer.scores.shape[0];
@@ -15,7 +15,7 @@ function scoresByToken(model, layer) {
   ];
 }
 
-// One row a text, for the chosen layer.
+// One row for each text, for the selected layer.
 function loadTable(model) {
   const loads = models[model].texts.map((text) => ({ name: text.name, load: text.layers[state.layer].routing.load }));
   const names = loads.map((each) => each.name);

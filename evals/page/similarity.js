@@ -1,4 +1,4 @@
-// How much heads do the same: table B of the Mixture-of-Head paper, and what it is a mean of.
+// Similarity of heads as in table B of the Mixture-of-Head paper, with the values of all pairs.
 
 const SIDES = { patterns: "attention patterns", outputs: "outputs" };
 

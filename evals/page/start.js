@@ -1,14 +1,14 @@
-// What the page says of itself, and the first drawing.
+// The notes at the end of the page, and the first drawing.
 
 function explain() {
   const lines = [
-    `A page holds texts of up to ${report.longest_text} tokens, because what it stores grows with the square of that.`,
-    "Models run in float32 with eager attention. The weights are those that values are multiplied with, after every "
-      + "mechanism; a differential head is the difference of its two softmaxes, which are listed after the heads.",
-    `The ${report.top} greatest weights of each token, norms and similarities are kept to four digits or more. Maps are kept in `
-      + "127 steps of the root of the weight, so what is read off a map is rounded, and faint weights are drawn stronger than they are.",
-    "Similarity of patterns lies between 0 and 1 where weights are probabilities; after a map across heads or a difference they need not be.",
-    "The numbers are also in the JSON file beside this page, of which it was made.",
+    `A text has at most ${report.longest_text} tokens, because the size of the page grows with the square of its length.`,
+    "Models run in float32 with eager attention. The weights are those that multiply the values, after all mechanisms. "
+      + "A head of differential attention shows the difference of its two softmaxes, which are listed after the heads.",
+    `The ${report.top} largest weights of each token, norms and similarities have four digits or more. Maps store the square root `
+      + "of each weight in 127 steps, so weights read from a map are rounded, and small weights look larger than they are.",
+    "The similarity of patterns is between 0 and 1 for probabilities. After a map across heads or a difference, weights are not probabilities.",
+    "The JSON file next to this page has the same data.",
   ];
   document.querySelector("#about .prose").append(...lines.map((line) => make("p", {}, line)));
 }

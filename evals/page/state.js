@@ -1,4 +1,4 @@
-// What is chosen, and which sections depend on it.
+// The selection, and the sections that depend on it.
 
 const state = { text: 0, layer: 0, head: 0, side: 0, token: 0, measure: "first", difference: false, theme: "auto" };
 const sections = [];
@@ -14,7 +14,7 @@ function textOf(model) {
   return models[model].texts[state.text];
 }
 
-// The chosen head of a model that may have fewer.
+// The selected head; a model with fewer heads has its last one.
 function headOf(model) {
   return Math.min(state.head, opened[model].record.labels.length - 1);
 }
@@ -23,19 +23,19 @@ function headsOf(model) {
   return opened[model].record.output_similarity.length;
 }
 
-// The head output that the chosen map is, or is a part of.
+// The head output of the selected map.
 function outputOf(model) {
   const [map, heads] = [headOf(model), headsOf(model)];
   const parts = opened[model].record.labels.length - heads;
   return map < heads ? map : Math.floor(((map - heads) * heads) / parts);
 }
 
-// The key/value head, or pair of them, that it takes values from.
+// The key/value head, or the pair, of a head output.
 function groupOf(model) {
   return Math.floor((outputOf(model) * opened[model].values.rows) / headsOf(model));
 }
 
-// The chosen token: in the other model, the one at the same place of the text.
+// The selected token; in the other model, the token at the same position of the text.
 function tokenOf(model) {
   if (model === state.side) return state.token;
   const place = textOf(state.side).starts[state.token];
@@ -73,7 +73,7 @@ async function update(change) {
   for (const { needs, draw } of sections) if (needs.some((need) => changed.has(need))) draw(changed);
 }
 
-// One column a model, under its name where there are two.
+// One column for each model, with its name if there are two.
 function columns(id, fill) {
   const boxes = document.querySelector(`#${id}.columns, #${id} > .columns`);
   boxes.replaceChildren(

@@ -1,1 +1,1 @@
-"""How much a model needs each of its heads."""
+"""Losses of a model with some heads masked, and plots."""

@@ -1,7 +1,7 @@
-"""How much a model needs each of its heads: the loss with some of them masked at random (figure 6 of the KHA paper).
+"""The loss of a model with some heads masked at random in each layer, as in figure 6 of the KHA paper.
 
-In every layer the outputs of as many heads, drawn anew for each layer, are set to zero before the output projection. A
-head is what that projection reads as one: `head_dim` numbers, also where a mechanism joins two heads.
+The output of a masked head is set to zero before the output projection. A head is `head_dim` inputs of that
+projection, also where a mechanism combines two heads.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-MOST_COUNTS = 9
+MAXIMUM_COUNTS = 9
 STRIDE = 1_000_003
-"""Between seeds, so that no two draws share theirs."""
+"""Between seeds, so that each draw has its own."""
 Advance = Callable[[int, int], None]
-"""Told the losses that are measured, of all."""
+"""Called with the losses measured and all losses."""
 
 
 def counts_to_mask(heads: int) -> list[int]:
-    """From none to all but one, not too many."""
-    steps = min(heads, MOST_COUNTS)
+    """Evenly spaced counts from 0 to all heads but one."""
+    steps = min(heads, MAXIMUM_COUNTS)
     return sorted({round(step * (heads - 1) / max(1, steps - 1)) for step in range(steps)})
 
 
@@ -31,7 +31,7 @@ def counts_to_mask(heads: int) -> list[int]:
 def masked_heads(
     model: Any, tokens: torch.Tensor, counts: Sequence[int], draws: int, seed: int, advance: Advance
 ) -> list[dict[str, Any]]:
-    """The loss on windows of tokens (B, T) with so many heads masked in every layer, for some draws of heads."""
+    """The loss on windows of tokens (B, T) for each count of masked heads, and each draw of them."""
     rows: list[dict[str, Any]] = []
     times = {count: draws if count else 1 for count in counts}
     done, total = 0, sum(times.values())
@@ -48,7 +48,7 @@ def masked_heads(
 
 
 def lines(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[tuple[float, float]]]:
-    """What a plot shows of each model: mean losses by the count of masked heads."""
+    """The lines of the plot: for each model, mean losses by count of masked heads."""
     return {name: [(row["masked"], row["loss"]) for row in rows] for name, rows in reports.items()}
 
 
@@ -56,9 +56,9 @@ def lines(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[
 def _masked(model: Any, count: int, generator: torch.Generator) -> Iterator[None]:
     heads, hooks = model.config.num_attention_heads, []
     for layer in model.model.layers:
-        kept = torch.ones(heads)
-        kept[torch.randperm(heads, generator=generator)[:count]] = 0
-        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(_mask, kept)))
+        mask = torch.ones(heads)
+        mask[torch.randperm(heads, generator=generator)[:count]] = 0
+        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(_mask_heads, mask)))
     try:
         yield
     finally:
@@ -66,9 +66,9 @@ def _masked(model: Any, count: int, generator: torch.Generator) -> Iterator[None
             hook.remove()
 
 
-def _mask(kept: torch.Tensor, module: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
-    outputs = arguments[0].unflatten(-1, (len(kept), -1))
-    return ((outputs * kept.to(outputs).unsqueeze(-1)).flatten(-2),)
+def _mask_heads(mask: torch.Tensor, module: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    outputs = arguments[0].unflatten(-1, (len(mask), -1))
+    return ((outputs * mask.to(outputs).unsqueeze(-1)).flatten(-2),)
 
 
 def _loss(model: Any, tokens: torch.Tensor) -> float:

@@ -1,15 +1,14 @@
-"""The field of a plot, as SVG: where numbers lie in it, its axes, and what is around it.
-
-Colours are between light and dark, and text follows the reader's setting, so that both backgrounds suit it.
-"""
+"""Line plots as SVG, with axes and a legend, readable on light and dark backgrounds."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 
+import numpy
+
 WIDTH, HEIGHT = 960, 520
 LEFT, RIGHT, TOP, BOTTOM = 70, 280, 30, 60
-"""What is around the field: at the right, what the lines are."""
+"""Margins of the plotting area; the legend is at the right."""
 COLOURS = ("#4c8bf5", "#e8710a", "#1e9e5a", "#c5459c", "#8a6de9", "#b58900", "#d9534f", "#2aa198")
 TICKS = 5
 STYLE = """
@@ -21,7 +20,7 @@ STYLE = """
 
 
 class Field:
-    """Room for numbers: from left to right between the least and the greatest, upwards with some room beside."""
+    """The plotting area: x from the minimum to the maximum, y with a margin."""
 
     width, height = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 
@@ -32,21 +31,21 @@ class Field:
         self.low, self.high = low - room, high + room
 
     def x(self, number: float) -> float:
-        """Pixels from the left."""
+        """Pixels from the left edge."""
+        first, last = self.first, self.last
         if self.logarithmic:
-            part = math.log(number / self.first) / (math.log(self.last / self.first) or 1.0)
-        else:
-            part = (number - self.first) / ((self.last - self.first) or 1.0)
-        return LEFT + self.width * part
+            number, first, last = math.log(number), math.log(first), math.log(last)
+        return LEFT + self.width * (number - first) / ((last - first) or 1.0)
 
     def y(self, number: float) -> float:
-        """Pixels from the top."""
+        """Pixels from the top edge."""
         return TOP + self.height * (self.high - number) / (self.high - self.low)
 
     def axes(self, across: str, upwards: str) -> Iterator[str]:
-        """Frame, ticks and what they count."""
+        """The axes with ticks and labels."""
         bottom = TOP + self.height
-        for number in spread(self.first, self.last) if self.logarithmic else round_numbers(self.first, self.last):
+        ticks = numpy.geomspace(self.first, self.last, TICKS) if self.logarithmic else None
+        for number in round_numbers(self.first, self.last) if ticks is None else ticks:
             x = self.x(number)
             yield f'<path class="grid" d="M{x:.1f} {TOP}V{bottom}"/>'
             yield f'<text x="{x:.1f}" y="{bottom + 20}" text-anchor="middle">{short(number)}</text>'
@@ -59,26 +58,14 @@ class Field:
         yield f'<text x="{LEFT}" y="{TOP - 10}">{escape(upwards)}</text>'
 
     def picture(self, parts: Iterable[str]) -> str:
-        """The whole; what is clipped by `url(#field)` ends at the frame."""
+        """The picture; `url(#field)` clips a part at the axes."""
         clip = f'<rect x="{LEFT}" y="{TOP}" width="{self.width}" height="{self.height}"/>'
-        return "\n".join(
-            [
-                f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">',
-                f"<style>{STYLE}</style>",
-                f'<defs><clipPath id="field">{clip}</clipPath></defs>',
-                *parts,
-                "</svg>\n",
-            ]
-        )
-
-
-def spread(first: float, last: float) -> list[float]:
-    """Positive numbers from the first to the last, each as many times the one before."""
-    return [first * (last / first) ** (step / (TICKS - 1)) for step in range(TICKS)]
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}">\n<style>{STYLE}</style>'
+        return "\n".join([head, f'<defs><clipPath id="field">{clip}</clipPath></defs>', *parts, "</svg>\n"])
 
 
 def round_numbers(first: float, last: float) -> list[float]:
-    """Between the first and the last: multiples of 1, 2 or 5 times a power of ten, about `TICKS` of them."""
+    """About `TICKS` numbers from the first to the last, all multiples of 1, 2 or 5 times a power of ten."""
     if first == last:
         return [first]
     rough = (last - first) / TICKS
@@ -89,7 +76,7 @@ def round_numbers(first: float, last: float) -> list[float]:
 
 
 def short(number: float) -> str:
-    """As in 1.5B."""
+    """A number with a suffix, such as 1.5B."""
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{letter}"
@@ -101,7 +88,7 @@ SPACING = 24
 
 
 def line_plot(lines: Mapping[str, Points], across: str, upwards: str) -> str:
-    """An SVG picture of named lines."""
+    """The SVG of named lines."""
     points = [point for line in lines.values() for point in line]
     field = Field([x for x, _ in points], [y for _, y in points])
     parts = [*field.axes(across, upwards)]

@@ -1,16 +1,16 @@
-"""The data of the offline tasks. lm_eval reads this file by its path, so it imports nothing of ours."""
+"""The data of the offline tasks. lm_eval loads this file by its path, so it does not import crosshead."""
 
 import json
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-SHORTEST, LONGEST = 1000, 1500
-"""Characters: topics that have fewer are left out, and of a longer one the first paragraphs are read."""
+MINIMUM, MAXIMUM = 1000, 1500
+"""Characters: a shorter topic is left out, and a longer topic is cut after a paragraph."""
 
 
 def grammar(**_metadata: Any) -> dict[str, Any]:
-    """Pairs of sentences, of which one is right."""
+    """Pairs of sentences, of which one is correct."""
     from datasets import Dataset
 
     lines = Path(__file__).with_name("crosshead_grammar.jsonl").read_text(encoding="utf-8").splitlines()
@@ -18,14 +18,14 @@ def grammar(**_metadata: Any) -> dict[str, Any]:
 
 
 def prose(**_metadata: Any) -> dict[str, Any]:
-    """The beginnings of the texts of `help()` on the language."""
+    """The beginnings of the topics of `help()`."""
     from datasets import Dataset
 
     found = [{"topic": name, "text": beginning(topics[name])} for name in sorted(topics)]
-    return {"test": Dataset.from_list([document for document in found if len(document["text"]) >= SHORTEST])}
+    return {"test": Dataset.from_list([document for document in found if len(document["text"]) >= MINIMUM])}
 
 
 def beginning(text: str) -> str:
-    """The first whole paragraphs, as many as fit."""
-    end = text.rfind("\n\n", 0, LONGEST + 2) if len(text) > LONGEST else len(text)
+    """As many complete paragraphs as fit."""
+    end = text.rfind("\n\n", 0, MAXIMUM + 2) if len(text) > MAXIMUM else len(text)
     return text[: max(end, 0)].strip()

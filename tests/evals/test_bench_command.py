@@ -14,11 +14,11 @@ import torch
 from broken import run
 from crosshead.conversion.bench_convert import MIXERS
 from crosshead.evals.bench import cases as bench_cases
-from crosshead.evals.bench import compiled as bench_compiled
 from crosshead.evals.bench import machine as kept_memory
+from crosshead.evals.bench import models as bench_models
 from crosshead.evals.bench import pairs as bench_pairs
 from crosshead.evals.bench import run as bench_run
-from crosshead.evals.bench.case import DTYPES, TIME, TOLD, Case
+from crosshead.evals.bench.case import DTYPES, RESULT, TIME, Case
 from crosshead.evals.bench.cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.bench.run import amount, bench, bench_lines
 from house import ROOT
@@ -40,7 +40,7 @@ def told(name, ours, rival, **fields):
     def make(side, **shape):
         return lambda: next(readings[side])
 
-    return Case(name, f"{name} in words", "a rival", make, {"tokens": 3}, measured=TOLD, **fields)
+    return Case(name, f"{name} in words", "a rival", make, {"tokens": 3}, measured=RESULT, **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +103,7 @@ def test_without_a_target_nothing_is_met_or_missed(three):
     assert "met" not in row and "missed" not in row
 
 
-@pytest.mark.parametrize("measured", [TIME, TOLD])
+@pytest.mark.parametrize("measured", [TIME, RESULT])
 def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
     monkeypatch.setitem(DTYPES, "meta", torch.bfloat16)
     seen = []
@@ -164,7 +164,7 @@ def test_the_compiled_command(monkeypatch, capfd):
     (case,) = (case for case in COMPILED if case.name == "explicit-step")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 50, "tokens": 16}
     monkeypatch.setattr(bench_cases, "COMPILED", [replace(case, shape=case.shape | sizes)])
-    monkeypatch.setattr(bench_compiled, "BACKEND", "eager")
+    monkeypatch.setattr(bench_models, "COMPILER_BACKEND", "eager")
     status, out, err = run(capfd, monkeypatch, "bench compiled explicit-step --rounds 1")
     assert status == 0, err
     assert out.splitlines()[1].startswith("explicit-step ")

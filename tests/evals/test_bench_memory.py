@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from crosshead.common.errors import EvalError
-from crosshead.evals.bench import talking as bench_talking
-from crosshead.evals.bench.case import MEMORY, WHOLE_MEMORY, Case
-from crosshead.evals.bench.memory import Counter, added, peak_bytes
+from crosshead.evals.bench.case import MEMORY, TOTAL_MEMORY, Case
+from crosshead.evals.bench.cases import TALKING
+from crosshead.evals.bench.memory import added_bytes, peak_bytes
 
 pytestmark = pytest.mark.slow  # as tests of measuring tools are
 
-EAGER = next(case for case in bench_talking.CASES if case.name == "talking-forward-memory")
+EAGER = next(case for case in TALKING if case.name == "talking-forward-memory")
 
 
-@pytest.mark.parametrize(("measured", "expected"), [(MEMORY, 30), (WHOLE_MEMORY, 1030)])
+@pytest.mark.parametrize(("measured", "expected"), [(MEMORY, 30), (TOTAL_MEMORY, 1030)])
 def test_what_counts(measured, expected):
     """A side holds 1000 once it is made, and a run takes 30 more; a warm-up is smaller and leaves 5."""
     held = {"now": 7, "peak": 7}
@@ -32,7 +32,7 @@ def test_what_counts(measured, expected):
         return lambda: hold(2 if tokens == 128 else 30, kept=False)
 
     case = Case("a", "", "", make, {"tokens": 4096}, measured=measured)
-    assert added(case, True, Counter(lambda: held["now"], lambda: held["peak"])) == expected
+    assert added_bytes(case, True, (lambda: held["now"], lambda: held["peak"])) == expected
 
 
 @pytest.mark.distributed
@@ -64,18 +64,18 @@ def test_an_interrupted_measurement_leaves_no_process(monkeypatch):
         peak_bytes(EAGER, True, "cpu")
     assert started[0].returncode == -9
     job = json.loads(started[0].args[-1])
-    assert (job["maker"], job["measured"], job["threads"]) == ("talking", "memory", torch.get_num_threads())
+    assert (job["maker"], job["measured"], job["threads"]) == ("talking_layer", "memory", torch.get_num_threads())
 
 
 COUNTS = """
 import torch
-from crosshead.evals.bench import memory as bench_memory
+from crosshead.evals.bench.memory import system_counter
 
-counter = bench_memory._system_counter()
-before = counter.now()
+now, peak = system_counter()
+before = now()
 held = torch.ones(30_000_000)
-assert 0.9 < (counter.now() - before) / (4 * len(held)) < 1.1
-assert counter.peak() >= counter.now()
+assert 0.9 < (now() - before) / (4 * len(held)) < 1.1
+assert peak() >= now()
 """
 
 

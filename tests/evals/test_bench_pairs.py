@@ -3,7 +3,7 @@
 import pytest
 
 from crosshead.evals.bench import pairs as bench_pairs
-from crosshead.evals.bench.pairs import compare, figures, in_turn, seconds, timed
+from crosshead.evals.bench.pairs import figures, in_turn, seconds, timed
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def work(monkeypatch):
 
 def test_who_goes_first_alternates(work):
     make, ran = work
-    found = compare(make("ours", 1.0), make("rival", 4.0), 3)
+    found = in_turn(timed(make("ours", 1.0)), timed(make("rival", 4.0)), 3)
     assert ran[:4] == ["ours", "ours", "rival", "rival"]  # so that both are warm
     assert ran[4:] == ["rival", "ours", "ours", "rival", "rival", "ours"]
     assert (found["ours"], found["rival"], found["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
@@ -34,7 +34,8 @@ def test_who_goes_first_alternates(work):
 
 def test_warm_ups_do_not_count(work):
     make, _ = work
-    assert compare(make("ours", 9.0, 8.0, 3.0), make("rival", 7.0, 6.0, 2.0), 2)["median_ratio"] == 1.5
+    readings = (timed(make("ours", 9.0, 8.0, 3.0)), timed(make("rival", 7.0, 6.0, 2.0)))
+    assert in_turn(*readings, 2)["median_ratio"] == 1.5
 
 
 def test_a_short_run_is_timed_several_times_at_once(work):

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from crosshead import CrossheadLlamaConfig
-from crosshead.evals.cost.attention import multiplications
-from crosshead.evals.cost.model import model_cost
+from crosshead.evals.cost.model import model_cost, multiplications
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
 from crosshead.modeling.mechanisms.talking import Talking, TalkingRules, talking_eager_attention_forward
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from crosshead.evals.harness.compare import difference, interval
-from crosshead.evals.harness.items import Items, ratio, ratio_error, t_quantile
+from crosshead.evals.harness.scores import Items, difference, interval, ratio, ratio_error, t_quantile
 from tiers import grid
 
 SAMPLES = 2000

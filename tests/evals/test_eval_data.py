@@ -73,7 +73,7 @@ def test_what_the_tasks_read(items, data):
     assert list(data.grammar(version=1)["test"]) == items
     documents = list(data.prose(version=1)["test"])
     assert len(documents) > 30
-    assert all(data.SHORTEST <= len(each["text"]) <= data.LONGEST for each in documents)
+    assert all(data.MINIMUM <= len(each["text"]) <= data.MAXIMUM for each in documents)
     assert data.beginning("one\n\ntwo") == "one\n\ntwo"
     assert data.beginning("a" * 900 + "\n\n" + "b" * 900) == "a" * 900
     assert data.beginning("a" * 2000) == ""

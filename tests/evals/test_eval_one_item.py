@@ -8,9 +8,8 @@ import pytest
 import toys
 from broken import run
 from crosshead.evals.harness import evaluate as evaluating
-from crosshead.evals.harness.compare import difference
-from crosshead.evals.harness.items import Items, t_quantile
 from crosshead.evals.harness.report import eval_lines
+from crosshead.evals.harness.scores import Items, difference, t_quantile
 from toy_eval import ITEMS, ROLLING, write_scorable, write_task
 
 
@@ -80,11 +79,10 @@ def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
         raise ZeroDivisionError("the comparison")
 
     monkeypatch.setattr(evaluating, "open_model", lambda name, trust: evaluating.Opened(name, None, None))
-    monkeypatch.setattr(evaluating, "_check_beginning", lambda opened: None)
-    monkeypatch.setattr(evaluating, "task_manager", lambda *arguments: None)
+    monkeypatch.setattr(evaluating, "_check_special_tokens", lambda opened: None)
     monkeypatch.setattr(evaluating, "load_tasks", lambda *arguments: [])
     monkeypatch.setattr(evaluating, "_score", lambda opened, *rest: ({"model": opened.name, "scores": []}, []))
     monkeypatch.setattr(evaluating, "compare", failing)
     with pytest.raises(ZeroDivisionError):
-        evaluating.evaluate(["a", "b"], "offline", compared=True, keep=lambda report: kept.append(json.dumps(report)))
+        evaluating.evaluate(["a", "b"], "offline", compared=True, save=lambda report: kept.append(json.dumps(report)))
     assert [model["model"] for model in json.loads(kept[-1])["models"]] == ["a", "b"]

@@ -4,9 +4,8 @@ import pytest
 import yaml
 
 from crosshead.common.errors import EvalError
-from crosshead.evals.harness import suite as eval_suite
-from crosshead.evals.harness.suite import read_suite, suite_names
-from crosshead.evals.harness.tasks import TASKS
+from crosshead.evals.harness import tasks as eval_tasks
+from crosshead.evals.harness.tasks import TASKS, read_suite, suite_names
 
 ROWS = {"moh-llm": 6, "moh-llama3": 14, "mea": 6, "mea-reasoning": 11, "kha": 19, "quick": 4, "offline": 2}
 """Rows of the papers' tables, those that the harness lacks included."""
@@ -86,7 +85,7 @@ def test_a_task_that_the_harness_dropped_is_noticed(harness):
     ],
 )
 def test_an_unknown_key_is_an_error(tmp_path, monkeypatch, content, words):
-    monkeypatch.setattr(eval_suite, "SUITES", tmp_path)
+    monkeypatch.setattr(eval_tasks, "SUITES", tmp_path)
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"benchmarks": []} | content))
     with pytest.raises(EvalError, match=words):
         read_suite("mine")

@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 import toys
 from broken import edit_json, run, snapshot
 from crosshead.evals.inspect.page import page_text, write_report
-from crosshead.evals.inspect.text import pieces_of
+from crosshead.evals.inspect.report import split_text
 from toy_checkpoints import character_tokenizer, write_model, write_stock
 
 TEXT = "the cat sat on the mat."
@@ -160,8 +160,8 @@ REFUSED = [
     (["source", "--text", " "], "''"),
     (["source", "--text", "empty.txt"], "empty.txt"),
     (["roomy", "--text", "long.txt"], "660"),
-    (["short", "--text", TEXT], "short takes 20"),
-    (["source", "short", "--text", TEXT], "short takes 20"),
+    (["short", "--text", TEXT], "short takes at most 20"),
+    (["source", "short", "--text", TEXT], "short takes at most 20"),
     (["source", "--text", "none.txt"], "none.txt"),
     (["source", "--text", "source/none"], "source/none"),
     (["source", "--text", "binary.txt"], "binary.txt"),
@@ -231,6 +231,6 @@ def test_pieces_are_the_text_with_its_spaces():
     text = "Ein  Käse 🧀!"
     spans = [(0, 0), (0, 3), (5, 9), (10, 11), (10, 11), (10, 11), (11, 12), (0, 0)]
     names = ["<s>", *"abcdef", "</s>"]
-    pieces, starts = pieces_of(text, spans, names)
+    pieces, starts = split_text(text, spans, names)
     assert pieces == ["<s>", "Ein", "  Käse", " 🧀", "", "", "!", "</s>"]
     assert starts == [0, 0, 3, 9, 11, 11, 11, 12]

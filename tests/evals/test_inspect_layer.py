@@ -16,11 +16,11 @@ from crosshead.evals.inspect.layer import (
     output_similarity,
     output_weights,
     pattern_similarity,
+    record_states,
     value_norms,
 )
-from crosshead.evals.inspect.matrices import joined, learnt_matrices, matrix_records
+from crosshead.evals.inspect.matrices import downsample, learnt_matrices, matrix_records
 from crosshead.evals.inspect.pack import pack_indices, pack_maps, pack_numbers, plain, rounded
-from crosshead.evals.inspect.recorder import watching
 from tiers import grid
 
 LENGTH = 9
@@ -61,7 +61,7 @@ def see(backbone, mixers):
     tokens, found = toys.tokens(1, LENGTH), []
     for layer in model.model.layers:
         before = dict(layer.self_attn.named_modules())
-        with torch.no_grad(), watching(layer.self_attn, found.append):
+        with torch.no_grad(), record_states(layer.self_attn, found.append):
             watched = model(tokens).logits
         assert dict(layer.self_attn.named_modules()) == before
     with torch.no_grad():
@@ -84,12 +84,12 @@ def test_what_is_seen_is_what_happened(backbone, case):
     assert len(found) == len(outputs.attentions) == 2
     for layer, seen in enumerate(found):
         assert torch.equal(seen.weights, outputs.attentions[layer][0])
-        assert torch.equal(seen.output.flatten(1), inputs[layer])
+        assert torch.equal(seen.head_outputs.flatten(1), inputs[layer])
         mixers = getattr(model.model.layers[layer].self_attn, "mixers", {})
         weights = output_weights(seen.weights, mixers.values())
         made = torch.nn.functional.normalize(made_of(weights, seen), dim=-1)
         # What differential norms afterwards points the same way.
-        assert torch.allclose(made, torch.nn.functional.normalize(seen.made, dim=-1), atol=1e-5)
+        assert torch.allclose(made, torch.nn.functional.normalize(seen.attention_outputs, dim=-1), atol=1e-5)
         routes = "mixture" in mixers
         assert (seen.routing is not None) == routes
         if routes:
@@ -100,7 +100,7 @@ def test_what_is_seen_is_what_happened(backbone, case):
 
 def made_of(weights, seen):
     """Head outputs (T, heads, features), head by head from weights and values."""
-    features = seen.made.shape[-1]
+    features = seen.attention_outputs.shape[-1]
     values = seen.values
     if features != values.shape[-1]:  # pairs of heads side by side
         values = torch.cat([values[0::2], values[1::2]], dim=-1)
@@ -172,7 +172,7 @@ def test_norms_are_of_what_a_head_takes_and_gives(case):
     assert torch.allclose(value_norms(seen), norms)
     record = layer_record(seen, [])
     assert record["measures"]["value_norm"] == pytest.approx(norms.mean(-1).tolist(), rel=1e-4)
-    outputs = seen.output.square().sum(-1).sqrt()
+    outputs = seen.head_outputs.square().sum(-1).sqrt()
     assert record["measures"]["output_norm"] == pytest.approx(outputs.mean(0).tolist(), rel=1e-4)
     assert torch.allclose(numbers(record["output_norms"]).float(), outputs.T, atol=1e-3 * float(outputs.max()))
 
@@ -240,12 +240,12 @@ def test_only_what_is_near_the_identity_is_kept_as_a_difference():
 
 def test_a_long_side_is_drawn_as_root_mean_squares():
     matrix = torch.arange(3 * 600.0).reshape(3, 600).sin()
-    drawn = joined(matrix)
+    drawn = downsample(matrix)
     assert drawn.shape == (3, 200)
     for row in range(3):
         for block in range(200):
             part = matrix[row, 3 * block : 3 * block + 3]
             assert drawn[row, block] == pytest.approx(float(part.square().mean().sqrt()), abs=1e-5)
-    assert joined(matrix[:, :257]).shape == (3, 129)
-    assert float(joined(matrix[:, :257])[0, -1]) == pytest.approx(abs(float(matrix[0, 256])), abs=1e-5)
-    assert torch.equal(joined(matrix[:, :256]), matrix[:, :256])
+    assert downsample(matrix[:, :257]).shape == (3, 129)
+    assert float(downsample(matrix[:, :257])[0, -1]) == pytest.approx(abs(float(matrix[0, 256])), abs=1e-5)
+    assert torch.equal(downsample(matrix[:, :256]), matrix[:, :256])

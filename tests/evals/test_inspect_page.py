@@ -108,7 +108,7 @@ def test_a_clicked_token_shows_the_models_own_greatest_weights(place, browser, n
             page.one(f"#gallery [data-head='{head}']").click()
             page.option(token).click()
             until(browser, lambda token=token: page.option(token).get_attribute("aria-selected") == "true")
-            assert page.title("inspector") == f"Layer {layer}, head {head}, token by token"
+            assert page.title("inspector").startswith(f"Layer {layer}, head {head},")
             weights = weights_of(place, name, layer)[head]
             same(page.rows("keys"), greatest(weights[token].tolist()))
             same(page.rows("querys"), greatest(weights[:, token].tolist()))

@@ -63,7 +63,7 @@ def test_a_card_tells_what_the_records_say(made, line):
     assert (status, err) == (0, "") and "made/README.md" in out
     text = (made / "README.md").read_text()
     measured = json.loads((made / "conversion.json").read_text())["verification"]
-    told = section(text, "measured")
+    told = section(text, "Measured")
     assert numbers(told, "loss(?= \\|)") == [f"{measured['loss_before']:.4f}", f"{measured['loss_after']:.4f}"]
     assert "1,200 steps" in told and numbers(told, "loss on held-out") == ["2.6250"]
     assert numbers(told, "`knocking`") == ["0.0421"]
@@ -73,7 +73,7 @@ def test_a_card_tells_what_the_records_say(made, line):
     assert strict[3:6] == ["240", "0.2500", "0.2500"]
     assert "3 of 240 items" in told and f"{NOT_MEASURED}: lost" in told
     assert "crosshead train recipe.yaml" in text and "path: own.jsonl" in text
-    assert numbers(section(text, "cost"), "KV cache") == ["256", "256", "0.00%"]
+    assert numbers(section(text, "Cost"), "KV cache") == ["256", "256", "0.00%"]
     assert "@misc{zhou2025knocking" in text
 
 
@@ -113,13 +113,13 @@ def test_the_hub_takes_it_and_refuses_a_bad_one(made, monkeypatch):
 def test_nothing_was_measured(tmp_path):
     folder = converted(tmp_path / "bare", verify=False)
     text = write_card(folder).read_text()
-    told = section(text, "measured")
+    told = section(text, "Measured")
     assert told.count(NOT_MEASURED) == 3 and not re.search(r"\d", told)
     assert "model-index" not in metadata_load(folder / "README.md")
     (folder / "conversion.json").unlink()
     text = write_card(folder).read_text()
     assert "```" not in section(text, "made")
-    assert section(text, "measured").count(NOT_MEASURED) == 2
+    assert section(text, "Measured").count(NOT_MEASURED) == 2
 
 
 def test_the_example_on_the_card_runs(made, capsys):

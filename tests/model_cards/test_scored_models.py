@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from card_toys import ROW, report
-from crosshead.evals.model_fingerprint import model_fingerprint
+from crosshead.common.fingerprint import model_fingerprint
 from crosshead.model_cards.errors import CardError
 from crosshead_command.card import write_card
 from toy_checkpoints import write_model

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crosshead.common.errors import EvalError
-from crosshead.evals.model_fingerprint import SAMPLE, model_fingerprint
+from crosshead.common.fingerprint import SAMPLE, model_fingerprint
 
 
 @pytest.fixture

@@ -1,19 +1,19 @@
-"""Which model a folder holds: a digest that changes when its configuration or its weights do."""
+"""The fingerprint of a model directory: a digest that changes when its configuration or its weights change."""
 
 import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from crosshead.common.errors import EvalError
+from .errors import EvalError
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 SAMPLE = 4096
-"""Bytes of each tensor that are read: all bytes of a large model would take minutes, and training changes these."""
+"""The bytes read of each tensor: all bytes would take minutes, and training changes these too."""
 
 
 def model_fingerprint(folder: Path) -> str:
-    """A sha256 over config.json and, of each weights file, its size, its header and the beginning of each tensor."""
+    """A sha256 of config.json and, for each weights file, of its size, header and first bytes of each tensor."""
     try:
         digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in sorted(folder.glob(WEIGHTS)):
@@ -37,7 +37,7 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 
 def _offsets(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """Where each tensor begins and ends, in the order of the file."""
+    """The beginning and the end of each tensor, in the order of the file."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         return sorted((int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in entries))

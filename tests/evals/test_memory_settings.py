@@ -39,11 +39,11 @@ def test_what_is_freed_is_not_taken_from_the_system_again():
 
 
 def test_a_c_library_without_the_setting(monkeypatch):
-    asked = []
+    seen = []
     monkeypatch.setattr(kept_memory.ctypes, "CDLL", lambda name: object())
-    monkeypatch.setattr(kept_memory, "_use_large_pages", lambda: asked.append("large pages"))
+    monkeypatch.setattr(kept_memory.torch, "empty", lambda size: seen.append(os.environ[kept_memory.LARGE_PAGES]))
     kept_memory.keep_memory()
-    assert asked == ["large pages"]
+    assert seen == ["1"]
 
 
 LARGE = """
