@@ -4,14 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from crosshead.common.errors import ConversionError
+from crosshead.common.yaml_text import BOOLEANS, parse_yaml
 from crosshead.modeling.options import unknown
 
 from .architectures.mixer_options import split_argument
-
-WORDS = {"true": True, "false": False}
 
 
 def _whole_number(text: str) -> Any:
@@ -19,9 +16,9 @@ def _whole_number(text: str) -> Any:
 
 
 def _flag(text: str) -> bool:
-    if text.lower() not in WORDS:
+    if text.lower() not in BOOLEANS:
         raise ConversionError(f"allow_inexact={text!r} is not allowed in a recipe: use true or false")
-    return WORDS[text.lower()]
+    return BOOLEANS[text.lower()]
 
 
 def _decimal(text: str) -> Any:
@@ -62,25 +59,14 @@ def with_recipe(
     return dict(named) or mixers, content | chosen
 
 
-class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml brings no types
-    """Every scalar stays text, as YAML 1.1 would read the key `on` as true; and no key stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping; the base class would let the last value of a key win."""
-        content = super().construct_mapping(node, deep)
-        if len(content) < len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "a key stands twice", node.start_mark)
-        return content
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     """The options of a recipe; the file's own folder is where its relative paths start."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConversionError(f"--recipe {path} cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConversionError(f"--recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConversionError(f"--recipe {path} is {error}") from None
     if not isinstance(content, dict):
         raise ConversionError(f"--recipe {path} holds no options: use `mixers:` and options, one a line")
     options: dict[str, Any] = {}

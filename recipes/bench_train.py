@@ -25,8 +25,8 @@ from crosshead.evals.bench.pairs import in_turn, seconds
 from crosshead.modeling.options import unknown
 
 from .data.training_data import TrainingData, open_data
-from .schema.data_options import DataOptions, DataSource
-from .schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
+from .schema.recipe import Recipe
+from .schema.sections import CheckpointOptions, DataOptions, DataSource, ModelOptions, TrainOptions, WatchOptions
 from .schema.toy import write_text, write_tokenizer
 from .train import train
 from .trainer.models import load_tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 
 from crosshead.common.errors import RecipeError, one_line
 
-from ..schema.data_options import DataSource
+from ..schema.sections import DataSource
 from .source_files import expanded, source_files
 
 

@@ -41,7 +41,7 @@ def shuffled(key: str, count: int, index: int) -> int:
             return index
 
 
-class Turns:
+class SourceOrder:
     """Which source's turn it is: after any number of turns each has had its share of them, to within one.
 
     A source with `u` of a period's `p` turns takes its turn number `i` (from 0) no earlier than `i * p / u`, rounded
@@ -87,7 +87,7 @@ class RunOrder:
 
     def __init__(self, windows: Sequence[int], weights: Sequence[float], seed: int) -> None:
         self._windows, self._seed = list(windows), seed
-        self._turns = Turns(weights)
+        self._turns = SourceOrder(weights)
 
     def sample(self, index: int) -> tuple[int, int]:
         """The source and the window of sample `index`, counted from 0 over the whole run."""

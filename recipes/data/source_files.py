@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError
 
-from ..schema.data_options import DataSource
+from ..schema.sections import DataSource
 
 SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
 """Kind of source -> which files of a folder belong to it."""

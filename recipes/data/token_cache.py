@@ -28,7 +28,7 @@ import numpy as np
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
-from ..schema.data_options import DataSource
+from ..schema.sections import DataSource
 from .readers import documents
 from .source_files import identity, total_size
 from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens

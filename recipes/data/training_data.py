@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, Dataset
 
 from crosshead.common.errors import RecipeError
 
-from ..schema.data_options import DataOptions, DataSource
+from ..schema.sections import DataOptions, DataSource
 from .packing import Sample, Windows
 from .sampling_order import RunOrder
 from .source_files import expanded

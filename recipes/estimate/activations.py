@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..schema.data_options import DataOptions
-from ..schema.recipe import TrainOptions
+from ..schema.sections import DataOptions, TrainOptions
 from ..trainer.trainable import is_wrapped, set_trainable
 
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")

@@ -18,9 +18,9 @@ from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
-from .data_options import DataOptions, DataSource
 from .model_config import model_config, named_model_config
-from .recipe import ModelOptions, Recipe, TrainOptions
+from .recipe import Recipe
+from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
 
 TOY_LAYERS = 4
 STEPS = 6

@@ -9,7 +9,7 @@ from torch import nn
 from crosshead.modeling.mechanisms.mixture import balance_loss
 from crosshead.modeling.model import share_of_batch
 
-from ..schema.recipe import Distillation
+from ..schema.sections import Distillation
 from .distillation import attention_errors, attention_outputs, instead_of_labels, next_token_losses, predictions
 from .teacher_logits import INDICES, LOGARITHMS
 

@@ -10,7 +10,8 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.tokenizer_state import LOADING
 
 from ..schema.model_config import model_config, named_model_config
-from ..schema.recipe import ModelOptions, Recipe
+from ..schema.recipe import Recipe
+from ..schema.sections import ModelOptions
 
 BESIDE = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
 """Patterns of files of the model that is continued which stay true of the result."""

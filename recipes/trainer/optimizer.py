@@ -11,7 +11,8 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from ..schema.recipe import Recipe, TrainOptions
+from ..schema.recipe import Recipe
+from ..schema.sections import TrainOptions
 from .trainable import is_new
 
 

@@ -19,7 +19,8 @@ from crosshead.common.errors import RecipeError, one_line
 
 from ..data.packing import Sample
 from ..data.training_data import TrainingData
-from ..schema.recipe import Distillation, Recipe
+from ..schema.recipe import Recipe
+from ..schema.sections import Distillation
 from .checkpoints import put
 
 HIGHEST = 64

@@ -5,7 +5,7 @@ from typing import Any
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.mechanisms import MECHANISMS
 
-from ..schema.recipe import LoraOptions, TrainOptions
+from ..schema.sections import LoraOptions, TrainOptions
 
 MIXERS = ".mixers."
 """What the name of every parameter of a mechanism holds."""

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.recipe import LoraOptions, Recipe
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
 from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random

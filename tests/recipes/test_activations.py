@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.recipes.estimate.activations import Arithmetic, activations
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
-from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
+from crosshead.recipes.schema.sections import DataOptions, DataSource, LoraOptions, TrainOptions
 from crosshead.recipes.trainer.trainable import set_trainable
 from tiers import grid
 

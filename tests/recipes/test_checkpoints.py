@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.recipe import MechanismOptions
+from crosshead.recipes.schema.sections import MechanismOptions
 from crosshead.recipes.trainer import checkpoints as module
 from crosshead.recipes.trainer.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights

@@ -8,7 +8,7 @@ import pytest
 from crosshead.recipes.data import readers as reading
 from crosshead.recipes.data.readers import documents
 from crosshead.recipes.data.source_files import identity, source_files, total_size
-from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.schema.sections import DataSource
 from toy_data import write_jsonl, write_parquet
 
 TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3

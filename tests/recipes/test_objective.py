@@ -6,7 +6,7 @@ from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
 from crosshead.recipes.data.packing import NOT_PREDICTED
-from crosshead.recipes.schema.recipe import Distillation
+from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer.distillation import attention_errors, attention_outputs
 from crosshead.recipes.trainer.loss import HeadRouting, Objective, evaluated, extremes
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS

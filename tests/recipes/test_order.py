@@ -8,7 +8,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.sampling_order import RunOrder, Turns, shuffled
+from crosshead.recipes.data.sampling_order import RunOrder, SourceOrder, shuffled
 
 TABLE_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
 """The sampling ratios of the Mixture-of-Head paper."""
@@ -67,7 +67,7 @@ def test_the_order_is_pinned():
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_shares_are_kept_to_within_one_at_every_moment(weights):
-    turns = Turns(weights)
+    turns = SourceOrder(weights)
     parts = [int(Fraction(str(weight)) * 100) for weight in weights]
     counts = [0] * len(weights)
     for index in range(2 * turns.period + 3):
@@ -79,15 +79,15 @@ def test_shares_are_kept_to_within_one_at_every_moment(weights):
 
 
 def test_only_the_ratio_of_weights_counts():
-    expected = [Turns([2, 1, 1]).turn(index) for index in range(50)]
-    assert [Turns([0.5, 0.25, 0.25]).turn(index) for index in range(50)] == expected
-    assert Turns([2, 1, 1]).period == 4
-    assert Turns(TABLE_D).period == 9999 + 1
+    expected = [SourceOrder([2, 1, 1]).turn(index) for index in range(50)]
+    assert [SourceOrder([0.5, 0.25, 0.25]).turn(index) for index in range(50)] == expected
+    assert SourceOrder([2, 1, 1]).period == 4
+    assert SourceOrder(TABLE_D).period == 9999 + 1
 
 
 def test_weights_that_never_repeat_are_refused():
     with pytest.raises(RecipeError, match=r"0\.123456789") as caught:
-        Turns([0.123456789, 1])
+        SourceOrder([0.123456789, 1])
     assert "\n" not in str(caught.value)
 
 

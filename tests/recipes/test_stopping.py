@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from broken import run as run_command
-from crosshead.recipes.schema.recipe import LoraOptions
+from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.trainer import run_trainer, stopping
 from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
 from crosshead.recipes.trainer.stopping import StopRequest, StopWhenAsked

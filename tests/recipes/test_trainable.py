@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
+from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.trainer.trainable import PROJECTIONS, set_trainable, whole_model
 from tiers import grid
 from toy_training import LORA, metrics, toy_run, train, weights
