@@ -3,7 +3,7 @@
 import json
 
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
-from crosshead.recipes.estimate.sharding import ONE_GPU, read_sharding
+from crosshead.recipes.estimate.memory import ONE_GPU, read_sharding
 from crosshead.recipes.schema.recipe import Recipe
 
 

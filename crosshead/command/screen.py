@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
+
+from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
 """What a stage counts, where that is not layers."""
@@ -16,13 +18,6 @@ SIDES = ("key_heads", "value_heads")
 
 class InterruptedByUserError(Exception):
     """Ctrl-C, with the notes of its `KeyboardInterrupt`, which typer would drop."""
-
-
-class Progress(Protocol):
-    """Told the stage, how much of it is done, how much there is if that is known, and what there is to say."""
-
-    def __call__(self, stage: str, done: int, total: int | None, told: str = "") -> None:
-        """Show it."""
 
 
 @contextmanager
@@ -48,7 +43,7 @@ def progress() -> Iterator[Progress]:
             return ""
         return f", {timedelta(seconds=round((time.monotonic() - since) / (done - first) * (total - done)))} left"
 
-    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         begun.setdefault(stage, (time.monotonic(), done))
         if not current or current[0][0] != stage:
             close()
@@ -58,19 +53,19 @@ def progress() -> Iterator[Progress]:
                 bar,
                 count,
                 left,
-                TextColumn("{task.fields[told]}"),
+                TextColumn("{task.fields[message]}"),
                 console=console,
                 speed_estimate_period=HOUR,
                 disable=not console.is_terminal,
             )
             bars.start()
-            current.append((stage, bars, bars.add_task(stage, total=total, told=told)))
-        if not console.is_terminal and told != said.get(stage, ""):
-            said[stage] = told
+            current.append((stage, bars, bars.add_task(stage, total=total, message=message)))
+        if not console.is_terminal and message != said.get(stage, ""):
+            said[stage] = message
             console.print(
-                f"{stage} {done} of {total}: {told}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
+                f"{stage} {done} of {total}: {message}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
             )
-        current[0][1].update(current[0][2], completed=done, total=total, told=told)
+        current[0][1].update(current[0][2], completed=done, total=total, message=message)
 
     def close() -> None:
         while current:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import crosshead
+from crosshead.common.progress import Progress
 from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.architectures.mixer_options import read_mixers, split_argument
 from crosshead.conversion.calibration.calibrate import Text, observe
@@ -17,7 +18,6 @@ from crosshead.conversion.compress.mix_layers import active_heads, component_pai
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.progress import Progress
 
 ROUTED = 75
 """Per cent of the query heads that a mixture keeps on."""

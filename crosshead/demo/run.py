@@ -6,8 +6,8 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
-from crosshead.recipes.trainer.progress import Progress
 
 from .cards import write_cards
 from .making import Conversion, Training, calibrate, continue_training, conversions, convert

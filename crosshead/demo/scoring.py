@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.evals.harness.evaluate import evaluate
 from crosshead.evals.inspect.page import write_report
 from crosshead.evals.inspect.report import inspect_report
 from crosshead.evals.open_model import load_model, open_model
-from crosshead.recipes.trainer.progress import Progress
 
 PROMPT = "The sun rises in the east and sets in the west. At night"
 NEW_TOKENS = 24

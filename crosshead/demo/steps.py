@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import versions, write_json
-from crosshead.recipes.trainer.progress import Progress
 
 RECORD = "demo.json"
 WORK = ".work"

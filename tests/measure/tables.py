@@ -21,7 +21,7 @@ from speed_tables import speed_tables
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
-from crosshead.recipes.estimate.sharding import read_sharding
+from crosshead.recipes.estimate.memory import read_sharding
 from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
 from house import ROOT

@@ -13,7 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.source_files import SUFFIXES, identity
+from crosshead.recipes.data.readers import SUFFIXES, source_fingerprint
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.sections import DataOptions, DataSource
 from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
@@ -219,7 +219,7 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, kind, pattern):
     monkeypatch.setattr(os, "scandir", refuse)
     source = DataSource(str(tmp_path / pattern), kind)
     with pytest.raises(RecipeError, match=r"/a/b .*Permission denied"):
-        identity(source)
+        source_fingerprint(source)
 
 
 @pytest.mark.parametrize(

@@ -133,7 +133,7 @@ def test_killed_before_the_result_was_written(whole, tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_finish", ended)
+        patched.setattr(module, "_save", ended)
         with pytest.raises(Killed):
             train(recipe)
     assert not Path(recipe.output, "model").exists()

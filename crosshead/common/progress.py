@@ -1,0 +1,14 @@
+"""The form in which long tasks report their progress."""
+
+from typing import Protocol
+
+
+class Progress(Protocol):
+    """Called with the stage, the amount done, the total if it is known, and a message such as the last loss."""
+
+    def __call__(self, stage: str, done: int, total: int | None, message: str = "") -> None:
+        """Show it."""
+
+
+def silent(stage: str, done: int, total: int | None, message: str = "") -> None:
+    """Shows nothing."""
