@@ -17,8 +17,17 @@ from crosshead.common.progress import Progress, silent
 from .data.training_data import TrainingData, open_data
 from .schema.recipe import Recipe
 from .trainer.callbacks import ReportProgress, StopOnSignal
-from .trainer.checkpoint_trainer import writing
-from .trainer.checkpoints import MODEL, PARTIAL, checkpoints, claim_output, locked_output, move_synced, step_of
+from .trainer.checkpoints import (
+    MODEL,
+    PARTIAL,
+    checkpoints,
+    claim_output,
+    locked_output,
+    move_synced,
+    step_of,
+    writable,
+    writing,
+)
 from .trainer.metrics import MetricsFile
 from .trainer.models import copied_files, load_models, load_tokenizer
 from .trainer.process_group import is_main_process, main_process_first
@@ -62,7 +71,10 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     model, teacher = load_models(recipe, tokenizer)
     extra_files = copied_files(recipe.model)
     data = open_data(recipe.data, tokenizer, model.config.vocab_size, progress)
-    main_process_first(partial(_claim, output, fingerprint(recipe, data)))
+    with writable(output):
+        main_process_first(partial(claim_output, output, fingerprint(recipe, data)))
+    if is_main_process():
+        shutil.rmtree(output / PARTIAL, ignore_errors=True)
     if not (output / MODEL / RESULT).is_file():
         newest = _newest_checkpoint(output)
         on_signal = StopOnSignal()
@@ -99,15 +111,6 @@ def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
     return json.loads(json.dumps(flat))
 
 
-def _claim(output: Path, run: dict[str, Any]) -> None:
-    try:
-        claim_output(output, run)
-        if is_main_process():
-            shutil.rmtree(output / PARTIAL, ignore_errors=True)
-    except OSError as error:
-        raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
-
-
 def _newest_checkpoint(output: Path) -> Path | None:
     """The checkpoint to resume from, the same for all processes."""
     from accelerate.utils import gather_object
@@ -130,7 +133,7 @@ def _save(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, extra_files: Sequ
     """Write the result next to the checkpoints."""
     output = Path(recipe.output)
     partial_model = output / PARTIAL / MODEL
-    with writing("the model", partial_model):
+    with writing("the model", output):
         trainer.save_result(partial_model)
         if trainer.is_world_process_zero():
             tokenizer.save_pretrained(str(partial_model))

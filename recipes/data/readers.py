@@ -38,14 +38,20 @@ Advance = Callable[[int], None]
 def documents(source: DataSource, advance: Advance) -> Iterator[Document]:
     """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end."""
     if source.kind == "hub":
-        for text in _hub_texts(source):
-            yield [text]
-            advance(1)
+        yield from _hub_rows(source, advance)
         return
     for path in source_files(source):
         with _reading(path):
-            _check_unpacked(path)
-            yield from READERS[source.kind](path, source.column, advance)
+            with path.open("rb") as file:
+                if file.read(len(GZIP)) == GZIP:
+                    raise RecipeError(
+                        f"{path} is compressed (gzip): unpack it, or give its folder with kind: hub, which reads such "
+                        "files with a document per line or row"
+                    )
+            if source.kind == "text":
+                yield _text_blocks(path, advance)
+            else:
+                yield from (_json_lines if source.kind == "jsonl" else _parquet_rows)(path, source.column, advance)
 
 
 def source_files(source: DataSource) -> list[Path]:
@@ -123,19 +129,6 @@ def _reading(path: Path) -> Iterator[None]:
         raise RecipeError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
 
 
-def _check_unpacked(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(len(GZIP)) == GZIP:
-            raise RecipeError(
-                f"{path} is compressed (gzip): unpack it first, or give its folder with kind: hub, which reads such "
-                "files with a document per line or row"
-            )
-
-
-def _text_document(path: Path, column: str, advance: Advance) -> Iterator[Document]:
-    yield _text_blocks(path, advance)
-
-
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     begin = 0
@@ -199,16 +192,7 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Documen
         raise RecipeError(f"{path} cannot be read as Parquet: {one_line(error)}") from error
 
 
-READERS: dict[str, Callable[[Path, str, Advance], Iterator[Document]]] = {
-    "text": _text_document,
-    "jsonl": _json_lines,
-    "parquet": _parquet_rows,
-}
-"""Kind of local source -> reader of one of its files."""
-
-
-def _hub_texts(source: DataSource) -> Iterator[str]:
-    """The texts of a dataset in its own order, `RecipeError` if it cannot be loaded or read to its end."""
+def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Document]:
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -221,7 +205,8 @@ def _hub_texts(source: DataSource) -> Iterator[str]:
             if rows.column_names is not None and source.column in rows.column_names:
                 rows = rows.select_columns([source.column])  # others may be images
             for number, row in enumerate(rows, 1):
-                yield _checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")
+                yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
+                advance(1)
     except RecipeError:
         raise
     except Exception as error:  # of the library, the network or a file format

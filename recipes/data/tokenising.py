@@ -46,45 +46,27 @@ class Piece:
     first: bool
     last: bool
 
-    @property
-    def is_blank_document(self) -> bool:
-        """It is a whole document without text."""
-        return self.first and self.last and not self.text.strip()
-
 
 def pieces(documents: Iterable[Document]) -> Iterator[Piece]:
-    """All documents, cut into pieces."""
+    """All documents, cut into pieces that do not depend on the parts in which a document was read."""
     for document in documents:
         pending, first = "", True
-        for text in _cut(document):
-            if pending:
-                yield Piece(pending, first, last=False)
-                first = False
-            pending = text
-        yield Piece(pending, first, last=True)
-
-
-def _cut(document: Document) -> Iterator[str]:
-    """Pieces that do not depend on the parts in which the document was read."""
-    pending = ""
-    for text in document:
-        for start in range(0, len(text), PIECE):
-            pending += text[start : start + PIECE]
-            while len(pending) > PIECE:
-                stop = pending.rfind("\n", 0, PIECE) + 1 or PIECE
-                yield pending[:stop]
-                pending = pending[stop:]
-    if pending:
-        yield pending
+        for text in document:
+            for start in range(0, len(text), PIECE):
+                pending += text[start : start + PIECE]
+                while len(pending) > PIECE:
+                    stop = pending.rfind("\n", 0, PIECE) + 1 or PIECE
+                    yield Piece(pending[:stop], first, last=False)
+                    pending, first = pending[stop:], False
+        if pending.strip() or not first:
+            yield Piece(pending, first, last=True)
 
 
 def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in groups of about `BATCH` characters, without empty documents."""
+    """Pieces in groups of about `BATCH` characters."""
     batch: list[Piece] = []
     size = 0
     for piece in stream:
-        if piece.is_blank_document:
-            continue
         batch.append(piece)
         size += len(piece.text)
         if size >= BATCH:

@@ -17,19 +17,9 @@ CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBON
 UNDECLARED = {"head_dim"}
 """Understood by every family, but declared by some only."""
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "num_experts",
-    "num_experts_per_tok",
-    "decoder_sparse_step",
-    "sliding_window",
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
 )
 """Whole numbers of at least 1, if given."""
 ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))

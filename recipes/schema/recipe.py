@@ -40,7 +40,6 @@ class Recipe(Section):
     sweep: SweepOptions | None = None
 
     def __post_init__(self) -> None:
-        """Sections that fit each other, and a configuration of a model that can be built."""
         self._check_steps()
         if self.watch.evaluate_every and not self.evaluates:
             raise RecipeError(

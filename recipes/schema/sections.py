@@ -76,7 +76,6 @@ class DataSource(Section):
     """hub: tokenise the dataset while it is downloaded, without a local copy of its files."""
 
     def __post_init__(self) -> None:
-        """No option without an effect."""
         for option in fields(self):
             value = getattr(self, option.name)
             if option.name in UNUSED_OPTIONS[self.kind] and value != option.default:
@@ -123,7 +122,6 @@ class ModelOptions(Section):
     """A folder or a Hub id; by default that of `path`."""
 
     def __post_init__(self) -> None:
-        """There is a model and a tokenizer."""
         if self.path is None and self.config is None:
             raise RecipeError("path is missing: name a model to continue, or give `config` to start one from scratch")
         if self.path is None and self.tokenizer is None:
@@ -188,7 +186,6 @@ class TrainOptions(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
 
     def __post_init__(self) -> None:
-        """LoRA options exactly for LoRA, a warmup that rises, and whole steps."""
         if (self.trainable == "mixers+lora") != (self.lora is not None):
             advice = "does not use `lora`: leave it out" if self.lora else "needs `lora`: give rank and alpha"
             raise RecipeError(f"trainable={self.trainable!r} {advice}")
@@ -223,7 +220,6 @@ class Distillation(Section):
     """First steps, in which each layer's attention output is fitted to the teacher's instead."""
 
     def __post_init__(self) -> None:
-        """One teacher, which runs if attention outputs are fitted."""
         if (self.teacher is None) == (self.logits is None):
             raise RecipeError(
                 f"teacher={self.teacher}, logits={self.logits}: give one of the two, a model or a folder of its logits"
@@ -265,7 +261,6 @@ class HubOptions(Section):
     private: Flag = True
 
     def __post_init__(self) -> None:
-        """The name is valid, which is better known before the training."""
         try:
             validate_repo_id(self.repo)
         except HFValidationError:
@@ -279,6 +274,5 @@ class SweepOptions(Section):
     learning_rates: tuple[Positive, ...]
 
     def __post_init__(self) -> None:
-        """Two rates or more, with different names of their folders."""
         if len({f"{rate:g}" for rate in self.learning_rates}) < max(2, len(self.learning_rates)):
             raise RecipeError(f"learning_rates={list(self.learning_rates)}: give two or more different ones")

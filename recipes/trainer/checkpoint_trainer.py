@@ -1,6 +1,5 @@
 """transformers' Trainer with atomic checkpoints, and a result that loads without crosshead."""
 
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from crosshead.common.errors import RecipeError, one_line
 
-from .checkpoints import PARTIAL, publish, step_of
+from .checkpoints import PARTIAL, publish, step_of, writing
 from .parameters import has_lora, merged_model
 
 
@@ -105,24 +104,9 @@ class CheckpointTrainer(Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step = self.state.global_step
         partial = self.output / PARTIAL / f"checkpoint-{step}"
-        with writing(f"the checkpoint at step {step}", partial):
+        with writing(f"the checkpoint at step {step}", self.output):
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.is_world_process_zero():
                 publish(partial, self.output, self.keep)
         self.accelerator.wait_for_everyone()
-
-
-@contextmanager
-def writing(name: str, partial: Path) -> Iterator[None]:
-    """Remove the partial folder after an error, which becomes one line; libraries raise many types for a full disk."""
-    try:
-        yield
-    except Exception as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        output = partial.parents[1]
-        free = shutil.disk_usage(output).free / 1e9
-        raise RecipeError(
-            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
-            "checkpoints are unchanged, and the same command resumes from them"
-        ) from error

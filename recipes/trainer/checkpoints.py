@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
 PREFIX = "checkpoint-"
@@ -78,14 +78,21 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
+def writable(output: Path) -> Iterator[None]:
+    """`RecipeError` if the system does not allow to write to the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
 def locked_output(output: Path) -> Iterator[None]:
     """Create the folder, and lock it against other runs until the block or the process ends."""
     is_new = not output.exists()
-    try:
+    with writable(output):
         output.mkdir(parents=True, exist_ok=True)
         file = (output / LOCK).open("a")
-    except OSError as error:
-        raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
     with file:
         try:
             lock_file(file, output)
@@ -98,6 +105,20 @@ def locked_output(output: Path) -> Iterator[None]:
             if is_new and written <= {LOCK, RUN}:  # refused before the training
                 shutil.rmtree(output)
             raise
+
+
+@contextmanager
+def writing(name: str, output: Path) -> Iterator[None]:
+    """After an error, which becomes one line, remove partial files; libraries raise many types for a full disk."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(output / PARTIAL, ignore_errors=True)
+        free = shutil.disk_usage(output).free / 1e9
+        raise RecipeError(
+            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
+            "checkpoints are unchanged, and the same command resumes from them"
+        ) from error
 
 
 def claim_output(output: Path, run: Mapping[str, Any]) -> None:

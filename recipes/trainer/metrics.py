@@ -3,16 +3,15 @@
 import json
 import os
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import mean, pstdev
 from typing import Any
 
-from crosshead.common.errors import DivergedError, RecipeError
+from crosshead.common.errors import DivergedError
 
-from .checkpoints import METRICS
+from .checkpoints import METRICS, writing
 
 RECENT = 50
 """Steps that a loss is compared with."""
@@ -85,26 +84,16 @@ class MetricsFile:
         self._path = output / METRICS
         lines = [line for line in self.lines(output) if line["step"] <= step]
         temporary = self._path.with_suffix(".partial")
-        with self._writing():
+        with writing(METRICS, output):
             temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             temporary.replace(self._path)
 
     def write(self, line: dict[str, Any]) -> None:
         """Append a line."""
-        with self._writing(), self._path.open("a", encoding="utf-8") as file:
+        with writing(METRICS, self._path.parent), self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())  # like checkpoints
-
-    @contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RecipeError(
-                f"{self._path} cannot be written: {error.strerror}; checkpoints are unchanged, and the same command "
-                "resumes from them"
-            ) from None
 
     @staticmethod
     def lines(output: Path) -> list[dict[str, Any]]:

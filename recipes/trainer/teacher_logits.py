@@ -47,44 +47,31 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     teacher = load_teacher(recipe.distillation.teacher, vocabulary, tokenizer).to(arguments.device)
     data = open_data(recipe.data, tokenizer, vocabulary, progress)
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
-    with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
-        write_logits(teacher, samples, recipe.train.micro_batch, run_key(recipe, data), folder, progress)
-
-
-def write_logits(
-    teacher: Any,
-    samples: Dataset[Sample],
-    batch: int,
-    key: dict[str, Any],
-    folder: Path,
-    progress: Progress = silent,
-) -> None:
-    """Run the teacher on batches of samples; `key` identifies the run that they belong to."""
     if folder.exists():
         raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
-    partial_folder = folder.with_name(f".{folder.name}.partial")
+    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        shutil.rmtree(partial_folder, ignore_errors=True)
-        partial_folder.mkdir(parents=True)
-        shape = _write(teacher, samples, batch, partial_folder, progress)
-        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, **key}
-        (partial_folder / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
-        move_synced(partial_folder, folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
+            shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
+        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, **run_key(recipe, data)}
+        (partial / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
+        move_synced(partial, folder)
     except OSError as error:
         raise RecipeError(f"the teacher's logits cannot be written to {folder}: {error.strerror}") from None
     finally:
-        shutil.rmtree(partial_folder, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 @torch.inference_mode()
-def _write(
-    teacher: Any, samples: Dataset[Sample], batch: int, folder: Path, progress: Progress
-) -> tuple[int, int, int]:
-    count, done = len(samples), 0  # type: ignore[arg-type]
+def _write(teacher: Any, batches: DataLoader[Sample], folder: Path, progress: Progress) -> tuple[int, int, int]:
+    """Run the teacher, and return the shape of the files."""
+    count, done = len(batches.dataset), 0  # type: ignore[arg-type]
     highest = min(HIGHEST, teacher.config.vocab_size)
     with (folder / FILES[INDICES][0]).open("wb") as indices, (folder / FILES[LOGARITHMS][0]).open("wb") as logarithms:
-        for sample in DataLoader(samples, batch):
-            inputs = {name: value.to(teacher.device) for name, value in sample.items() if name != "labels"}
+        for batch in batches:
+            inputs = {name: value.to(teacher.device) for name, value in batch.items() if name != "labels"}
             logits = teacher(**inputs, use_cache=False)["logits"].float()
             found = logits.log_softmax(-1).topk(highest, dim=-1)
             indices.write(found.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
@@ -122,9 +109,5 @@ class WithTeacher(Dataset[Sample]):
         return len(self._samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        indices = self._files[INDICES][index].astype(np.int64)
-        logarithms = self._files[LOGARITHMS][index].copy()
-        return self._samples[index] | {
-            INDICES: torch.from_numpy(indices),
-            LOGARITHMS: torch.from_numpy(logarithms),
-        }
+        indices, logarithms = self._files[INDICES][index].astype(np.int64), self._files[LOGARITHMS][index].copy()
+        return self._samples[index] | {INDICES: torch.from_numpy(indices), LOGARITHMS: torch.from_numpy(logarithms)}
