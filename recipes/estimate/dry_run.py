@@ -13,7 +13,7 @@ from crosshead.evals.cost.model import model_cost, on_meta
 
 from ..schema.model_config import CONFIGS, check_expert_bias, model_config
 from ..schema.recipe import Recipe
-from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
+from ..trainer.models import TEACHER_WITH_ZERO3, check_expected, load_config
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
 from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
@@ -105,7 +105,7 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     path, expected = recipe.model.path, recipe.model.config
     if expected is not None and (path is None or not Path(path).exists()):
         return model_config(expected), RECIPE
-    found = _stored(str(path), "model.path")
+    found = load_config(str(path), "model.path")
     if expected is not None:
         check_expected(found, model_config(expected))
     return found, CONFIG
@@ -119,7 +119,7 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
     if kind == ZERO3:
         raise RecipeError(TEACHER_WITH_ZERO3)
     if Path(name).exists():
-        found, where = _stored(name, "distillation.teacher"), CONFIG
+        found, where = load_config(name, "distillation.teacher"), CONFIG
     else:
         found, where = deepcopy(config), SOURCE
         found.mixers, found.dtype = {}, torch.bfloat16
@@ -142,15 +142,6 @@ def _counting(config: Any, name: str) -> Iterator[None]:
             f"{name}: a model of model_type={config.model_type!r} cannot be counted, only one of a Llama or Qwen "
             "family: train it without --dry-run"
         ) from error
-
-
-def _stored(path: str, key: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # damaged files raise many types
-        raise RecipeError(f"{key}={path} has no readable configuration: {one_line(error)}") from None
 
 
 def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -38,26 +38,20 @@ FOLDER = Path(__file__).parents[1] / "accelerate"
 ALONE, COPIES, FSDP, ZERO3 = "one GPU", "a copy on each GPU", "FSDP2", "DeepSpeed ZeRO-3"
 KINDS = {"NO": ALONE, "MULTI_GPU": COPIES, "FSDP": FSDP, "DEEPSPEED": ZERO3}
 """Accelerate's `distributed_type` -> kind of sharding."""
-SUPPORTED: dict[str, tuple[str, dict[str, tuple[Any, Any]]]] = {
-    FSDP: (
-        "fsdp_config",
-        {
-            "fsdp_version": (2, 1),
-            "fsdp_reshard_after_forward": (True, True),
-            "fsdp_offload_params": (False, False),
-        },
-    ),
-    ZERO3: (
-        "deepspeed_config",
-        {
-            "zero_stage": (3, 2),
-            "offload_optimizer_device": ("none", "none"),
-            "offload_param_device": ("none", "none"),
-            "deepspeed_config_file": (None, None),
-        },
-    ),
+SUPPORTED: dict[str, dict[str, tuple[Any, Any]]] = {
+    FSDP: {
+        "fsdp_config.fsdp_version": (2, 1),
+        "fsdp_config.fsdp_reshard_after_forward": (True, True),
+        "fsdp_config.fsdp_offload_params": (False, False),
+    },
+    ZERO3: {
+        "deepspeed_config.zero_stage": (3, 2),
+        "deepspeed_config.offload_optimizer_device": ("none", "none"),
+        "deepspeed_config.offload_param_device": ("none", "none"),
+        "deepspeed_config.deepspeed_config_file": (None, None),
+    },
 }
-"""Kind -> a section of the file, with the supported value and accelerate's default of each key."""
+"""Kind -> key of the file -> the supported value, and accelerate's default."""
 FLOAT32, MOMENTS = torch.float32.itemsize, 2
 LIVE, BUCKET = 1_000_000_000, 500_000_000
 """Elements: DeepSpeed's defaults of stage3_max_live_parameters and reduce_bucket_size."""
@@ -120,14 +114,14 @@ def read_sharding(name: str) -> Sharding:
             f"--accelerate {name}: distributed_type={content.get('distributed_type')!r} is not supported: "
             f"use one of {', '.join(KINDS)}"
         )
-    section, settings = SUPPORTED.get(kind, ("", {}))
-    found = content.get(section) or {}
-    if not isinstance(found, dict):
-        raise RecipeError(f"--accelerate {name}: {section}={found!r} is not a mapping, one `key: value` a line")
-    for key, (supported, default) in settings.items():
+    for name_in_file, (supported, default) in SUPPORTED.get(kind, {}).items():
+        section, key = name_in_file.split(".")
+        found = content.get(section) or {}
+        if not isinstance(found, dict):
+            raise RecipeError(f"--accelerate {name}: {section}={found!r} is not a mapping, one `key: value` a line")
         if found.get(key, default) != supported:
             raise RecipeError(
-                f"--accelerate {name}: {section}.{key}={found.get(key, default)!r} is not supported by --dry-run, "
+                f"--accelerate {name}: {name_in_file}={found.get(key, default)!r} is not supported by --dry-run, "
                 f"only {supported!r}: use that, or start the run itself"
             )
     processes: Any = 1 if kind == ALONE else content.get("num_processes")

@@ -72,24 +72,19 @@ def loss_kind(recipe: Recipe) -> str:
 
 def loss_curve(run: Recipe, kind: str) -> LossCurve:
     """The losses of a run from the curve's start on."""
-    if kind == HELD_OUT:
-        lines = MetricsFile.lines(Path(run.output))
-        points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
-    else:
-        points = dict(enumerate(_training_losses(run), 1))
+    lines = MetricsFile.lines(Path(run.output))
+    points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}
+    if kind == TRAINING:
+        points = dict(enumerate(MetricsFile.losses(Path(run.output), run.steps), 1))
     after = sorted((step, loss) for step, loss in points.items() if step > curve_start(run))
     return LossCurve(tuple(step * run.train.batch_tokens for step, _ in after), tuple(loss for _, loss in after))
-
-
-def _training_losses(run: Recipe) -> list[float]:
-    return MetricsFile.losses(Path(run.output), run.steps)
 
 
 def count_spikes(run: Recipe) -> int:
     """The number of loss spikes."""
     monitor = LossMonitor(run.match_steps)
     with suppress(RecipeError):  # of a run that diverged
-        monitor.update(_training_losses(run), 1)
+        monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
     return monitor.spikes
 
 
@@ -102,14 +97,12 @@ def final_rise(run: Recipe) -> float:
     window = min(RECENT, len(losses) // 5)
     if not window:
         return 0.0
-    rise = mean(losses[-window:]) - _training_losses(run)[run.match_steps]
+    averages = [mean(losses[end - window : end]) for end in range(len(losses), window - 1, -window)]
+    rise = averages[0] - MetricsFile.losses(Path(run.output), run.steps)[run.match_steps]
     if rise > MIN_DIVERGENCE:
         return rise
-    if window < 2:
-        return 0.0
-    last, *before = (losses[end - window : end] for end in range(len(losses), window - 1, -window))
-    rise = mean(last) - min(map(mean, before))
-    return rise if rise > max(MIN_SPIKE, SPIKE * pstdev(last) * (2 / window) ** 0.5) else 0.0
+    rise, noise = averages[0] - min(averages[1:]), pstdev(losses[-window:]) * (2 / window) ** 0.5
+    return rise if window > 1 and rise > max(MIN_SPIKE, SPIKE * noise) else 0.0
 
 
 def fit_scaling_law(tokens: Sequence[float], losses: Sequence[float]) -> ScalingLaw:

@@ -113,26 +113,30 @@ def copied_files(options: ModelOptions) -> list[Path]:
 
 def vocabulary_size(recipe: Recipe) -> int:
     """The vocabulary size of the model to train, without loading it."""
-    from transformers import AutoConfig
-
     options = recipe.model
     if options.path is None:
         return model_config(options.config or {}).vocab_size
+    return load_config(options.path, "model.path", options).vocab_size
+
+
+def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any:
+    """The stored configuration of a model; `key` is that of the recipe."""
+    from transformers import AutoConfig
+
     try:
-        return AutoConfig.from_pretrained(options.path, trust_remote_code=False).vocab_size
-    except Exception as error:
-        raise RecipeError(_loading_error("model.path", options.path, error, options)) from None
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # damaged files raise many types
+        raise RecipeError(_loading_error(key, name, error, options)) from None
 
 
 def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
     """The teacher in its stored dtype, frozen; its vocabulary fits the tokenizer and the model."""
     teacher = _load(name, "distillation.teacher", "auto").eval().requires_grad_(False)
     size, highest = teacher.config.vocab_size, max(tokenizer.get_vocab().values(), default=-1)
-    if size > vocabulary:
-        raise RecipeError(f"distillation.teacher={name} has {size} tokens, the model {vocabulary}: {USE_ITS_SOURCE}")
-    if size <= highest:
+    if not highest < size <= vocabulary:
         raise RecipeError(
-            f"distillation.teacher={name} has {size} tokens, the tokenizer's last is {highest}: {USE_ITS_SOURCE}"
+            f"distillation.teacher={name} has {size} tokens, but the tokenizer has {highest + 1} and the model "
+            f"{vocabulary}: {USE_ITS_SOURCE}"
         )
     return teacher
 
