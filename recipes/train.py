@@ -16,18 +16,8 @@ from crosshead.common.progress import Progress, silent
 
 from .data.training_data import TrainingData, open_data
 from .schema.recipe import Recipe
+from .trainer import checkpoints
 from .trainer.callbacks import ReportProgress, StopOnSignal
-from .trainer.checkpoints import (
-    MODEL,
-    PARTIAL,
-    checkpoints,
-    claim_output,
-    locked_output,
-    move_synced,
-    step_of,
-    writable,
-    writing,
-)
 from .trainer.metrics import MetricsFile
 from .trainer.models import copied_files, load_models, load_tokenizer
 from .trainer.process_group import is_main_process, main_process_first
@@ -61,7 +51,7 @@ def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
     """Start the run, or resume it from its newest complete checkpoint."""
     require_posix("training")
     arguments = training_arguments(recipe)  # which also join the process group
-    with locked_output(Path(recipe.output)) if is_main_process() else nullcontext():
+    with checkpoints.locked_output(Path(recipe.output)) if is_main_process() else nullcontext():
         return _run(recipe, arguments, progress if is_main_process() else silent)
 
 
@@ -71,11 +61,11 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     model, teacher = load_models(recipe, tokenizer)
     extra_files = copied_files(recipe.model)
     data = open_data(recipe.data, tokenizer, model.config.vocab_size, progress)
-    with writable(output):
-        main_process_first(partial(claim_output, output, fingerprint(recipe, data)))
+    with checkpoints.writable(output):
+        main_process_first(partial(checkpoints.claim_output, output, fingerprint(recipe, data)))
     if is_main_process():
-        shutil.rmtree(output / PARTIAL, ignore_errors=True)
-    if not (output / MODEL / RESULT).is_file():
+        shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
+    if not (output / checkpoints.MODEL / RESULT).is_file():
         newest = _newest_checkpoint(output)
         on_signal = StopOnSignal()
         trainer = RunTrainer(
@@ -95,7 +85,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         if step < recipe.steps:
             return Outcome(step, recipe.steps, on_signal.signal, None, MetricsFile.last(output))
         _save(recipe, trainer, tokenizer, extra_files)
-    return Outcome(recipe.steps, recipe.steps, None, output / MODEL, MetricsFile.last(output))
+    return Outcome(recipe.steps, recipe.steps, None, output / checkpoints.MODEL, MetricsFile.last(output))
 
 
 def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
@@ -115,8 +105,8 @@ def _newest_checkpoint(output: Path) -> Path | None:
     """The checkpoint to resume from, the same for all processes."""
     from accelerate.utils import gather_object
 
-    newest = next(iter(checkpoints(output)), None)
-    steps = gather_object([step_of(newest) if newest else 0])
+    newest = next(iter(checkpoints.checkpoints(output)), None)
+    steps = gather_object([checkpoints.step_of(newest) if newest else 0])
     if len(set(steps)) > 1:
         raise RecipeError(f"output={output} is not the same for all processes: use a disk that all machines share")
     return newest
@@ -132,8 +122,8 @@ def _samples(recipe: Recipe, data: TrainingData, vocabulary: int) -> Any:
 def _save(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, extra_files: Sequence[Path]) -> None:
     """Write the result next to the checkpoints."""
     output = Path(recipe.output)
-    partial_model = output / PARTIAL / MODEL
-    with writing("the model", output):
+    partial_model = output / checkpoints.PARTIAL / checkpoints.MODEL
+    with checkpoints.writing("the model", output):
         trainer.save_result(partial_model)
         if trainer.is_world_process_zero():
             tokenizer.save_pretrained(str(partial_model))
@@ -143,8 +133,8 @@ def _save(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, extra_files: Sequ
             record = {"recipe": without_folders(asdict(recipe)), "processes": trainer.args.world_size}
             record |= {"metrics": MetricsFile.last(output)}
             (partial_model / RESULT).write_text(json.dumps(record, indent=2), encoding="utf-8")
-            move_synced(partial_model, output / MODEL)
-            shutil.rmtree(output / PARTIAL, ignore_errors=True)
+            checkpoints.move_synced(partial_model, output / checkpoints.MODEL)
+            shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
 
 

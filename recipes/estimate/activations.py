@@ -50,32 +50,23 @@ class Activations:
         return sum(self.layers) + self.outside
 
 
-@dataclass(frozen=True)
-class _Coefficients:
-    """Bytes of each layer, and last of all outside of layers, for a token and for a pair of tokens."""
-
-    token: torch.Tensor
-    pair: torch.Tensor
-    residual: torch.dtype
-
-
 def activations(config: Any, train: TrainOptions, data: DataOptions, precision: Precision) -> Activations:
     """The activations of a model with this configuration."""
     rows = min(2, train.micro_batch)  # a single sequence is copied in places where several are not
     narrow = _narrow(config)
-    base = _measure(narrow, train, data, precision, rows)
-    per_token = base.token
+    token, pair, residual = _coefficients(narrow, train, data, precision, rows)
+    per_token = token
     for name in WIDTHS:
         width = getattr(config, name, None)
         if width:
             least = getattr(narrow, name)
             wider = deepcopy(narrow)
             setattr(wider, name, 2 * least)
-            slope = (_measure(wider, train, data, precision, rows).token - base.token) / least
+            slope = (_coefficients(wider, train, data, precision, rows)[0] - token) / least
             per_token = per_token + slope * (width - least)
-    total = (per_token * data.length + base.pair * data.length**2) / rows * train.micro_batch
+    total = (per_token * data.length + pair * data.length**2) / rows * train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
-    layer_input = base.residual.itemsize * config.hidden_size * data.length * train.micro_batch
+    layer_input = residual.itemsize * config.hidden_size * data.length * train.micro_batch
     return Activations(tuple(layers), layer_input, outside)
 
 
@@ -91,7 +82,10 @@ def _narrow(config: Any) -> Any:
     return small
 
 
-def _measure(config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int) -> _Coefficients:
+def _coefficients(
+    config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Bytes of each layer, and last of all outside of layers, for a token and for a pair; the dtype between layers."""
     from transformers import AutoModelForCausalLM
 
     found = []
@@ -107,7 +101,7 @@ def _measure(config: Any, train: TrainOptions, data: DataOptions, precision: Pre
     step = LENGTHS[1] - LENGTHS[0]
     pair = (long - 2 * middle + short) / (2 * step**2)
     token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
-    return _Coefficients(token, pair, found[0][1])
+    return token, pair, found[0][1]
 
 
 def _saved(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) -> tuple[list[int], torch.dtype]:

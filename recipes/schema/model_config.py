@@ -43,9 +43,7 @@ def model_config(content: Mapping[str, Any]) -> Any:
         for key in SIZES:
             Integer().parse(key, fields.get(key), 0)
         config = kind(**fields)
-        _check_heads(config)
-        _check_rope(config.rope_parameters)
-        _check_values(config)
+        _check(config)
     return config
 
 
@@ -58,26 +56,20 @@ def named_model_config() -> Iterator[None]:
         raise RecipeError(f"model.config: {one_line(error)}") from None
 
 
-def _check_heads(config: Any) -> None:
-    """Groups of query heads are equal, and RoPE rotates the numbers of a head in pairs."""
+def _check(config: Any) -> None:
+    """Values that the library accepts, although no model can be trained with them."""
     heads = config.layout_of_layer(0)
     if heads.query_heads % heads.key_value_heads:
         allowed = f"use a number that divides num_attention_heads={heads.query_heads}"
         raise refuse("num_key_value_heads", heads.key_value_heads, allowed)
     size = getattr(config, "head_dim", heads.head_dim)
-    if not size or size % 2:
+    if not size or size % 2:  # RoPE rotates pairs
         raise refuse("head_dim", size, "use an even number (the default is hidden_size / num_attention_heads)")
-
-
-def _check_rope(rope: Mapping[str, Any]) -> None:
-    Choice(ROPE_TYPES).parse("rope_parameters.rope_type", rope.get("rope_type") or "", 0)
+    Choice(ROPE_TYPES).parse("rope_parameters.rope_type", config.rope_parameters.get("rope_type") or "", 0)
     for key in ROPE_NUMBERS:
-        value = rope.get(key, 1)
+        value = config.rope_parameters.get(key, 1)
         if not _is_number(value) or value <= 0:
             raise refuse(f"rope_parameters.{key}", value, "use a number above 0")
-
-
-def _check_values(config: Any) -> None:
     Choice(tuple(ACT2FN)).parse("hidden_act", config.hidden_act, 0)
     for layer_type in getattr(config, "layer_types", None) or ():
         Choice(("full_attention", "sliding_attention")).parse("layer_types", layer_type, 0)

@@ -9,35 +9,24 @@ from dataclasses import dataclass, field
 from crosshead.common.errors import RecipeError
 
 from ..data.sampling_order import SourceOrder
+from . import sections
 from .model_config import check_expert_bias, model_config
-from .sections import (
-    CheckpointOptions,
-    DataOptions,
-    Distillation,
-    HubOptions,
-    ModelOptions,
-    Place,
-    Section,
-    SweepOptions,
-    TrainOptions,
-    WatchOptions,
-)
 
 
 @dataclass(frozen=True)
-class Recipe(Section):
+class Recipe(sections.Section):
     """A whole training run."""
 
-    output: Place
+    output: sections.Place
     """The folder for checkpoints, metrics and, at the end, the model."""
-    model: ModelOptions
-    data: DataOptions
-    train: TrainOptions
-    distillation: Distillation | None = None
-    watch: WatchOptions = field(default_factory=WatchOptions)
-    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
-    hub: HubOptions | None = None
-    sweep: SweepOptions | None = None
+    model: sections.ModelOptions
+    data: sections.DataOptions
+    train: sections.TrainOptions
+    distillation: sections.Distillation | None = None
+    watch: sections.WatchOptions = field(default_factory=sections.WatchOptions)
+    checkpoints: sections.CheckpointOptions = field(default_factory=sections.CheckpointOptions)
+    hub: sections.HubOptions | None = None
+    sweep: sections.SweepOptions | None = None
 
     def __post_init__(self) -> None:
         self._check_steps()

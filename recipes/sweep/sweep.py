@@ -28,17 +28,7 @@ from crosshead.evals.probe.plot import COLOURS, RIGHT, TOP, WIDTH, Field
 from ..schema.recipe import Recipe
 from ..train import train
 from ..trainer.process_group import is_main_process
-from .loss_curve import (
-    MIN_POINTS,
-    LossCurve,
-    ScalingLaw,
-    count_spikes,
-    curve_start,
-    final_rise,
-    fit_scaling_law,
-    loss_curve,
-    loss_kind,
-)
+from . import loss_curve as curves
 
 REPORT, PICTURE, DIVERGED = "sweep.json", "sweep.svg", "diverged.json"
 ERRORS = 2
@@ -56,8 +46,8 @@ class Attempt:
     told: str
     """The reason why it is not stable; empty if it is. The name is that of the key in `sweep.json`."""
     spikes: int
-    curve: LossCurve
-    law: ScalingLaw | None
+    curve: curves.LossCurve
+    law: curves.ScalingLaw | None
     """None if the run diverged."""
 
     @property
@@ -77,9 +67,9 @@ class Attempt:
 
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
     """Train the runs that are not finished, and write `sweep.json` and `sweep.svg` into the recipe's output."""
-    runs, kind = sweep_runs(recipe), loss_kind(recipe)
-    steps = recipe.steps - curve_start(recipe)
-    if steps < MIN_POINTS:
+    runs, kind = sweep_runs(recipe), curves.loss_kind(recipe)
+    steps = recipe.steps - curves.curve_start(recipe)
+    if steps < curves.MIN_POINTS:
         raise RecipeError(
             f"{max(0, steps)} of {recipe.steps} steps come after the warmup, too few for a curve: train on more tokens"
         )
@@ -141,15 +131,15 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
 
 def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
     """Whether a finished run is stable, and its fitted loss."""
-    curve, reason, rise = loss_curve(run, kind), diverged or "", final_rise(run)
+    curve, reason, rise = curves.loss_curve(run, kind), diverged or "", curves.final_rise(run)
     if not reason and rise:
         reason = f"the loss rose {rise:.2f} above its minimum"
-    if diverged is None and len(curve.losses) < MIN_POINTS:
+    if diverged is None and len(curve.losses) < curves.MIN_POINTS:
         raise RecipeError(
             f"{run.output} has {len(curve.losses)} losses after the warmup, too few for a curve: train on more tokens"
         )
-    law = fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None
-    return Attempt(run.train.learning_rate, run.output, reason, count_spikes(run), curve, law)
+    law = curves.fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None
+    return Attempt(run.train.learning_rate, run.output, reason, curves.count_spikes(run), curve, law)
 
 
 def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:
@@ -194,7 +184,7 @@ def _curve(run: Mapping[str, Any], colour: str, field: Field) -> Iterator[str]:
     style = 'fill="none" clip-path="url(#field)"'
     yield f'<path d="{dots}" {style} stroke="{colour}" stroke-opacity="0.6" stroke-width="4" stroke-linecap="round"/>'
     if run["law"]:
-        law = ScalingLaw(**run["law"])
+        law = curves.ScalingLaw(**run["law"])
         first, last = run["curve"]["tokens"][0], run["curve"]["tokens"][-1]
         points = [first * (last / first) ** (step / SEGMENTS) for step in range(SEGMENTS + 1)]
         line = " ".join(f"{field.x(tokens):.1f},{field.y(law.loss(tokens)):.1f}" for tokens in points)

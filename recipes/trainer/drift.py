@@ -36,14 +36,11 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
         first, second = (_initialised(leaf, seed) for seed in (0, 1))
         for part, parameter in leaf.named_parameters(recurse=False):
             is_fixed = name.startswith(neutral) and torch.equal(first[part], second[part])
-            found[plain_name(f"{name}.{part}")] = first[part] if is_fixed else _copy(parameter)
+            value = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter  # not logged here
+            found[plain_name(f"{name}.{part}")] = (
+                first[part] if is_fixed else value.detach().to("cpu", torch.float32, copy=True)
+            )
     return found
-
-
-def _copy(parameter: torch.Tensor) -> torch.Tensor:
-    """On the CPU; zeros if only the main process, which logs the metrics, has the values."""
-    value = parameter.detach()
-    return torch.zeros(value.shape) if value.is_meta else value.to("cpu", torch.float32, copy=True)
 
 
 def _is_zero3_shard(parameter: torch.Tensor) -> bool:

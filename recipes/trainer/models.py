@@ -61,7 +61,13 @@ def load_models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
         teacher = load_teacher(options.teacher, model.config.vocab_size, tokenizer)
-        _check_layers(teacher, model.config, recipe)
+        for key in ("num_hidden_layers", "hidden_size") if options.match_steps else ():
+            theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
+            if theirs != ours:
+                raise RecipeError(
+                    f"distillation.match_steps={options.match_steps} compares layers, but the teacher has {key}="
+                    f"{theirs}, the model {ours}: use 0, or {USE_ITS_SOURCE}"
+                )
     if recipe.train.checkpoint_activations:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
@@ -139,17 +145,6 @@ def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
             f"{vocabulary}: {USE_ITS_SOURCE}"
         )
     return teacher
-
-
-def _check_layers(teacher: Any, config: Any, recipe: Recipe) -> None:
-    """To fit attention outputs, the teacher has as many layers of the same width."""
-    for key in ("num_hidden_layers", "hidden_size") if recipe.match_steps else ():
-        theirs, ours = getattr(teacher.config, key), getattr(config, key)
-        if theirs != ours:
-            raise RecipeError(
-                f"distillation.match_steps={recipe.match_steps} compares layers, but the teacher has {key}={theirs}, "
-                f"the model {ours}: use 0, or {USE_ITS_SOURCE}"
-            )
 
 
 def _loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
