@@ -7,12 +7,13 @@ first steps, which allocate memory, are not counted.
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from threading import Semaphore, Thread
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
 import torch
@@ -52,18 +53,13 @@ EndStep = Callable[[], None]
 """Called by a run at the end of each step; returns when the next step is requested."""
 
 
-class _ClosedError(Exception):
-    """No further step is requested."""
-
-
 class SteppedRun:
     """A run in a thread of its own that works only during `step`, and ends with the block."""
 
     def __init__(self, run: Callable[[EndStep], object]) -> None:
         self._run = run
-        self._requested, self._done = Semaphore(0), Semaphore(0)
-        self._is_closed = False
         self._failure: BaseException | None = None
+        self._barrier = Barrier(2)  # passed at the start and at the end of each step
         self._thread = Thread(target=self._work)
 
     def __enter__(self) -> "SteppedRun":
@@ -71,38 +67,31 @@ class SteppedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._is_closed = True
-        self._requested.release()
+        self._barrier.abort()
         self._thread.join()
 
     def step(self) -> None:
         """Make the next step; the first includes the start of the run."""
         if self._failure is None:
-            self._requested.release()
-            self._done.acquire()
+            self._between_steps()
         if self._failure is not None:
             raise self._failure
 
     def _work(self) -> None:
-        try:
-            self._wait()
-            self._run(self._end_step)
-            self._failure = RuntimeError("the run has no more steps")
-        except _ClosedError:
-            pass
-        except BaseException as error:  # raised again by `step`
-            self._failure = error
-        finally:
-            self._done.release()
+        with suppress(BrokenBarrierError):
+            self._barrier.wait()
+            try:
+                self._run(self._between_steps)
+                self._failure = RuntimeError("the run has no more steps")
+            except BrokenBarrierError:
+                raise
+            except BaseException as error:  # raised again by `step`
+                self._failure = error
+            self._barrier.wait()
 
-    def _end_step(self) -> None:
-        self._done.release()
-        self._wait()
-
-    def _wait(self) -> None:
-        self._requested.acquire()
-        if self._is_closed:
-            raise _ClosedError
+    def _between_steps(self) -> None:
+        self._barrier.wait()
+        self._barrier.wait()
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
