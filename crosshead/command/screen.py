@@ -5,9 +5,10 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from crosshead.common.progress import Progress
+if TYPE_CHECKING:  # crosshead takes seconds to import
+    from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}
 """What a stage counts, where that is not layers."""
@@ -21,7 +22,7 @@ class InterruptedByUserError(Exception):
 
 
 @contextmanager
-def progress() -> Iterator[Progress]:
+def progress() -> "Iterator[Progress]":
     """Bars on stderr, one a stage, with the time left; where nobody watches, only what there is to say."""
     from huggingface_hub.utils.tqdm import disable_progress_bars
     from rich.console import Console

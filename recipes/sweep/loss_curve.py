@@ -23,7 +23,7 @@ HELD_OUT, TRAINING = "held-out", "training"
 MIN_POINTS = 5
 """Two more than the curve has parameters."""
 EXPONENTS = np.geomspace(0.02, 4.0, 60)
-"""Tried first; then the search goes on between the neighbours of the best one."""
+"""Tried first; the search then continues between the neighbours of the best one."""
 ROUNDS, HUBER = 20, 1.345
 """Of weighting; and the residual, in standard deviations, above which a point's weight falls."""
 EXACT = 1e-9

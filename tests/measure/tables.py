@@ -175,7 +175,7 @@ def _cost_row(name: str, mechanism: str, content: Content) -> str:
 
 def memory_table() -> str:
     """What each GPU would hold, by `crosshead train --dry-run`."""
-    heads = ("recipe", "where", "weights, gradients, moments", "at work", "activations", "logits", "in all")
+    heads = ("recipe", "where", "weights, gradients, moments", "working copies", "activations", "logits", "in all")
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     return "\n".join([*lines, *(memory_row(*plan) for plan in PLANS)]) + "\n"
 

@@ -15,14 +15,7 @@ from safetensors.torch import load_file, save_file
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.sections import MechanismOptions
 from crosshead.recipes.trainer import checkpoints as module
-from crosshead.recipes.trainer.checkpoints import (
-    checkpoints,
-    claim_output,
-    locked_output,
-    move_synced,
-    publish,
-    step_of,
-)
+from crosshead.recipes.trainer.checkpoints import checkpoints, claim_output, locked_output, publish, step_of
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
 
 
@@ -129,7 +122,7 @@ def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
 def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     forced, partial = [], written(tmp_path, 2)
     monkeypatch.setattr(module, "sync", lambda path: forced.append((path, partial.exists())))
-    move_synced(partial, tmp_path / "checkpoint-2")
+    module.move_synced(partial, tmp_path / "checkpoint-2")
     inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
     assert {path for path, before in forced if before} == inside
     assert forced[-1] == (tmp_path, False)

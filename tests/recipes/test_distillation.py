@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from crosshead.recipes.data.training_data import NOT_PREDICTED
-from crosshead.recipes.trainer import loss as distilling
+from crosshead.recipes.trainer import loss as loss_module
 from crosshead.recipes.trainer.loss import (
     attention_errors,
     attention_outputs,
@@ -19,7 +19,7 @@ VOCABULARY = 13
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(distilling, "ROWS", 5)  # that do not end where sequences do
+    monkeypatch.setattr(loss_module, "ROWS", 5)  # that do not end where sequences do
 
 
 def numbers(*shape, seed):

@@ -11,7 +11,7 @@ import torch
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
-from crosshead.recipes.trainer import metrics as watching
+from crosshead.recipes.trainer import metrics as module
 from crosshead.recipes.trainer import run_trainer
 from crosshead.recipes.trainer.checkpoints import checkpoints
 from crosshead.recipes.trainer.drift import drift, plain_name, starting_points
@@ -225,8 +225,8 @@ def runaway(monkeypatch):
 
 
 def spoil(monkeypatch, steps):
-    monkeypatch.setattr(watching, "RECENT", 4)
-    monkeypatch.setattr(watching, "PATIENCE", 5)
+    monkeypatch.setattr(module, "RECENT", 4)
+    monkeypatch.setattr(module, "PATIENCE", 5)
     objective = run_trainer.TrainingLoss.__call__
 
     def broken(self, model, inputs, items, step):

@@ -5,7 +5,7 @@ import json
 import datasets
 import pytest
 
-from crosshead.recipes.data import readers as reading
+from crosshead.recipes.data import readers as module
 from crosshead.recipes.data.readers import documents, source_files, source_fingerprint, total_size
 from crosshead.recipes.schema.sections import DataSource
 from toy_data import write_jsonl, write_parquet
@@ -27,7 +27,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
     content = "Größe\r\n漢字 🙂\n" * 50
     (tmp_path / "a.txt").write_bytes(content.encode())
     for block in (1, 2, 3, 5, 1 << 20):  # characters of several bytes lie across the blocks' borders
-        monkeypatch.setattr(reading, "BLOCK", block)
+        monkeypatch.setattr(module, "BLOCK", block)
         source = of(tmp_path / "a.txt", "text")
         texts, told = read(source)
         assert texts == [content]
@@ -36,7 +36,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
 def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
-    monkeypatch.setattr(reading, "ROWS", 4)
+    monkeypatch.setattr(module, "ROWS", 4)
     write(tmp_path / "a", TEXTS, column="body")
     source = of(tmp_path / "a", kind, column="body")
     texts, told = read(source)
