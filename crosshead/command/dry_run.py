@@ -8,7 +8,7 @@ from crosshead.recipes.schema.recipe import Recipe
 
 
 def show_dry_run(recipe: Recipe, accelerate: str | None, as_json: bool) -> None:
-    """Print what the run would be."""
+    """Print the size, FLOPs and memory of the run."""
     report = dry_run(recipe, read_sharding(accelerate) if accelerate is not None else ONE_GPU)
     if as_json:
         print(json.dumps(report, indent=2))
