@@ -93,7 +93,7 @@ types: $(READY) ## mypy
 	$(PYTHON) -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && $(PYTHON) -m mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p crosshead
 
-tables: $(READY) ## write the generated tables of the documents: results and costs
+tables: $(READY) ## write the generated tables of the documents (results and costs) and the JSON schema of recipes
 	PYTHONPATH=tests:tests/measure $(PYTHON) -P tests/measure/tables.py
 
 measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M, in build/heads.json: TEXT=file to measure on

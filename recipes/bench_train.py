@@ -1,40 +1,41 @@
-"""Training speed beside the library's own: the same steps by our trainer and model, and by transformers' Trainer and
-the stock model of the same shape, in turn.
+"""Training speed relative to the library's: our trainer and model against transformers' Trainer and the stock model.
 
-Two runs stand beside each other and make their steps in turn, so that whatever the machine does meanwhile meets both;
-which one goes first alternates. A step's time includes its data and its logging; start, checkpoints and result are not
-measured, nor are the first steps, in which memory is taken.
+Both runs have the same shape of model and make their steps in turn, so that other load on the machine affects both;
+the order alternates. The time of a step includes its data and its logging, but no start, checkpoint or result. The
+first steps, which allocate memory, are not counted.
 """
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any
 
 import torch
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.progress import Progress, silent
 from crosshead.evals.bench.machine import machine
 from crosshead.evals.bench.models import SHAPE as LAYERS
 from crosshead.evals.bench.pairs import in_turn, seconds
 from crosshead.modeling.options import unknown
 
 from .data.training_data import TrainingData, open_data
-from .schema.data_options import DataOptions, DataSource
-from .schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions, WatchOptions
+from .schema.recipe import Recipe
+from .schema.sections import CheckpointOptions, DataOptions, DataSource, ModelOptions, TrainOptions, WatchOptions
 from .schema.toy import write_text, write_tokenizer
 from .train import train
+from .trainer.callbacks import ReportProgress
 from .trainer.models import load_tokenizer
-from .trainer.progress import Progress, silent
-from .trainer.stepped_trainer import Rest, StepByStep
 from .trainer.training_arguments import training_arguments
 
-LENGTH, SEQUENCES, AT_ONCE, LOG_EVERY = 512, 4, 2, 5
+LENGTH, SEQUENCES, MICRO_BATCH, LOG_EVERY = 512, 4, 2, 5
 WARM_UPS = 3
 SHAPE: dict[str, Any] = LAYERS | {"vocab_size": 8192, "max_position_embeddings": LENGTH, "tie_word_embeddings": True}
 CASES: dict[str, dict[str, Any]] = {
@@ -46,59 +47,96 @@ CASES: dict[str, dict[str, Any]] = {
     "differential": {"differential": {}},
     "gating": {"gating": {}},
 }
-"""What is measured, by name."""
+"""Name -> mixers."""
+
+EndStep = Callable[[], None]
+"""Called by a run at the end of each step; returns when the next step is requested."""
+
+
+class SteppedRun:
+    """A run in a thread of its own that works only during `step`, and ends with the block."""
+
+    def __init__(self, run: Callable[[EndStep], object]) -> None:
+        self._run = run
+        self._failure: BaseException | None = None
+        self._barrier = Barrier(2)  # passed at the start and at the end of each step
+        self._thread = Thread(target=self._work)
+
+    def __enter__(self) -> "SteppedRun":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._barrier.abort()
+        self._thread.join()
+
+    def step(self) -> None:
+        """Make the next step; the first includes the start of the run."""
+        if self._failure is None:
+            self._between_steps()
+        if self._failure is not None:
+            raise self._failure
+
+    def _work(self) -> None:
+        with suppress(BrokenBarrierError):
+            self._barrier.wait()
+            try:
+                self._run(self._between_steps)
+                self._failure = RuntimeError("the run has no more steps")
+            except BrokenBarrierError:
+                raise
+            except BaseException as error:  # raised again by `step`
+                self._failure = error
+            self._barrier.wait()
+
+    def _between_steps(self) -> None:
+        self._barrier.wait()
+        self._barrier.wait()
 
 
 def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = silent) -> dict[str, Any]:
-    """Tokens a second of each case and its rival, round by round, and their ratios; of all cases if none is named."""
+    """Tokens a second of each case and of the stock run, in each round, and their ratios; by default of all cases."""
     for name in names:
         if name not in CASES:
             raise RecipeError(str(unknown("bench train", "case", name, list(CASES))))
-    figures: dict[str, Any] = {}
+    speeds: dict[str, Any] = {}
     names = names or list(CASES)
-    measured = rounds * steps
     with TemporaryDirectory() as scratch:
-        recipe = _recipe(Path(scratch), WARM_UPS + measured + 1)
+        recipe = _recipe(Path(scratch), WARM_UPS + rounds * steps + 1)
         data = open_data(recipe.data, load_tokenizer(recipe), SHAPE["vocab_size"])
         for index, name in enumerate(names):
             progress("measuring", index, len(names), name)
-            taken = _in_turn(partial(_ours, recipe, name), partial(_stock, recipe, data), WARM_UPS + measured)
-            speeds = [_speeds(found[WARM_UPS:], steps) for found in taken]
-            figures[name] = {"mixers": CASES[name], **_figures(*speeds)}
-            gc.collect()  # a trainer and its model refer to each other
-    settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": AT_ONCE, "length": LENGTH}
+            ours, stock = partial(_train_ours, recipe, name), partial(_train_stock, recipe, data)
+            times = _step_times(ours, stock, WARM_UPS + rounds * steps)
+            speeds[name] = {"mixers": CASES[name], **_compare(*(_speeds(each[WARM_UPS:], steps) for each in times))}
+            gc.collect()  # a trainer and its model are a reference cycle
+    settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": MICRO_BATCH, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
     settings |= {"dtype": recipe.train.dtype}
-    return {"tokens_per_second": figures, "shape": SHAPE, "settings": settings, "machine": machine()}
+    return {"tokens_per_second": speeds, "shape": SHAPE, "settings": settings, "machine": machine()}
 
 
-def _in_turn(ours: Callable[[Rest], None], stock: Callable[[Rest], None], steps: int) -> list[list[float]]:
-    """Seconds of each step of ours and of the stock run; the first includes the start."""
-    with StepByStep(ours) as mine, StepByStep(stock) as theirs:
-        found = in_turn(lambda: seconds(mine.step), lambda: seconds(theirs.step), steps)
+def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None], steps: int) -> list[list[float]]:
+    """Seconds of each step of ours and of the stock run; the first step includes the start."""
+    with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
+        found = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
     return [found["ours"], found["rival"]]
 
 
-def _speeds(taken: list[float], steps: int) -> list[float]:
-    """Tokens a second of each round of so many steps."""
-    rounds = (taken[start : start + steps] for start in range(0, len(taken), steps))
+def _speeds(times: list[float], steps: int) -> list[float]:
+    """Tokens a second in each round."""
+    rounds = (times[start : start + steps] for start in range(0, len(times), steps))
     return [steps * SEQUENCES * LENGTH / sum(each) for each in rounds]
 
 
-def _figures(ours: list[float], stock: list[float]) -> dict[str, Any]:
-    ratios = [mine / theirs for mine, theirs in zip(ours, stock, strict=True)]
-    return {
-        "ours": ours,
-        "stock": stock,
-        "median_ours": median(ours),
-        "median_stock": median(stock),
-        "ratios": ratios,
-        "median_ratio": median(ratios),
-    }
+def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:
+    ratios = [our_speed / stock_speed for our_speed, stock_speed in zip(ours, stock, strict=True)]
+    medians = {"median_ours": median(ours), "median_stock": median(stock)}
+    return {"ours": ours, "stock": stock, **medians, "ratios": ratios, "median_ratio": median(ratios)}
 
 
 def _recipe(folder: Path, steps: int) -> Recipe:
-    """Plain windows of real text, a token a byte; nothing is evaluated, and no measured step is the last one."""
+    """A token per byte of real text; no evaluation, and no measured step is the last one."""
     write_tokenizer(folder / "tokenizer")
     batch = SEQUENCES * LENGTH
     return Recipe(
@@ -111,7 +149,7 @@ def _recipe(folder: Path, steps: int) -> Recipe:
             learning_rate=1e-3,
             tokens=steps * batch,
             batch_tokens=batch,
-            micro_batch=AT_ONCE,
+            micro_batch=MICRO_BATCH,
             dtype="bfloat16" if torch.accelerator.is_available() else "float32",
         ),
         watch=WatchOptions(every=LOG_EVERY),
@@ -119,32 +157,28 @@ def _recipe(folder: Path, steps: int) -> Recipe:
     )
 
 
-def _ours(recipe: Recipe, name: str, rest: Rest) -> None:
-    """A run from scratch."""
+def _on_new_step(end_step: EndStep) -> Progress:
+    """Progress of a run that calls `end_step` once for each step, although logged steps are reported twice."""
     ended = 0
 
-    def note(stage: str, done: int, total: int | None, told: str = "") -> None:
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         nonlocal ended
-        if stage == "training" and done > ended:  # a step is told again when it is logged
+        if stage == "training" and done > ended:
             ended = done
-            rest()
+            end_step()
 
+    return show
+
+
+def _train_ours(recipe: Recipe, name: str, end_step: EndStep) -> None:
+    """A run from scratch."""
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
         model = replace(recipe.model, config={**(recipe.model.config or {}), "mixers": CASES[name]})
-        train(replace(recipe, output=output, model=model), note)
+        train(replace(recipe, output=output, model=model), _on_new_step(end_step))
 
 
-class _Resting(TrainerCallback):
-    def __init__(self, rest: Rest) -> None:
-        self._rest = rest
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """One more."""
-        self._rest()
-
-
-def _stock(recipe: Recipe, data: TrainingData, rest: Rest) -> None:
-    """The same of the library's Trainer, with the same arguments, and of its model."""
+def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
+    """The same by the library's Trainer, with the same arguments, and its model."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer
 
     with TemporaryDirectory(dir=Path(recipe.output).parent) as output:
@@ -152,15 +186,15 @@ def _stock(recipe: Recipe, data: TrainingData, rest: Rest) -> None:
             model=AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32),
             args=training_arguments(replace(recipe, output=output)),
             train_dataset=data.samples(recipe.steps * recipe.batch_size, recipe.train.seed),
-            callbacks=[_Resting(rest)],
+            callbacks=[ReportProgress(_on_new_step(end_step), recipe.train.batch_tokens)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 
 def bench_train_lines(report: Mapping[str, Any]) -> list[str]:
-    """The figures as a table."""
-    lines = [f"{'tokens a second':16}  {'ours':>8}  {'stock':>8}  {'ratio':>6}  least to most"]
+    """The report as a table."""
+    lines = [f"{'tokens a second':16}  {'ours':>8}  {'stock':>8}  {'ratio':>6}  lowest to highest"]
     for name, figures in report["tokens_per_second"].items():
         ratios = figures["ratios"]
         speeds = f"{figures['median_ours']:>8,.0f}  {figures['median_stock']:>8,.0f}"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # crosshead takes seconds to import
     from crosshead.common.progress import Progress
 
 UNITS = {"writing": "bytes", "checking": "bytes"}

@@ -16,44 +16,43 @@ from crosshead_command.train import STOPPED
 def sweep(
     recipe: Annotated[str, typer.Argument(help="A YAML file with `sweep`, or a shipped one: papers/mea_1b_sweep.")],
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Another value: section.key=value, repeatable.")
+        list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run it at toy size, in this folder.")] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compare learning rates in short runs. A power law is fitted to each loss curve.
 
-    Writes sweep.json and sweep.svg; the same command goes on where it stopped. For example:
+    Writes sweep.json and sweep.svg; the same command resumes a stopped sweep. For example:
 
     crosshead sweep papers/mea_1b_sweep --set 'sweep.learning_rates=[1e-4, 1e-3]'
     """
-    from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.schema.load import load_recipe
     from crosshead.recipes.schema.toy import toy as at_toy_size
     from crosshead.recipes.sweep.sweep import PICTURE
     from crosshead.recipes.sweep.sweep import sweep as run
-    from crosshead.recipes.trainer.process_group import in_turn, together
+    from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first
 
     disable_progress_bar()
-    with together(), progress() as show:
-        asked = load_recipe(recipe, changes or [])
+    with closing_process_group(), progress() as show:
+        loaded = load_recipe(recipe, changes or [])
         if toy is not None:
-            asked = in_turn(partial(at_toy_size, asked, toy))
-        report = run(asked, show)
-        is_main = PartialState().is_main_process
+            loaded = main_process_first(partial(at_toy_size, loaded, toy))
+        report = run(loaded, show)
+        is_main = is_main_process()
     if is_main:
-        _tell(report, Path(asked.output) / PICTURE, as_json)
+        _print(report, Path(loaded.output) / PICTURE, as_json)
     if report["stopped_by"] is not None:
         sys.exit(STOPPED + report["stopped_by"])
     if report["chosen"] is None:
         raise ValueError("no learning rate is stable: try smaller ones")
 
 
-def _tell(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
+def _print(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
     if report["stopped_by"] is not None:
-        typer.echo(f"crosshead: stopped after {len(report['runs'])} rates: the same command goes on", err=True)
+        typer.echo(f"crosshead: stopped after {len(report['runs'])} rates: the same command resumes", err=True)
     elif as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
@@ -69,5 +68,5 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         law = run["law"]
         figures = f"{run['fitted_loss']:>21.4f}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}" if law else f"{'':>40}"
         notes = {report["lower"]: "stable, fitted lower than the chosen one", report["chosen"]: "chosen"}
-        told = notes.get(run["learning_rate"], run["told"].partition(":")[0])
-        yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {told}".rstrip()
+        note = notes.get(run["learning_rate"], run["told"].partition(":")[0])
+        yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {note}".rstrip()

@@ -10,66 +10,65 @@ import typer
 from crosshead_command.screen import progress
 
 STOPPED = 128
-"""Plus the signal: the exit status of a run that was stopped and goes on with the same command."""
+"""Plus the signal: the exit status of a stopped run, which the same command resumes."""
 
 
 def train(
     recipe: Annotated[str, typer.Argument(help="A YAML file, or a shipped recipe such as small/smollm2_knocking.")],
     changes: Annotated[
-        list[str] | None, typer.Option("--set", help="Another value: section.key=value, repeatable.")
+        list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run it at toy size, in this folder.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell its size, work and memory, and stop.")] = False,
+    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this folder.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print size, FLOPs and memory, and stop.")] = False,
     accelerate: Annotated[
         str | None,
         typer.Option(help="For --dry-run: accelerate's configuration file, or a shipped one such as fsdp2_8_gpus."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="For --dry-run: print the figures as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For --dry-run: print the report as JSON.")] = False,
     save_teacher: Annotated[
         Path | None,
-        typer.Option(help="Write the teacher's highest logits into this folder, for distillation.logits, and stop."),
+        typer.Option(help="Save the teacher's highest logits in this folder, for distillation.logits, and stop."),
     ] = None,
 ) -> None:
-    """Train a model from a recipe; resumes where the same run stopped.
+    """Train a model from a recipe; the same command resumes a stopped run.
 
     crosshead train small/smollm2_knocking --set model.path=models/mine --set train.learning_rate=1e-5
     """
-    from accelerate import PartialState
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.schema.load import load_recipe
     from crosshead.recipes.schema.toy import toy as at_toy_size
     from crosshead.recipes.train import train as run
-    from crosshead.recipes.trainer.process_group import in_turn, together
-    from crosshead.recipes.trainer.saved_teacher import save_teacher as write_teacher
+    from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first
+    from crosshead.recipes.trainer.teacher_logits import save_teacher as write_teacher
     from crosshead_command.dry_run import show_dry_run
 
     if not dry_run and (accelerate is not None or as_json):
         raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
     disable_progress_bar()
-    with together(), progress() as show:
-        asked = load_recipe(recipe, changes or [])
+    with closing_process_group(), progress() as show:
+        loaded = load_recipe(recipe, changes or [])
         if toy is not None:
-            asked = in_turn(partial(at_toy_size, asked, toy))
+            loaded = main_process_first(partial(at_toy_size, loaded, toy))
         if dry_run:
-            show_dry_run(asked, accelerate, as_json)
+            show_dry_run(loaded, accelerate, as_json)
             return
         if save_teacher is not None:
-            write_teacher(asked, save_teacher, show)
+            write_teacher(loaded, save_teacher, show)
             typer.echo(f"wrote {save_teacher}")
             return
-        outcome = run(asked, show)
-        is_main = PartialState().is_main_process
+        outcome = run(loaded, show)
+        is_main = is_main_process()
     if is_main:
-        _tell(outcome)
+        _report(outcome)
     if outcome.model is None:
-        sys.exit(STOPPED + (outcome.stopped_by or 0))  # past main(), which has a line of its own for Ctrl-C
-    if asked.hub is not None and is_main:
-        _push(outcome.model, asked.hub)
+        sys.exit(STOPPED + (outcome.stopped_by or 0))  # not through main(), which prints another line for Ctrl-C
+    if loaded.hub is not None and is_main:
+        _push(outcome.model, loaded.hub)
 
 
 def _push(model: Path, hub: Any) -> None:
-    """Once no other process waits for this one: an upload may take long."""
+    """Upload the model, which may take long: the other processes have ended."""
     from crosshead_command.card import write_card
     from crosshead_command.push import checked, publish
 
@@ -82,10 +81,10 @@ def _push(model: Path, hub: Any) -> None:
         raise ValueError(f"{model} is complete, but not pushed: {error}; the same command pushes it") from error
 
 
-def _tell(outcome: Any) -> None:
+def _report(outcome: Any) -> None:
     if outcome.model is None:
-        told = f"stopped at step {outcome.step} of {outcome.steps}: the same command goes on"
-        typer.echo(f"crosshead: {told}", err=True)
+        message = f"stopped at step {outcome.step} of {outcome.steps}: the same command resumes"
+        typer.echo(f"crosshead: {message}", err=True)
         return
     losses = {name: outcome.metrics[name] for name in ("loss", "eval_loss") if name in outcome.metrics}
     typer.echo(f"trained {outcome.steps} steps: {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}")

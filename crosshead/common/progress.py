@@ -4,7 +4,7 @@ from typing import Protocol
 
 
 class Progress(Protocol):
-    """Shows how far a stage is: units done, units in all if that is known, and a message."""
+    """Called with the stage, the amount done, the total if it is known, and a message such as the last loss."""
 
     def __call__(self, stage: str, done: int, total: int | None, message: str = "") -> None:
         """Show it."""

@@ -1,158 +1,148 @@
-"""The documents of a data source, read as a stream: a long file or table is never in memory as a whole.
+"""The files of a data source, and their documents as a stream: no long file or table is in memory as a whole.
 
-A document is an iterable of strings that together are its text, to be consumed before the next document is asked for.
+A document is an iterable of strings, the parts of its text, to be consumed before the next document.
 """
 
 import codecs
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from glob import escape, glob
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError, one_line
 
-from ..schema.data_options import DataSource
-from .source_files import expanded, source_files
+from ..schema.sections import DataSource
 
-
-def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
-    """The error where a table does not have the column."""
-    return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
-
-
-def checked_text(value: Any, column: str, place: str) -> str:
-    """The text of a document, empty where there is none; `RecipeError` where it is something else."""
-    if value is None:
-        return ""
-    if not isinstance(value, str):
-        raise RecipeError(f"{place} holds {value!r:.40} in {column!r}, which is no text: choose another column")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RecipeError(f"{place} holds half a character in {column!r} (a lone surrogate): take it out") from None
-    return value
-
-
-_QUERY = re.compile(r"\?\S*")
-"""The part of an address in which a signature may stand."""
-EMPTY = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
-"""What datasets says of a split, or a file of it, that has no rows."""
-
-
-def hub_documents(source: DataSource) -> Iterator[str]:
-    """The texts of a dataset in its own order, `RecipeError` where it cannot be loaded or read to its end."""
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
-    path = expanded(source.path)
-    options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
-    try:
-        with _silence():
-            rows = load_dataset(path, source.subset, **options)
-            if rows.column_names is not None and source.column in rows.column_names:
-                rows = rows.select_columns([source.column])  # the others may be images
-            for number, row in enumerate(rows, 1):
-                yield _text(row, source, number)
-    except RecipeError:
-        raise
-    except Exception as error:  # of the library, of the network, of the file formats
-        reason = _QUERY.sub("", one_line(error.__cause__ or error))
-        if any(words in reason for words in EMPTY):
-            raise RecipeError(
-                f"the Hub dataset {source.path} is empty in its split {source.split!r}, or a file of it is: choose "
-                "another, or take the empty file out"
-            ) from error
-        raise RecipeError(f"the Hub dataset {source.path} cannot be read: {reason}") from error
-
-
-@contextmanager
-def _silence() -> Iterator[None]:
-    """Without the bars and the log of datasets: its errors are told in one line of ours."""
-    import datasets
-
-    silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not silent:
-            datasets.enable_progress_bars()
-
-
-def _text(row: dict[str, Any], source: DataSource, number: int) -> str:
-    place = f"row {number} of the Hub dataset {source.path}"
-    if source.column not in row:
-        raise missing_column(place, source.column, row)
-    return checked_text(row[source.column], source.column, place)
-
-
+SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
+"""Kind of source -> the files of a folder that belong to it."""
 BLOCK = 1 << 20
 """Bytes of a text file read at a time."""
 ROWS = 256
 """Rows of a table read at a time."""
 GZIP = b"\x1f\x8b"
-"""How a compressed file begins, and no text."""
+"""The first bytes of a compressed file, never of text."""
+SIGNED_QUERY = re.compile(r"\?\S*")
+"""The part of a URL that may contain a signature."""
+EMPTY_SPLIT = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
+"""Parts of the messages of datasets about a split or file without rows."""
 
 Document = Iterable[str]
 Advance = Callable[[int], None]
-"""Told how much more was read: bytes of files, documents of a dataset."""
+"""Called with the amount that was read: bytes of files, or documents of a Hub dataset."""
 
 
 def documents(source: DataSource, advance: Advance) -> Iterator[Document]:
-    """All documents of a source, those without any text too; `RecipeError` where it cannot be read to its end."""
+    """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end."""
     if source.kind == "hub":
-        for text in hub_documents(source):
-            yield [text]
-            advance(1)
+        yield from _hub_rows(source, advance)
         return
     for path in source_files(source):
         with _reading(path):
-            _check_unpacked(path)
-            yield from READERS[source.kind](path, source.column, advance)
+            with path.open("rb") as file:
+                if file.read(len(GZIP)) == GZIP:
+                    raise RecipeError(
+                        f"{path} is compressed (gzip): unpack it, or give its folder with kind: hub, which reads such "
+                        "files with a document per line or row"
+                    )
+            if source.kind == "text":
+                yield _text_blocks(path, advance)
+            else:
+                yield from (_json_lines if source.kind == "jsonl" else _parquet_rows)(path, source.column, advance)
+
+
+def source_files(source: DataSource) -> list[Path]:
+    """The files of a local source, sorted by name."""
+    place = Path(expand_home(source.path))
+    if place.is_file():
+        return [place]
+    if place.is_dir():
+        files, suffix = _files_in(place, SUFFIXES[source.kind]), SUFFIXES[source.kind]
+        advice = f"no {suffix} file at any depth: name its files by a pattern, such as {source.path}/**/*"
+    else:
+        for part in (place, *place.parents):
+            if escape(part.name) != part.name:
+                _check_folders(part if part.name == "**" else part.parent)
+        files = sorted(path for path in map(Path, glob(str(place), recursive=True)) if path.is_file())
+        advice = "no file there: check the path"
+    if not files:
+        raise RecipeError(f"the {source.kind} source {source.path} has {advice}")
+    return files
+
+
+def expand_home(place: str) -> str:
+    """A path with the home folder for `~`; other paths and names on the Hub stay as they are."""
+    path = os.path.expanduser(place)
+    if path.startswith("~"):
+        raise RecipeError(f"{place} begins with the home folder of an unknown user: write the whole path")
+    return path
+
+
+def _files_in(folder: Path, suffix: str) -> list[Path]:
+    paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=_refuse) for name in names)
+    return sorted(path for path in paths if path.name.endswith(suffix) and path.is_file())
+
+
+def _check_folders(pattern: Path) -> None:
+    """All folders can be listed; `glob` skips the others silently."""
+    for path in filter(os.path.isdir, glob(str(pattern), recursive=True)):
+        try:
+            os.scandir(path).close()
+        except OSError as error:
+            _refuse(error)
+
+
+def _refuse(error: OSError) -> NoReturn:
+    raise RecipeError(
+        f"the folder {error.filename} cannot be read: {error.strerror}: make it readable, or move it elsewhere"
+    ) from error
+
+
+def total_size(source: DataSource) -> int | None:
+    """The bytes of a source's files; None for a Hub dataset, whose size is unknown."""
+    return None if source.kind == "hub" else sum(path.stat().st_size for path in source_files(source))
+
+
+def source_fingerprint(source: DataSource) -> dict[str, Any]:
+    """Everything that the documents of a source depend on, in JSON types."""
+    content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
+    if source.kind == "hub":
+        path = expand_home(source.path)
+        files = _files_in(Path(path), "") if os.path.isdir(path) else []
+        content |= {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
+    else:
+        files = source_files(source)
+    states = [(path, path.stat()) for path in files]
+    content |= {"files": [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]}
+    return content if source.kind == "text" else content | {"column": source.column}
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """`RecipeError` where the system does not let a file be read."""
+    """`RecipeError` if the system does not allow a file to be read."""
     try:
         yield
     except OSError as error:
         raise RecipeError(f"{path} cannot be read: {error.strerror or one_line(error)}") from error
 
 
-def _check_unpacked(path: Path) -> None:
-    with path.open("rb") as file:
-        if file.read(len(GZIP)) == GZIP:
-            raise RecipeError(
-                f"{path} is compressed (gzip): unpack it first, or give its folder with kind: hub, which reads such "
-                "files, a line or row a document"
-            )
-
-
-def text_document(path: Path, column: str, advance: Advance) -> Iterator[Document]:
-    """A file of plain text: one document."""
-    yield _text_blocks(path, advance)
-
-
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     begin = 0
-    with _reading(path), path.open("rb") as file:  # `documents` is left by then
+    with _reading(path), path.open("rb") as file:  # runs outside of the block in `documents`
         while True:
             raw = file.read(BLOCK)
-            begin -= len(decoder.getstate()[0])  # a character that the block before left unfinished
+            begin -= len(decoder.getstate()[0])  # an incomplete character at the end of the block before
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
                 byte = begin + error.start
-                raise RecipeError(f"{path} is no UTF-8 text (byte {byte} is not): give plain text") from None
+                raise RecipeError(f"{path} is not UTF-8 text (byte {byte} is invalid): give plain text") from None
             if "\0" in text:
-                raise RecipeError(f"{path} is a binary file (it holds zero bytes): give plain text")
+                raise RecipeError(f"{path} is a binary file (it contains zero bytes): give plain text")
             if not raw:
                 return
             yield text
@@ -160,8 +150,7 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
             advance(len(raw))
 
 
-def json_lines(path: Path, column: str, advance: Advance) -> Iterator[Document]:
-    """A file with one JSON object a line: each is a document."""
+def _json_lines(path: Path, column: str, advance: Advance) -> Iterator[Document]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
@@ -173,18 +162,15 @@ def _json_text(line: bytes, column: str, place: str) -> str:
     try:
         content = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{place} is no UTF-8 text (its byte {error.start} is not): give JSON lines") from None
+        raise RecipeError(f"{place} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines") from None
     except (ValueError, RecursionError) as error:
         raise RecipeError(f"{place} is not JSON ({one_line(error)}): give one JSON object a line") from None
     if not isinstance(content, dict):
-        raise RecipeError(f"{place} holds {json.dumps(content)[:40]}, no JSON object: give one a line")
-    if column not in content:
-        raise missing_column(place, column, content)
-    return checked_text(content[column], column, place)
+        raise RecipeError(f"{place} is {json.dumps(content)[:40]}, not a JSON object: give one a line")
+    return _checked_text(content, column, place)
 
 
-def parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Document]:
-    """A Parquet file: each row is a document."""
+def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Document]:
     try:
         from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
     except ImportError as error:
@@ -193,22 +179,77 @@ def parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Document
     try:
         with parquet.ParquetFile(path) as table:
             if column not in table.schema_arrow.names:
-                raise missing_column(str(path), column, table.schema_arrow.names)
+                raise _missing_column(str(path), column, table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=ROWS, columns=[column]):
                 for row, value in enumerate(batch.column(0).to_pylist(), done + 1):
-                    yield [checked_text(value, column, f"{path} row {row}")]
+                    yield [_checked_text({column: value}, column, f"{path} row {row}")]
                 before, done = done, done + len(batch)
                 rows = table.metadata.num_rows
                 advance(size * done // rows - size * before // rows)
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} holds a text in {column!r} that is no UTF-8, after row {done}") from error
+        raise RecipeError(f"{path} has a text in {column!r} that is not UTF-8, after row {done}") from error
     except ArrowException as error:
         raise RecipeError(f"{path} cannot be read as Parquet: {one_line(error)}") from error
 
 
-READERS: dict[str, Callable[[Path, str, Advance], Iterator[Document]]] = {
-    "text": text_document,
-    "jsonl": json_lines,
-    "parquet": parquet_rows,
-}
-"""Kind of local source -> how one of its files is read."""
+def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Document]:
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
+    options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
+    path = expand_home(source.path)
+    try:
+        with _silent_datasets():
+            rows = load_dataset(path, source.subset, **options)
+            if rows.column_names is not None and source.column in rows.column_names:
+                rows = rows.select_columns([source.column])  # others may be images
+            for number, row in enumerate(rows, 1):
+                yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
+                advance(1)
+    except RecipeError:
+        raise
+    except Exception as error:  # of the library, the network or a file format
+        reason = SIGNED_QUERY.sub("", one_line(error.__cause__ or error))
+        if any(words in reason for words in EMPTY_SPLIT):
+            raise RecipeError(
+                f"the Hub dataset {source.path} has an empty split {source.split!r}, or an empty file in it: choose "
+                "another, or remove the file"
+            ) from error
+        raise RecipeError(f"the Hub dataset {source.path} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _silent_datasets() -> Iterator[None]:
+    """Without progress bars and log messages of datasets: its errors become one line."""
+    import datasets
+
+    is_silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if not is_silent:
+            datasets.enable_progress_bars()
+
+
+def _missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
+    return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
+
+
+def _checked_text(row: dict[str, Any], column: str, place: str) -> str:
+    """The text of a document, empty for null."""
+    if column not in row:
+        raise _missing_column(place, column, row)
+    value = row[column]
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise RecipeError(f"{place} has {value!r:.40} in {column!r}, which is not text: choose another column")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise RecipeError(f"{place} has half a character in {column!r} (a lone surrogate): remove it") from None
+    return value

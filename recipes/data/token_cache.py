@@ -1,15 +1,15 @@
-"""Sources tokenised once: a folder per source and settings, complete or not there, mapped into memory.
+"""The cache of tokenised sources: an atomic folder for each source and settings, mapped into memory.
 
-    <digest>/              named by what the tokens depend on: the source's files, the tokenizer, the share held out
-      training.tokens      all tokens of the documents to train on, a separator after each document
-      training.ends        where each of these documents ends, after its separator: int64
-      held_out.*           the same of the documents to evaluate on
-      cache.json           what the digest was made of, and what the files hold
-    <digest>.lock          held by the one process that tokenises; the others wait for it
-    .<digest>.*.partial/   what is being written, or what a process that was killed left: the next one removes it
+    <digest>/              named by a fingerprint of the source's files, the tokenizer and the share held out
+      training.tokens      all tokens of the documents to train on, with a separator after each document
+      training.ends        the end of each of these documents, after its separator: int64
+      held_out.*           the same for the documents to evaluate on
+      cache.json           the fingerprint, and the sizes of the files
+    <digest>.lock          held by the process that tokenises, while others wait
+    .<digest>.*.partial/   files in writing, or those of a killed process, which the next one removes
 
-On a disk without locks each process tokenises for itself, and the first that is done publishes.
-Nothing is forced to the disk. A power cut can leave a folder that is too short; it is noticed and made again.
+On a disk without locks each process tokenises for itself, and the first to finish publishes its folder.
+Files are not synced. After a power cut a folder may be too short: it is then made again.
 """
 
 import json
@@ -28,24 +28,19 @@ import numpy as np
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
-from ..schema.data_options import DataSource
-from .readers import documents
-from .source_files import identity, total_size
+from ..schema.sections import DataSource
+from .readers import documents, source_fingerprint, total_size
 from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
 
 FORMAT = 2
-"""Goes up when the same settings would give other files."""
+"""Incremented when the same settings give other files."""
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
 
-Progress = Callable[[int, int | None], None]
-"""Told how much is tokenised and, if known, how much there is: bytes of files, or documents of a Hub dataset."""
+Progress = Callable[[int, int | None], object]
+"""Called with the tokenised amount and, if known, the total: bytes of files, or documents of a Hub dataset."""
 
 logger = logging.getLogger(__name__)
-
-
-def silent(done: int, total: int | None) -> None:
-    """Progress for nobody."""
 
 
 class TokenStream:
@@ -55,32 +50,37 @@ class TokenStream:
         self._place = folder, part, dtype
         self.tokens: Tokens = _mapped(folder / f"{part}.tokens", dtype)
         self.ends: Tokens = _mapped(folder / f"{part}.ends", POSITION)
-        """Where each document ends, after its separator."""
+        """The end of each document, after its separator."""
 
     def __reduce__(self) -> tuple[type["TokenStream"], tuple[Any, ...]]:
-        """To another process goes the place; a mapping would be sent as its content."""
+        """Other processes map the files themselves; pickling the mapping would copy its content."""
         return TokenStream, self._place
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A source that is tokenised."""
+    """A tokenised source."""
 
     folder: Path
     dtype: np.dtype[Any]
     parts: dict[str, PartRecord]
 
     def stream(self, part: str) -> TokenStream:
-        """The documents to train on, or those held out."""
+        """The documents to train on, or the held-out ones."""
         return TokenStream(self.folder, part, self.dtype)
 
 
 def open_cache(
-    source: DataSource, encoder: TokenEncoder, held_out: float, root: Path, progress: Progress = silent
+    source: DataSource,
+    encoder: TokenEncoder,
+    held_out: float,
+    root: Path,
+    progress: Progress = lambda done, total: None,
 ) -> TokenCache:
-    """The tokens of a source, found below `root` or put there; `RecipeError` where that is not possible."""
+    """The tokens of a source, from the folder in `root` or written there."""
     try:
-        key = {"format": FORMAT, "source": identity(source), "encoder": encoder.identity(), "held_out": held_out}
+        key = {"format": FORMAT, "source": source_fingerprint(source), "encoder": encoder.fingerprint()}
+        key |= {"held_out": held_out}
     except OSError as error:
         raise RecipeError(f"{source.path} cannot be read: {error.strerror}") from error
     folder = root / blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
@@ -91,27 +91,27 @@ def open_cache(
         root.mkdir(parents=True, exist_ok=True)
         with _locked(root / f"{folder.name}.lock") as is_locked:
             if is_locked:
-                for remains in root.glob(f".{folder.name}.*partial"):  # of a process that was killed
-                    shutil.rmtree(remains)
+                for partial in root.glob(f".{folder.name}.*partial"):  # of a killed process
+                    shutil.rmtree(partial)
             return _complete(folder, encoder) or _build(folder, key, source, encoder, held_out, progress)
     except OSError as error:
         raise RecipeError(f"the token cache {root} cannot be written: {error.strerror or one_line(error)}") from error
 
 
 def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
-    """What is there, if its files are as long as they should be."""
+    """The folder's cache, if its files have the recorded sizes."""
     try:
         content = json.loads((folder / RECORD).read_bytes())
         parts = {name: PartRecord(**content["parts"][name]) for name in PARTS}
         sizes = {f"{name}.tokens": part.tokens * encoder.dtype.itemsize for name, part in parts.items()}
         sizes |= {f"{name}.ends": part.documents * POSITION.itemsize for name, part in parts.items()}
-        whole = all((folder / file).stat().st_size == size for file, size in sizes.items())
+        is_complete = all((folder / file).stat().st_size == size for file, size in sizes.items())
     except (OSError, ValueError, LookupError, TypeError):
-        whole = False
-    if whole:
+        is_complete = False
+    if is_complete:
         return TokenCache(folder, encoder.dtype, parts)
     if folder.exists():
-        logger.warning("the token cache %s is damaged: it is made again", folder)
+        logger.warning("the token cache %s is damaged: it is written again", folder)
     return None
 
 
@@ -134,10 +134,10 @@ def _build(
         except LongDocumentError as error:
             raise RecipeError(f"{source.path}: {error}") from None
         if not any(part.documents for part in parts.values()):
-            raise RecipeError(f"the {source.kind} source {source.path} is empty: it holds no text")
+            raise RecipeError(f"the {source.kind} source {source.path} is empty: it has no text")
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}
         (partial / RECORD).write_text(json.dumps(content, indent=2), encoding="utf-8")
-        if folder.exists():  # damaged; or of another process, where the disk has no locks
+        if folder.exists():  # damaged; or of another process, on a disk without locks
             if found := _complete(folder, encoder):
                 return found
             shutil.rmtree(folder)
@@ -149,15 +149,15 @@ def _build(
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Hold a lock that ends with the process, however it ends; false where the disk has no locks."""
+    """Lock a file until the block or the process ends; false on a disk without locks."""
     with path.open("a") as file:
         try:
             is_locked = lock_file(file, path.parent)
         except BlockingIOError:
-            logger.warning("another process is tokenising into %s: waiting for it", path.parent)
+            logger.warning("another process is tokenising into %s: waiting", path.parent)
             is_locked = lock_file(file, path.parent, wait=True)
         yield is_locked
 
 
 def _mapped(path: Path, dtype: np.dtype[Any]) -> Tokens:
-    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # nothing cannot be mapped
+    return np.memmap(path, dtype, "r") if path.stat().st_size else np.empty(0, dtype)  # an empty file cannot be mapped

@@ -1,38 +1,74 @@
-"""The training and evaluation data of a run, in sampling order."""
+"""The training and evaluation data of a run: windows of tokens, in sampling order.
+
+Windows are cut from the documents of a source one after the other. A document that is longer than the rest of its
+window continues in the next one. The first token of a window is not predicted, nor is, with separate documents, the
+first token of any document. The tokens after the last whole window are left out.
+
+The library separates documents by their positions alone, and only without an attention mask and with
+`use_cache=False`: with a cache, attention would cross documents silently.
+"""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import ConcatDataset, Dataset
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.progress import Progress, silent
 
-from ..schema.data_options import DataOptions, DataSource
-from .packing import Sample, Windows
-from .sampling_order import RunOrder
-from .source_files import expanded
-from .token_cache import TokenCache, open_cache
+from ..schema.sections import DataOptions, DataSource
+from .readers import expand_home
+from .sampling_order import SampleOrder
+from .token_cache import TokenCache, TokenStream, open_cache
 from .tokenising import HELD_OUT, TRAINING, TokenEncoder
 
-Progress = Callable[[str, int, int | None], None]
-"""Told which source is tokenised, how much of it, and, if known, how much there is."""
+NOT_PREDICTED = -100
+"""The label of a token without a loss."""
+
+Sample = dict[str, torch.Tensor]
 
 
-def silent(source: str, done: int, total: int | None) -> None:
-    """Progress for nobody."""
+class Windows(Dataset[Sample]):
+    """The windows of one source, in the order of its documents."""
+
+    def __init__(self, stream: TokenStream, length: int, separate_documents: bool) -> None:
+        self._stream, self._length, self._separate = stream, length, separate_documents
+
+    def __len__(self) -> int:
+        return len(self._stream.tokens) // self._length
+
+    def __getitem__(self, index: int) -> Sample:
+        begin = range(len(self))[index] * self._length
+        tokens = torch.from_numpy(self._stream.tokens[begin : begin + self._length].astype(np.int64))
+        sample = {"input_ids": tokens, "labels": tokens.clone()}
+        sample["labels"][0] = NOT_PREDICTED
+        if self._separate:
+            starts = self._starts(begin)
+            sample["labels"][starts] = NOT_PREDICTED
+            sizes = np.diff(starts, append=self._length)
+            sample["position_ids"] = torch.from_numpy(np.arange(self._length) - np.repeat(starts, sizes))
+        return sample
+
+    def _starts(self, begin: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The starts of documents in a window; a document that continues from the window before starts at 0."""
+        ends = self._stream.ends
+        inside = ends[np.searchsorted(ends, begin, "right") : np.searchsorted(ends, begin + self._length)]
+        return np.concatenate([[0], inside - begin])
 
 
 class RunSamples(Dataset[Sample]):
-    """The samples of a run, number 0 to the last, whatever epoch they fall in: to be read in order, never shuffled."""
+    """All samples of a run, over all its epochs: to be read in order, never shuffled."""
 
     def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int, count: int) -> None:
         self._sources, self._count = sources, count
-        self._order = RunOrder([len(source) for source in sources], weights, seed)
+        self._order = SampleOrder([len(source) for source in sources], weights, seed)
 
     def __len__(self) -> int:
         return self._count
@@ -44,28 +80,28 @@ class RunSamples(Dataset[Sample]):
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Sources that are tokenised and cut into windows."""
+    """Tokenised sources, cut into windows."""
 
     sources: tuple[Windows, ...]
     weights: tuple[float, ...]
     evaluation: Dataset[Sample] | None
     fingerprint: str
-    """Equal where the same seed gives the same samples."""
+    """Equal if the same seed gives the same samples."""
 
     @property
     def windows(self) -> int:
-        """All there are to train on: the samples of an epoch, where there is one source."""
+        """Of all sources: with one source, the samples of an epoch."""
         return sum(len(source) for source in self.sources)
 
     def samples(self, count: int, seed: int) -> RunSamples:
-        """What a run of so many samples sees."""
+        """The samples of a run."""
         return RunSamples(self.sources, self.weights, seed, count)
 
 
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:
-    """Tokenise what is not in the cache yet; `vocabulary` is how many tokens the model knows."""
+    """Open the sources, tokenised if they are not cached; `vocabulary` is the model's number of tokens."""
     encoder = TokenEncoder(tokenizer, vocabulary)
-    root = Path(expanded(options.cache))
+    root = Path(expand_home(options.cache))
 
     def cached(source: DataSource, held_out: float) -> TokenCache:
         return open_cache(source, encoder, held_out, root, partial(progress, source.path))
@@ -88,17 +124,12 @@ def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: P
             f"held_out={options.held_out} and evaluation give less than one window of length={options.length} to "
             "evaluate on: hold more out, or name more to evaluate on"
         )
+    weights = tuple(source.weight for source in options.sources)
+    digests = [(weight, cache.parts[TRAINING].digest) for weight, cache in zip(weights, caches, strict=True)]
+    content = json.dumps([options.length, options.separate_documents, digests])
     return TrainingData(
         sources=tuple(training),
-        weights=tuple(source.weight for source in options.sources),
+        weights=weights,
         evaluation=ConcatDataset(evaluation) if any(map(len, evaluation)) else None,
-        fingerprint=_fingerprint(options, caches),
+        fingerprint=blake2b(content.encode(), digest_size=16).hexdigest(),
     )
-
-
-def _fingerprint(options: DataOptions, caches: Sequence[TokenCache]) -> str:
-    sources = [
-        (source.weight, cache.parts[TRAINING].digest) for source, cache in zip(options.sources, caches, strict=True)
-    ]
-    content = json.dumps([options.length, options.separate_documents, sources])
-    return blake2b(content.encode(), digest_size=16).hexdigest()

@@ -1,11 +1,10 @@
-"""What the backward pass needs of the forward pass, in bytes, for a model that nobody has to make.
+"""Bytes that the forward pass saves for the backward pass, without building the model.
 
-Autograd itself says what it keeps, on copies of the model with all its layers, heads, experts and mechanisms, but
-narrow widths and short texts. A layer keeps something for each token, more with each width of the model, and where
-attention materialises its weights something for each pair of tokens: from a few small copies follows any size.
+Autograd reports what it saves on copies of the model with all layers, heads, experts and mechanisms, but narrow widths
+and short texts. A layer saves bytes for each token, which grow linearly with each width of the model, and bytes for
+each pair of tokens if its attention materialises the weights. A few small copies determine these coefficients.
 """
 
-from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import dataclass
 from math import lcm
@@ -15,151 +14,128 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..schema.data_options import DataOptions
-from ..schema.recipe import TrainOptions
-from ..trainer.trainable import is_wrapped, set_trainable
+from ..schema.sections import DataOptions, TrainOptions
+from ..trainer.parameters import has_lora, set_trainable
 
 WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 NARROW = 16
-"""The least width that every kernel takes."""
-SHORT, LONGER, LONGEST = LENGTHS = (8, 16, 24)
+"""The smallest width that every kernel supports."""
+LENGTHS = (8, 16, 24)
 VOCABULARY = 16
 
 
 @dataclass(frozen=True)
-class Arithmetic:
-    """How a run computes."""
+class Precision:
+    """The dtypes of a run's computation."""
 
     weights: torch.dtype
-    """In which the model's own weights meet its activations."""
+    """Of the weights in the model's own operations."""
     autocast: bool
-    """Matrix products alone in bfloat16, whatever the weights are in."""
+    """Whether matrix products are in bfloat16, for any dtype of the weights."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes, for the sequences of one micro batch."""
+    """Bytes for the sequences of one micro batch."""
 
     layers: tuple[int, ...]
     layer_input: int
     outside: int
-    """Of what is before and after the layers, without logits."""
+    """Before and after the layers, without logits."""
 
-    def kept(self, checkpointed: bool) -> int:
-        """At the end of the forward pass; `checkpointed`, the layers' inputs alone, and the largest layer at work."""
+    def total(self, checkpointed: bool) -> int:
+        """At the end of the forward pass; `checkpointed`, the inputs of layers and one whole layer."""
         if checkpointed:
             return len(self.layers) * self.layer_input + max(self.layers) + self.outside
         return sum(self.layers) + self.outside
 
 
-def activations(config: Any, train: TrainOptions, data: DataOptions, arithmetic: Arithmetic) -> Activations:
-    """What a model of this configuration keeps of a micro batch."""
-    rows = min(2, train.micro_batch)  # a single sequence saves copies that several need
-    inputs = _Inputs(rows, data.separate_documents)
-    base, length = _narrow(config), data.length
-    real = {name: getattr(config, name) for name in WIDTHS if getattr(config, name, None)}
-    first = _Fit.of(base, train, inputs, arithmetic)
-    for_token = first.for_token
-    for name, width in real.items():
-        narrow = getattr(base, name)
-        wider = deepcopy(base)
-        setattr(wider, name, 2 * narrow)
-        with_each = _Fit.of(wider, train, inputs, arithmetic).for_token - first.for_token
-        for_token = for_token + with_each / narrow * (width - narrow)
-    total = (for_token * length + first.for_pair * length**2) / rows * train.micro_batch
+def activations(config: Any, train: TrainOptions, data: DataOptions, precision: Precision) -> Activations:
+    """The activations of a model with this configuration."""
+    rows = min(2, train.micro_batch)  # a single sequence is copied in places where several are not
+    narrow = _narrow(config)
+    token, pair, residual = _coefficients(narrow, train, data, precision, rows)
+    per_token = token
+    for name in WIDTHS:
+        width = getattr(config, name, None)
+        if width:
+            least = getattr(narrow, name)
+            wider = deepcopy(narrow)
+            setattr(wider, name, 2 * least)
+            slope = (_coefficients(wider, train, data, precision, rows)[0] - token) / least
+            per_token = per_token + slope * (width - least)
+    total = (per_token * data.length + pair * data.length**2) / rows * train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
-    layer_input = first.residual.itemsize * config.hidden_size * length * train.micro_batch
+    layer_input = residual.itemsize * config.hidden_size * data.length * train.micro_batch
     return Activations(tuple(layers), layer_input, outside)
 
 
 def _narrow(config: Any) -> Any:
-    """The configuration with its heads as they are and everything else small."""
+    """The configuration with the same heads, and everything else small."""
     small = deepcopy(config)
     small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    width = lcm(NARROW, config.num_attention_heads)
     for name in WIDTHS:
         if getattr(config, name, None):
-            setattr(small, name, width)
+            setattr(small, name, lcm(NARROW, config.num_attention_heads))
     small.vocab_size = VOCABULARY
     small.pad_token_id = small.bos_token_id = small.eos_token_id = None
     return small
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Short texts."""
+def _coefficients(
+    config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
+    """Bytes of each layer, and last of all outside of layers, for a token and for a pair; the dtype between layers."""
+    from transformers import AutoModelForCausalLM
 
-    rows: int
-    separate_documents: bool
-
-    def __call__(self, length: int) -> dict[str, torch.Tensor]:
-        """As a run gives them to the model."""
-        tokens = torch.zeros(self.rows, length, dtype=torch.long)
-        if not self.separate_documents:
-            return {"input_ids": tokens}
-        positions = torch.arange(length) % (length // 2)  # two documents
-        return {"input_ids": tokens, "position_ids": positions.expand(self.rows, -1)}
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """What each layer, and last what is outside of them, keeps for a token and for a pair of tokens."""
-
-    for_token: torch.Tensor
-    for_pair: torch.Tensor
-    residual: torch.dtype
-
-    @classmethod
-    def of(cls, config: Any, train: TrainOptions, inputs: _Inputs, arithmetic: Arithmetic) -> "_Fit":
-        from transformers import AutoModelForCausalLM
-
-        with torch.random.fork_rng(devices=[]):
-            model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=arithmetic.weights).train()
-            model = set_trainable(model, train)
-            found = [_kept(model, inputs(length), arithmetic.autocast) for length in LENGTHS]
-        short, longer, longest = (torch.tensor(kept, dtype=torch.float64) for kept, _ in found)
-        step = LONGER - SHORT
-        for_pair = (longest - 2 * longer + short) / (2 * step**2)
-        for_token = (longer - short) / step - for_pair * (SHORT + LONGER)
-        return cls(for_token, for_pair, found[0][1])
+    found = []
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
+        model = set_trainable(model, train)
+        for length in LENGTHS:
+            inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
+            if data.separate_documents:  # two of them
+                inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
+            found.append(_saved(model, inputs, precision.autocast))
+    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in found)
+    step = LENGTHS[1] - LENGTHS[0]
+    pair = (long - 2 * middle + short) / (2 * step**2)
+    token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
+    return token, pair, found[0][1]
 
 
-def _kept(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) -> tuple[list[int], torch.dtype]:
-    """Bytes that each layer saves and, last, all else does; and the dtype of what goes from layer to layer."""
-    own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+def _saved(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) -> tuple[list[int], torch.dtype]:
+    """Bytes that each layer saves and, last, all that is outside of layers; and the dtype between layers."""
+    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        place = tensor.untyped_storage()._cdata
-        if place not in own:
-            saved.setdefault(place, tensor)
-        return tensor
-
-    def size() -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
-
     marks: list[int] = []
     residual: list[torch.dtype] = []
 
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()._cdata
+        if storage not in weights:
+            saved.setdefault(storage, tensor)
+        return tensor
+
+    def mark(*_: Any) -> None:
+        marks.append(sum(tensor.untyped_storage().nbytes() for tensor in saved.values()))
+
     def before(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
-        marks.append(size())
+        mark()
         residual.append(arguments[0].dtype)
 
-    handles = list(_watch(model, before, lambda *_: marks.append(size())))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(keep, lambda tensor: tensor):
+    handles = [layer.register_forward_pre_hook(before) for layer in decoder_layers(model)]
+    handles += [layer.register_forward_hook(mark) for layer in decoder_layers(model)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(pack, lambda tensor: tensor):
         model(**inputs, use_cache=False)
+    mark()
     for handle in handles:
         handle.remove()
-    layers = [end - begin for begin, end in zip(marks[::2], marks[1::2], strict=True)]
-    return [*layers, size() - sum(layers)], residual[0]
+    *bounds, total = marks
+    layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
+    return [*layers, total - sum(layers)], residual[0]
 
 
 def decoder_layers(model: Any) -> Any:
-    """In peft's wrapper as well."""
-    return (model.get_base_model() if is_wrapped(model) else model).model.layers
-
-
-def _watch(model: nn.Module, before: Any, after: Any) -> Iterator[Any]:
-    for layer in decoder_layers(model):
-        yield layer.register_forward_pre_hook(before)
-        yield layer.register_forward_hook(after)
+    """The layers of a model, also in peft's wrapper."""
+    return (model.get_base_model() if has_lora(model) else model).model.layers

@@ -1,4 +1,4 @@
-"""The size, work and memory of a run, without loading a model or reading a text."""
+"""The size, FLOPs and memory of a run, without loading a model or reading a text."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,14 +13,13 @@ from crosshead.evals.cost.model import model_cost, on_meta
 
 from ..schema.model_config import CONFIGS, check_expert_bias, model_config
 from ..schema.recipe import Recipe
-from ..trainer.models import check_expected
-from ..trainer.trainable import is_new, set_trainable
-from ..trainer.training_arguments import accumulation
-from .memory import Teacher, memory
-from .sharding import ALONE, FSDP, ZERO3, Sharding, check_teacher
+from ..trainer.models import TEACHER_WITH_ZERO3, check_expected, load_config
+from ..trainer.parameters import is_mechanism, set_trainable
+from ..trainer.training_arguments import accumulation_steps
+from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
-"""Where sizes may come from."""
+"""Sources of sizes."""
 LABELS = {
     "parameters": "parameters",
     "trainable_parameters": "  trainable",
@@ -38,8 +37,8 @@ PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "moments": "Adam's moments",
-    "working_copies": "copies of weights at work, estimated",
-    "gradient_buckets": "buckets to send gradients in",
+    "working_copies": "working copies of weights, estimated",
+    "gradient_buckets": "gradient buckets",
     "teacher": "the teacher",
     "activations": "activations, estimated",
     "logits": "logits, estimated",
@@ -50,18 +49,18 @@ FIGURE = 22
 
 
 def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
-    """The figures, for scripts and for `dry_run_lines`."""
+    """The report, for scripts and for `dry_run_lines`."""
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
-        raise RecipeError(f"train.trainable='mixers+lora' is not for {sharding.kind}: use 'mixers' or 'all'")
+        raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
     config, counted_from = _model(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
     with _counting(config, RECIPE if counted_from == RECIPE else f"model.path={recipe.model.path}"):
         cost = model_cost(config, recipe.data.length)
         trained = set_trainable(on_meta(config), recipe.train).named_parameters()
-        moving = {name: part.numel() for name, part in trained if part.requires_grad}
+        sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
-        held = memory(recipe, config, sharding, teacher)
+        found = memory(recipe, config, sharding, teacher)
     steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
     return {
         "model": recipe.model.path,
@@ -69,62 +68,58 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "convert": recipe.model.convert if counted_from == RECIPE else None,
         "teacher_counted_from": teacher_from,
         "parameters": cost.parameters,
-        "trainable_parameters": sum(moving.values()),
+        "trainable_parameters": sum(sizes.values()),
         "new_parameters": cost.new_parameters,
         "sequences_per_step": recipe.batch_size,
         "tokens_per_step": recipe.train.batch_tokens,
-        "micro_batches_per_step": accumulation(recipe, sharding.processes),
+        "micro_batches_per_step": accumulation_steps(recipe, sharding.processes),
         "steps": steps,
         "tokens": tokens,
         "training_flops_per_token": cost.training_flops,
         "training_flops": cost.training_flops * tokens,
         "kv_bytes_per_token": cost.kv_bytes_per_token,
-        "optimizer": _optimizer(recipe, moving),
+        "optimizer": _optimizer(recipe, sizes),
         "dtype": recipe.train.dtype,
         "checkpoint_activations": recipe.train.checkpoint_activations,
         "accelerate": sharding.name,
         "sharding": sharding.kind,
         "processes": sharding.processes,
-        "memory_per_gpu": held.as_dict(),
+        "memory_per_gpu": found.as_dict(),
     }
 
 
-def _optimizer(recipe: Recipe, moving: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """By what is trained, the highest learning rate, the weight decay, and how many parameters these are for."""
+def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, float]]:
+    """The number of parameters, the highest learning rate and the weight decay of the model and of mechanisms."""
     train = recipe.train
+    mechanisms = sum(size for name, size in sizes.items() if is_mechanism(name))
     settings = {
-        "model": (train.learning_rate, train.weight_decay),
-        "mechanisms": (train.mechanism_rate, train.mechanisms.weight_decay),
+        "model": (sum(sizes.values()) - mechanisms, train.learning_rate, train.weight_decay),
+        "mechanisms": (mechanisms, train.mechanism_rate, train.mechanisms.weight_decay),
     }
-    sizes = {"model": 0, "mechanisms": 0}
-    for name, size in moving.items():
-        sizes["mechanisms" if is_new(name) else "model"] += size
-    return {
-        part: {"parameters": sizes[part], "learning_rate": rate, "weight_decay": decay}
-        for part, (rate, decay) in settings.items()
-        if sizes[part]
-    }
+    keys = ("parameters", "learning_rate", "weight_decay")
+    return {part: dict(zip(keys, values, strict=True)) for part, values in settings.items() if values[0]}
 
 
 def _model(recipe: Recipe) -> tuple[Any, str]:
-    """The configuration to train, and where it was found."""
+    """The configuration of the model to train, and its source."""
     path, expected = recipe.model.path, recipe.model.config
     if expected is not None and (path is None or not Path(path).exists()):
         return model_config(expected), RECIPE
-    found = _stored(str(path), "model.path")
+    found = load_config(str(path), "model.path")
     if expected is not None:
         check_expected(found, model_config(expected))
     return found, CONFIG
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
-    """The model to learn from, by its own configuration where that is on this disk."""
+    """The teacher, and the source of its configuration."""
     name = recipe.distillation.teacher if recipe.distillation else None
     if name is None:
         return None, None
-    check_teacher(kind)
+    if kind == ZERO3:
+        raise RecipeError(TEACHER_WITH_ZERO3)
     if Path(name).exists():
-        found, where = _stored(name, "distillation.teacher"), CONFIG
+        found, where = load_config(name, "distillation.teacher"), CONFIG
     else:
         found, where = deepcopy(config), SOURCE
         found.mixers, found.dtype = {}, torch.bfloat16
@@ -135,12 +130,12 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
 
 @contextmanager
 def _counting(config: Any, name: str) -> Iterator[None]:
-    """`RecipeError` where no model can be made of a configuration, or only one that is put together in other ways."""
+    """`RecipeError` if no model can be built from a configuration, or one of an unsupported family."""
     try:
         yield
-    except (RecipeError, ImportError):  # what is missing is told as everywhere
+    except (RecipeError, ImportError):
         raise
-    except Exception as error:  # modules are not found, or not what they are elsewhere
+    except Exception as error:  # modules of other names or types
         if f"crosshead_{config.model_type.removeprefix('crosshead_')}" in CONFIGS:
             raise RecipeError(f"{name}: {one_line(error)}") from error
         raise RecipeError(
@@ -149,21 +144,12 @@ def _counting(config: Any, name: str) -> Iterator[None]:
         ) from error
 
 
-def _stored(path: str, key: str) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # whatever its reader stumbles over
-        raise RecipeError(f"{key}={path} has no configuration that can be read: {one_line(error)}") from None
-
-
 def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table, and what must be known to read it."""
+    """The report as a table, with notes."""
     if report["counted_from"] == RECIPE and report["model"] is not None:
-        yield f"{report['model']} is not there: counted from model.config"
+        yield f"{report['model']} does not exist: counted from model.config"
         if report["convert"]:
-            yield "it is made with"
+            yield "make it with"
             yield from (f"  {line}" for line in report["convert"].strip().splitlines())
     label = max(map(len, (*LABELS.values(), *PARTS.values()))) + 2
     for key, text in LABELS.items():
@@ -182,21 +168,21 @@ def _count(number: int) -> str:
 
 
 def _bytes(size: int) -> str:
-    """In the largest unit of which there is one."""
+    """In the largest unit that gives a number of at least 1."""
     power = min(3, max(0, size.bit_length() - 1) // 10)
     return f"{size / 1024**power:,.2f} {UNITS[power]}"
 
 
 def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     if report["teacher_counted_from"] == SOURCE:
-        yield f"The teacher is not on this disk: counted as {SOURCE}."
+        yield f"The teacher is not on this disk. It is counted as {SOURCE}."
     for part, settings in report["optimizer"].items():
         rate, decay = (f"{settings[key]:g}" for key in ("learning_rate", "weight_decay"))
         yield f"AdamW trains the {part} with a learning rate of at most {rate} and a weight decay of {decay}."
-    more = ["computing layers again, a third more"] if report["checkpoint_activations"] else []
+    more = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
     more += ["the teacher's work"] if report["teacher_counted_from"] else []
     if more:
         yield f"FLOPs leave out {' and '.join(more)}."
     yield f"The KV cache is that of the trained model in {report['dtype']}."
-    yield "Activations are measured on small copies of the model on the CPU; a GPU's kernels keep much the same."
-    yield "CUDA itself, fragments and what is needed for a moment come on top."
+    yield "Activations are measured on small copies of the model on the CPU; a GPU's kernels save similar sizes."
+    yield "CUDA itself, fragmentation and temporary memory are not included."

@@ -1,37 +1,72 @@
-"""What each GPU holds while a recipe trains, in bytes.
+"""The memory of each GPU during a training, in bytes, for a file of `accelerate launch --config_file`.
 
-Exact: weights, gradients and Adam's two moments, float32, of which a shard holds its part. Under DeepSpeed with
-bfloat16, gradients and a second set of weights are bfloat16.
+Exact: weights, gradients and Adam's two moments in float32, of which a shard has its part. DeepSpeed with bfloat16 has
+gradients and a second set of weights in bfloat16.
 
 Estimates:
-- copies of weights at work. In bfloat16 and without shards, one of every matrix but the experts'. With FSDP2, what is
-  gathered at a time: the head and its gradient, two layers, the gradient of one. With DeepSpeed, what its defaults let
-  live at a time, and its bucket of gradients.
+- working copies of weights. In bfloat16 and without shards, one of every matrix except those of experts. With FSDP2,
+  the tensors that are gathered at a time: the head and its gradient, two layers, the gradient of one. With DeepSpeed,
+  the maximum of live parameters by its defaults, and its bucket of gradients.
 - with a copy on each GPU, the buckets in which gradients are sent.
 - activations, which `activations.py` measures on small copies.
-- logits of a micro batch: as they are made, in float32, and their logarithms; a teacher's, and copies to compare.
+- the logits of a micro batch: in the dtype of the model, in float32, and their logarithms; a teacher's logits, and
+  copies to compare.
 
-Not counted: CUDA itself, fragments, and what a kernel or the backward pass of one layer needs for a moment.
+Not counted: CUDA itself, fragmentation, and temporary memory of kernels and of the backward pass of one layer.
 """
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from torch import nn
 
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.evals.cost.model import on_meta
+from crosshead.modeling.options import is_whole
 
 from ..schema.recipe import Recipe
-from ..trainer.trainable import set_trainable
-from .activations import Arithmetic, activations, decoder_layers
-from .sharding import COPIES, FSDP, ZERO3, Sharding
+from ..trainer.parameters import set_trainable
+from .activations import Precision, activations, decoder_layers
 
-WIDE, MOMENTS = torch.float32.itemsize, 2
+FOLDER = Path(__file__).parents[1] / "accelerate"
+"""The folder of the shipped files."""
+ALONE, COPIES, FSDP, ZERO3 = "one GPU", "a copy on each GPU", "FSDP2", "DeepSpeed ZeRO-3"
+KINDS = {"NO": ALONE, "MULTI_GPU": COPIES, "FSDP": FSDP, "DEEPSPEED": ZERO3}
+"""Accelerate's `distributed_type` -> kind of sharding."""
+SUPPORTED: dict[str, dict[str, tuple[Any, Any]]] = {
+    FSDP: {
+        "fsdp_config.fsdp_version": (2, 1),
+        "fsdp_config.fsdp_reshard_after_forward": (True, True),
+        "fsdp_config.fsdp_offload_params": (False, False),
+    },
+    ZERO3: {
+        "deepspeed_config.zero_stage": (3, 2),
+        "deepspeed_config.offload_optimizer_device": ("none", "none"),
+        "deepspeed_config.offload_param_device": ("none", "none"),
+        "deepspeed_config.deepspeed_config_file": (None, None),
+    },
+}
+"""Kind -> key of the file -> the supported value, and accelerate's default."""
+FLOAT32, MOMENTS = torch.float32.itemsize, 2
 LIVE, BUCKET = 1_000_000_000, 500_000_000
-"""Numbers: DeepSpeed's defaults of stage3_max_live_parameters and reduce_bucket_size."""
+"""Elements: DeepSpeed's defaults of stage3_max_live_parameters and reduce_bucket_size."""
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The distribution of a model over GPUs."""
+
+    name: str
+    kind: str
+    processes: int
+
+
+ONE_GPU = Sharding("one_gpu", ALONE, 1)
 
 
 @dataclass(frozen=True)
@@ -55,39 +90,72 @@ class Memory:
 
 @dataclass(frozen=True)
 class Teacher:
-    """The model that is learnt from; every GPU holds it whole."""
+    """The teacher, which every GPU has as a whole."""
 
     parameters: int
     vocabulary: int
     itemsize: int
 
 
+def read_sharding(name: str) -> Sharding:
+    """From an accelerate configuration file, or a shipped one by its name, as `fsdp2_8_gpus`."""
+    shipped = FOLDER / f"{name.removesuffix('.yaml')}.yaml"
+    path = shipped if shipped.is_file() and not Path(name).exists() else Path(name)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        known = ", ".join(sorted(file.stem for file in FOLDER.glob("*.yaml")))
+        raise RecipeError(f"--accelerate {name} cannot be read: {one_line(error)}; shipped are {known}") from None
+    if not isinstance(content, dict):
+        raise RecipeError(f"--accelerate {name} is not a configuration of accelerate: make one by `accelerate config`")
+    kind = KINDS.get(str(content.get("distributed_type")))
+    if kind is None:
+        raise RecipeError(
+            f"--accelerate {name}: distributed_type={content.get('distributed_type')!r} is not supported: "
+            f"use one of {', '.join(KINDS)}"
+        )
+    for name_in_file, (supported, default) in SUPPORTED.get(kind, {}).items():
+        section, key = name_in_file.split(".")
+        found = content.get(section) or {}
+        if not isinstance(found, dict):
+            raise RecipeError(f"--accelerate {name}: {section}={found!r} is not a mapping, one `key: value` a line")
+        if found.get(key, default) != supported:
+            raise RecipeError(
+                f"--accelerate {name}: {name_in_file}={found.get(key, default)!r} is not supported by --dry-run, "
+                f"only {supported!r}: use that, or start the run itself"
+            )
+    processes: Any = 1 if kind == ALONE else content.get("num_processes")
+    if not is_whole(processes) or processes < 1:
+        raise RecipeError(f"--accelerate {name}: num_processes={processes!r} is not a number of GPUs")
+    return Sharding(path.stem, kind, processes)
+
+
 def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | None) -> Memory:
-    """Of a model of this configuration, trained as the recipe says."""
+    """For a model of this configuration, trained by the recipe."""
     model = set_trainable(on_meta(config), recipe.train)
-    held = _shard(model.parameters(), sharding)
-    moved = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
-    work = _itemsize(recipe)
-    second = held * work if sharding.kind == ZERO3 and work < WIDE else 0
-    found = activations(config, recipe.train, recipe.data, arithmetic(recipe, sharding))
+    stored = _shard(model.parameters(), sharding)
+    trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
+    itemsize = _itemsize(recipe)
+    second = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
+    found = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
     return Memory(
-        weights=(moved if second else held) * WIDE + second,
-        gradients=moved * (work if sharding.kind == ZERO3 else WIDE),
-        moments=moved * WIDE * MOMENTS,
-        working_copies=_working_copies(model, sharding, work),
-        gradient_buckets=_numbers(model, moving=True) * WIDE if sharding.kind == COPIES else 0,
+        weights=(trained if second else stored) * FLOAT32 + second,
+        gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
+        moments=trained * FLOAT32 * MOMENTS,
+        working_copies=_working_copies(model, sharding, itemsize),
+        gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
-        activations=found.kept(recipe.train.checkpoint_activations),
+        activations=found.total(recipe.train.checkpoint_activations),
         logits=_logits(recipe, config.vocab_size, teacher),
     )
 
 
-def arithmetic(recipe: Recipe, sharding: Sharding) -> Arithmetic:
-    """How accelerate has a recipe compute."""
+def precision(recipe: Recipe, sharding: Sharding) -> Precision:
+    """The dtypes that accelerate sets for a recipe."""
     if recipe.train.dtype == "float32":
-        return Arithmetic(torch.float32, autocast=False)
-    sharded = sharding.kind in (FSDP, ZERO3)
-    return Arithmetic(torch.bfloat16 if sharded else torch.float32, autocast=sharding.kind != ZERO3)
+        return Precision(torch.float32, autocast=False)
+    is_sharded = sharding.kind in (FSDP, ZERO3)
+    return Precision(torch.bfloat16 if is_sharded else torch.float32, autocast=sharding.kind != ZERO3)
 
 
 def _itemsize(recipe: Recipe) -> int:
@@ -95,45 +163,39 @@ def _itemsize(recipe: Recipe) -> int:
 
 
 def _shard(parameters: Iterable[nn.Parameter], sharding: Sharding) -> int:
-    """How many numbers of the parameters one process stores: FSDP2 cuts each along its first dimension."""
+    """Elements that one process stores: FSDP2 divides each parameter along its first dimension."""
     if sharding.kind == FSDP:
         return sum(ceil(part.shape[0] / sharding.processes) * part.shape[1:].numel() for part in parameters)
     count = sum(part.numel() for part in parameters)
     return ceil(count / sharding.processes) if sharding.kind == ZERO3 else count
 
 
-def _working_copies(model: nn.Module, sharding: Sharding, work: int) -> int:
+def _working_copies(model: Any, sharding: Sharding, itemsize: int) -> int:
     if sharding.kind == ZERO3:
-        return (min(_numbers(model), LIVE) + min(_numbers(model, moving=True), BUCKET)) * work
+        return (min(_elements(model), LIVE) + min(_elements(model, trained=True), BUCKET)) * itemsize
     if sharding.kind == FSDP:
-        head, layer = _units(model)
-        return (2 * head + 3 * layer) * work
-    return _matrices(model) * work if work < WIDE else 0
+        head, layer = _elements(model.get_output_embeddings()), max(map(_elements, decoder_layers(model)))
+        return (2 * head + 3 * layer) * itemsize
+    return _matrix_elements(model) * itemsize if itemsize < FLOAT32 else 0
 
 
-def _numbers(model: nn.Module, moving: bool = False) -> int:
-    return sum(part.numel() for part in model.parameters() if part.requires_grad or not moving)
+def _elements(model: nn.Module, trained: bool = False) -> int:
+    return sum(part.numel() for part in model.parameters() if part.requires_grad or not trained)
 
 
-def _matrices(model: Any) -> int:
-    """Numbers that autocast copies: the library's experts are three-dimensional, and it leaves them as they are."""
+def _matrix_elements(model: Any) -> int:
+    """Elements that autocast copies: not those of experts, which are three-dimensional, nor of the embedding."""
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     return sum(part.numel() for part in model.parameters() if part.ndim == 2 and (tied or part is not embedding))
 
 
-def _units(model: Any) -> tuple[int, int]:
-    """Of what FSDP2 gathers at once, the head and the largest layer."""
-    return _numbers(model.get_output_embeddings()), max(map(_numbers, decoder_layers(model)))
-
-
 def _logits(recipe: Recipe, vocabulary: int, teacher: Teacher | None) -> int:
     rows = recipe.train.micro_batch * recipe.data.length
-    made = _itemsize(recipe) if recipe.train.dtype != "float32" else 0  # or float32 already
-    own = rows * vocabulary * (made + 2 * WIDE)
-    if recipe.distillation is None:
-        return own
-    compared = rows * vocabulary * WIDE
-    if teacher is None:
-        return own + compared
-    return own + compared + 2 * rows * teacher.vocabulary * min(teacher.itemsize, _itemsize(recipe))
+    in_bfloat16 = _itemsize(recipe) if recipe.train.dtype != "float32" else 0
+    size = rows * vocabulary * (in_bfloat16 + 2 * FLOAT32)
+    if recipe.distillation is not None:
+        size += rows * vocabulary * FLOAT32
+    if teacher is not None:
+        size += 2 * rows * teacher.vocabulary * min(teacher.itemsize, _itemsize(recipe))
+    return size

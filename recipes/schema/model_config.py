@@ -1,4 +1,4 @@
-"""A recipe's `model.config` as a configuration of ours."""
+"""Turns a recipe's `model.config` into a configuration of crosshead."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -12,44 +12,30 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
-from .text_values import Range
-
 CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
-"""What a recipe may call `model_type`."""
-BESIDE = {"head_dim"}
-"""Understood by every family, declared by some."""
+"""Allowed values of `model_type` -> configuration class."""
+UNDECLARED = {"head_dim"}
+"""Understood by every family, but declared by some only."""
 SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "moe_intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "num_experts",
-    "num_experts_per_tok",
-    "decoder_sparse_step",
-    "sliding_window",
+    *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
+    *("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
 )
-"""Whole numbers from 1 up, where they are given."""
-ACTIVATIONS = Choice(tuple(ACT2FN))
-ROPE_TYPES = Choice(("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default")))
-LAYER_TYPES = Choice(("full_attention", "sliding_attention"))
+"""Whole numbers of at least 1, if given."""
+ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-"""Above 0, where the kind of rope has them."""
+"""Above 0, if the type of RoPE uses them."""
 
 
 def model_config(content: Mapping[str, Any]) -> Any:
-    """The configuration; `RecipeError` where a key is unknown or a value cannot be."""
+    """The configuration; `RecipeError` for an unknown key or an impossible value."""
     fields = {key: value for key, value in content.items() if key != "model_type"}
     name = content.get("model_type")
     if not isinstance(name, str) or name not in CONFIGS:
         raise RecipeError(str(unknown("model.config", "model_type", name, list(CONFIGS))))
     kind = CONFIGS[name]
-    # The library takes any key, and a misspelt one would do nothing.
-    known = sorted(set(kind.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__) | BESIDE)
+    # The library accepts any key, and a misspelt one would have no effect.
+    known = sorted(set(kind.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__) | UNDECLARED)
     for key in fields:
         if key not in known:
             raise RecipeError(str(unknown("model.config", "key", key, known)))
@@ -57,43 +43,38 @@ def model_config(content: Mapping[str, Any]) -> Any:
         for key in SIZES:
             Integer().parse(key, fields.get(key), 0)
         config = kind(**fields)
-        _check_heads(config)
-        _check_rope(config.rope_parameters)
-        _check_rest(config)
+        _check(config)
     return config
 
 
 @contextmanager
 def named_model_config() -> Iterator[None]:
-    """`RecipeError` for whatever the library refuses: its own checks raise what the value breaks."""
+    """`RecipeError` for all errors of the library, whose own checks raise many types."""
     try:
         yield
     except Exception as error:
         raise RecipeError(f"model.config: {one_line(error)}") from None
 
 
-def _check_heads(config: Any) -> None:
-    """Each key/value head serves as many query heads, and positions rotate a head's numbers in pairs."""
+def _check(config: Any) -> None:
+    """Values that the library accepts, although no model can be trained with them."""
     heads = config.layout_of_layer(0)
     if heads.query_heads % heads.key_value_heads:
         allowed = f"use a number that divides num_attention_heads={heads.query_heads}"
         raise refuse("num_key_value_heads", heads.key_value_heads, allowed)
     size = getattr(config, "head_dim", heads.head_dim)
-    if not size or size % 2:
-        raise refuse("head_dim", size, "use an even number (not given, it is hidden_size by num_attention_heads)")
-
-
-def _check_rope(rope: Mapping[str, Any]) -> None:
-    ROPE_TYPES.parse("rope_parameters.rope_type", rope.get("rope_type") or "", 0)
+    if not size or size % 2:  # RoPE rotates pairs
+        raise refuse("head_dim", size, "use an even number (the default is hidden_size / num_attention_heads)")
+    Choice(ROPE_TYPES).parse("rope_parameters.rope_type", config.rope_parameters.get("rope_type") or "", 0)
     for key in ROPE_NUMBERS:
-        _check_number(f"rope_parameters.{key}", rope.get(key, 1), Range(0, low_itself=False))
-
-
-def _check_rest(config: Any) -> None:
-    ACTIVATIONS.parse("hidden_act", config.hidden_act, 0)
-    _check_number("attention_dropout", config.attention_dropout, Range(0, 1))
+        value = config.rope_parameters.get(key, 1)
+        if not _is_number(value) or value <= 0:
+            raise refuse(f"rope_parameters.{key}", value, "use a number above 0")
+    Choice(tuple(ACT2FN)).parse("hidden_act", config.hidden_act, 0)
     for layer_type in getattr(config, "layer_types", None) or ():
-        LAYER_TYPES.parse("layer_types", layer_type, 0)
+        Choice(("full_attention", "sliding_attention")).parse("layer_types", layer_type, 0)
+    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout <= 1:
+        raise refuse("attention_dropout", config.attention_dropout, "use a number from 0 to 1")
     last, padding = config.vocab_size - 1, config.pad_token_id
     if padding is not None and not 0 <= padding <= last:
         raise refuse("pad_token_id", padding, f"use a token of the vocabulary, from 0 to {last}, or leave it out")
@@ -102,25 +83,14 @@ def _check_rest(config: Any) -> None:
         raise refuse("num_experts_per_tok", config.num_experts_per_tok, f"use at most num_experts={experts}")
 
 
-def _check_number(name: str, value: Any, allowed: Range) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise refuse(name, value, "use a number")
-    allowed.check(name, value)
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def check_expert_bias(config: Any, rate: float | None) -> None:
-    """`RecipeError` where biases are to move that the model has not."""
+    """`RecipeError` for a rate of biases that the model does not have."""
     if rate is not None and not getattr(config, "expert_bias", False):
         raise RecipeError(
-            f"train.expert_bias_rate={rate:g}, but the model chooses its experts without a bias: leave it out, or "
-            "train one with expert_bias=true"
-        )
-
-
-def check_length(config: Any, length: int) -> None:
-    """`RecipeError` where those who use the model would cut texts shorter than it was trained on."""
-    most = config.max_position_embeddings
-    if length > most:
-        raise RecipeError(
-            f"data.length={length} is more than model.config.max_position_embeddings={most}: lower it, or raise that"
+            f"train.expert_bias_rate={rate:g}, but the model's routers have no biases: leave it out, or train a model "
+            "with expert_bias=true"
         )

@@ -1,7 +1,7 @@
-"""Any recipe at a size that runs in seconds on a CPU, with its structure: `crosshead train RECIPE --toy FOLDER`.
+"""Any recipe at a size that runs in seconds on a CPU: `crosshead train RECIPE --toy FOLDER`.
 
-Family, heads, mechanisms, what is trainable, schedule, accumulation and distillation stay. What a run needs beside
-the recipe is made: a tokenizer of bytes, the text that every CPython carries, a model to continue, a teacher.
+Family, heads, mechanisms, trainable parameters, schedule, accumulation and distillation stay the same. The folder gets
+a tokenizer of bytes, a text that is part of CPython, and the initial model and the teacher if the recipe has them.
 """
 
 import json
@@ -18,9 +18,9 @@ from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
-from .data_options import DataOptions, DataSource
 from .model_config import model_config, named_model_config
-from .recipe import ModelOptions, Recipe, TrainOptions
+from .recipe import Recipe
+from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
 
 TOY_LAYERS = 4
 STEPS = 6
@@ -32,9 +32,9 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def toy(recipe: Recipe, folder: Path) -> Recipe:
-    """The small recipe; what it needs is written into the folder."""
+    """The small recipe; writes its tokenizer, text and models into the folder."""
     if recipe.model.config is None:
-        raise RecipeError("--toy builds a small model from model.config, which this recipe lacks")
+        raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = folder / "tokenizer"
     config = toy_config(recipe.model.config, write_tokenizer(tokenizer))
@@ -59,7 +59,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
 
 
 def toy_config(content: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
-    """As many heads, and mechanisms in as large a part of the layers; everything else small."""
+    """The same heads, mechanisms in the same share of layers, and small sizes otherwise."""
     large = model_config(content)
     sizes = {
         "vocab_size": vocabulary,
@@ -68,14 +68,14 @@ def toy_config(content: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
         "head_dim": 8,
         "num_hidden_layers": min(TOY_LAYERS, large.num_hidden_layers),
     }
-    kept = sizes["num_hidden_layers"]
-    layers = [index * large.num_hidden_layers // kept for index in range(kept)]
+    count = sizes["num_hidden_layers"]
+    layers = [index * large.num_hidden_layers // count for index in range(count)]
     mixers = {name: _toy_options(name, options, layers) for name, options in large.mixers.items()}
     return dict(content) | sizes | (EXPERTS if "num_experts" in content else {}) | {"mixers": mixers}
 
 
 def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
-    """A mechanism's options for the layers that are kept."""
+    """A mechanism's options for some of its layers."""
     kinds = RULES[name].options
     small = {
         key: [value[layer] for layer in layers]
@@ -89,21 +89,21 @@ def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> di
 
 
 def _toy_data(data: DataOptions, folder: Path) -> DataOptions:
-    """As many sources, all of them the same text: a document each help topic."""
-    text = write_text(folder / "text.jsonl")
+    """The same number of sources, all with the same text, whose documents are Python's help topics."""
+    text, cache = write_text(folder / "text.jsonl"), str(folder / "tokens")
     sources = tuple(DataSource(text, "jsonl", weight=source.weight) for source in data.sources)
-    kept = HELD_OUT if data.held_out or data.evaluation else 0.0
-    return replace(data, sources=sources, length=LENGTH, held_out=kept, evaluation=(), cache=str(folder / "tokens"))
+    held_out = HELD_OUT if data.held_out or data.evaluation else 0.0
+    return replace(data, sources=sources, length=LENGTH, held_out=held_out, evaluation=(), cache=cache)
 
 
 def write_text(path: Path) -> str:
-    """The text that every CPython carries, as JSON lines; returns the path."""
+    """Write a text that is part of CPython as JSON lines; returns the path."""
     path.write_text("".join(json.dumps({"text": topics[name]}) + "\n" for name in sorted(topics)), encoding="utf-8")
     return str(path)
 
 
 def _toy_train(train: TrainOptions) -> TrainOptions:
-    """Two micro batches a step, in float32; a warmup of steps becomes one step."""
+    """Two micro batches a step, in float32; any warmup becomes one step."""
     batch = SEQUENCES * LENGTH
     return replace(
         train,
@@ -116,20 +116,20 @@ def _toy_train(train: TrainOptions) -> TrainOptions:
 
 
 def write_tokenizer(folder: Path) -> int:
-    """One token a byte, and one for the end of a document; returns how many there are."""
+    """A token for each byte and one for the end of a document; returns the number of tokens."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
-    bytes_alone = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
-    bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytes_alone.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=bytes_alone, eos_token=END).save_pretrained(str(folder))
+    byte_level = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    byte_level.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token=END).save_pretrained(str(folder))
     return len(letters)
 
 
 def _write_model(content: Mapping[str, Any], folder: Path, seed: int) -> str:
-    """A fresh model on disk, without disturbing anybody's random numbers."""
+    """Write a model with random weights; the global random state stays the same."""
     from transformers import AutoModelForCausalLM
 
     with named_model_config(), torch.random.fork_rng(devices=[]):

@@ -1,87 +1,89 @@
-"""Which learning rate to train with: short runs over a few, a power law through each, the largest that is stable.
+"""Chooses a learning rate: a short run with each, a power law through each loss curve, the largest stable rate.
 
 Multi-head Explicit Attention (section 5.1.2, appendices D and E) takes, for each model, the largest rate at which the
-loss never jumps for good, and says that it also ends lowest. What it leaves open is settled here:
+loss never jumps for good, and reports that it also has the lowest final loss. Rules that the paper does not give:
 
-- A run is stable if it got to its end, without a loss that is no number or runs away, and if its training loss ended
-  no higher than it had been before, but for noise. Spikes that passed are counted and forgiven.
-- The largest stable rate is chosen. Where a smaller one has a lower fitted loss after the sweep's last token, by more
-  than twice the standard error of the two, the report names it, under `lower`, and leaves the choice as it is.
-- Curves begin behind the warmup.
+- A run is stable if it finished without a loss that is not finite or diverged, and if its training loss did not rise
+  towards the end by more than noise. Spikes that passed are counted, and do not matter.
+- The largest stable rate is chosen. If the fitted loss of a smaller one is lower by more than twice the standard error
+  of the two, the report names it as `lower`.
+- Curves begin after the warmup.
 """
 
 import gc
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from html import escape
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
+from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import DivergedError, RecipeError
+from crosshead.common.progress import Progress, silent
+from crosshead.evals.probe.plot import COLOURS, RIGHT, TOP, WIDTH, Field
 
 from ..schema.recipe import Recipe
 from ..train import train
-from ..trainer.progress import Progress, silent
-from .loss_curves import LossCurve, begin, kind_of_loss, loss_curve, rise, spikes
-from .plot import plot
-from .scaling_law import LEAST_POINTS, ScalingLaw, fit_scaling_law
+from ..trainer.process_group import is_main_process
+from . import loss_curve as curves
 
 REPORT, PICTURE, DIVERGED = "sweep.json", "sweep.svg", "diverged.json"
 ERRORS = 2
-"""How many standard errors make a difference."""
+"""Standard errors by which losses must differ."""
+DOTS, SEGMENTS = 200, 60
+"""Of each curve in the plot."""
 
 
 @dataclass(frozen=True)
-class Try:
-    """What became of one learning rate."""
+class Attempt:
+    """The result of one learning rate."""
 
     learning_rate: float
     output: str
-    stable: bool
     told: str
-    """Why it is not stable."""
+    """The reason why it is not stable; empty if it is. The name is that of the key in `sweep.json`."""
     spikes: int
-    curve: LossCurve
-    law: ScalingLaw | None
-    """None where the run diverged."""
+    curve: curves.LossCurve
+    law: curves.ScalingLaw | None
+    """None if the run diverged."""
 
+    @property
+    def stable(self) -> bool:
+        """Whether the rate may be chosen."""
+        return not self.told
+
+    @property
     def fitted_loss(self) -> float:
         """After the last token."""
         return self.law.loss(self.curve.tokens[-1]) if self.law else math.inf
 
-    def error(self) -> float:
-        """Of that loss."""
-        return self.law.error if self.law else 0.0
-
     def as_dict(self) -> dict[str, Any]:
-        """For scripts and for the picture."""
-        return asdict(self) | {"fitted_loss": self.fitted_loss() if self.law else None}
+        """The content of the report."""
+        return asdict(self) | {"stable": self.stable, "fitted_loss": self.fitted_loss if self.law else None}
 
 
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
-    """Train what is not done yet, and write `sweep.json` and `sweep.svg` into the recipe's output."""
-    runs, kind = sweep_runs(recipe), kind_of_loss(recipe)
-    _check_length(recipe)
-    tries: list[Try] = []
-    for run in runs:
-        diverged, stopped_by = _finished(run, progress)
-        if stopped_by is not None:
-            return _report(recipe, kind, tries) | {"stopped_by": stopped_by}
-        tries.append(judge(run, kind, diverged))
-        report = _report(recipe, kind, tries)
-        _write(Path(recipe.output), report)
-    return report
-
-
-def _check_length(recipe: Recipe) -> None:
-    """Before the first of the runs is made for nothing."""
-    behind = recipe.steps - begin(recipe)
-    if behind < LEAST_POINTS:
+    """Train the runs that are not finished, and write `sweep.json` and `sweep.svg` into the recipe's output."""
+    runs, kind = sweep_runs(recipe), curves.loss_kind(recipe)
+    steps = recipe.steps - curves.curve_start(recipe)
+    if steps < curves.MIN_POINTS:
         raise RecipeError(
-            f"{max(0, behind)} of {recipe.steps} steps lie behind the warmup, too few for a curve: train on more "
-            "tokens"
+            f"{max(0, steps)} of {recipe.steps} steps come after the warmup, too few for a curve: train on more tokens"
         )
+    attempts: list[Attempt] = []
+    for run in runs:
+        diverged, stopped_by = _finish(run, progress)
+        if stopped_by is not None:
+            return _report(recipe, kind, attempts) | {"stopped_by": stopped_by}
+        attempts.append(judge(run, kind, diverged))
+        report = _report(recipe, kind, attempts)
+        if is_main_process():
+            output = Path(recipe.output)
+            write_whole({output / REPORT: json.dumps(report, indent=2), output / PICTURE: plot(report)})
+    return report
 
 
 def sweep_runs(recipe: Recipe) -> list[Recipe]:
@@ -94,94 +96,113 @@ def sweep_runs(recipe: Recipe) -> list[Recipe]:
             f"train.mechanisms.learning_rate={fixed:g} would be the rate of every run, as train.trainable='mixers': "
             "leave it out"
         )
+    common = replace(recipe, hub=None, sweep=None)
     return [
         replace(
-            recipe,
+            common,
             output=str(Path(recipe.output) / f"rate_{rate:g}"),
             train=replace(recipe.train, learning_rate=rate),
-            hub=None,
-            sweep=None,
         )
         for rate in sorted(recipe.sweep.learning_rates)
     ]
 
 
-def _finished(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
-    """Bring a run to its end: what is told if it diverged; and the signal, if one stopped it."""
-    asked = json.loads(json.dumps(asdict(run)))
+def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
+    """Train a run to its end; returns the error if it diverged, and the signal if it was stopped."""
+    content = json.loads(json.dumps(asdict(run)))
     marker = Path(run.output) / DIVERGED
     before = json.loads(marker.read_bytes()) if marker.exists() else {}
-    if before.get("recipe") == asked:
+    if before.get("recipe") == content:
         return before["told"], None
 
-    def show(stage: str, done: int, total: int | None, told: str = "") -> None:
-        progress(f"{run.train.learning_rate:g} {stage}", done, total, told)
+    def show(stage: str, done: int, total: int | None, message: str = "") -> None:
+        progress(f"{run.train.learning_rate:g} {stage}", done, total, message)
 
     try:
         outcome = train(run, show)
     except DivergedError as error:
-        if _is_first_process():
-            marker.write_text(json.dumps({"recipe": asked, "told": str(error)}, indent=2), encoding="utf-8")
+        if is_main_process():
+            marker.write_text(json.dumps({"recipe": content, "told": str(error)}, indent=2), encoding="utf-8")
         return str(error), None
     finally:
-        gc.collect()  # a trainer and its model refer to each other
+        gc.collect()  # a trainer and its model are a reference cycle
     return None, (outcome.stopped_by or 0) if outcome.model is None else None
 
 
-def judge(run: Recipe, kind: str, diverged: str | None) -> Try:
-    """Whether a run that has ended is stable, and its fitted loss."""
-    curve, told, risen = loss_curve(run, kind), diverged or "", rise(run)
-    if not told and risen:
-        told = f"the loss ended {risen:.2f} above its lowest"
-    if diverged is None and len(curve.losses) < LEAST_POINTS:
+def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
+    """Whether a finished run is stable, and its fitted loss."""
+    curve, reason, rise = curves.loss_curve(run, kind), diverged or "", curves.final_rise(run)
+    if not reason and rise:
+        reason = f"the loss rose {rise:.2f} above its minimum"
+    if diverged is None and len(curve.losses) < curves.MIN_POINTS:
         raise RecipeError(
-            f"{run.output} has {len(curve.losses)} losses behind the warmup, too few for a curve: train on more tokens"
+            f"{run.output} has {len(curve.losses)} losses after the warmup, too few for a curve: train on more tokens"
         )
-    return Try(
-        learning_rate=run.train.learning_rate,
-        output=run.output,
-        stable=not told,
-        told=told,
-        spikes=spikes(run),
-        curve=curve,
-        law=fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None,
-    )
+    law = curves.fit_scaling_law(curve.tokens, curve.losses) if diverged is None else None
+    return Attempt(run.train.learning_rate, run.output, reason, curves.count_spikes(run), curve, law)
 
 
-def choose(tries: Sequence[Try]) -> Try | None:
-    """The largest stable rate."""
-    return max((each for each in tries if each.stable), key=lambda each: each.learning_rate, default=None)
+def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:
+    """The largest stable rate; and the one with the lowest fitted loss, if that is significantly lower."""
+    stable = [each for each in attempts if each.stable]
+    if not stable:
+        return None, None
+    chosen = max(stable, key=lambda each: each.learning_rate)
+    best = min(stable, key=lambda each: each.fitted_loss)
+    error = math.hypot(*(each.law.error for each in (chosen, best) if each.law))
+    return chosen, best if chosen.fitted_loss - best.fitted_loss > ERRORS * error else None
 
 
-def lower(tries: Sequence[Try]) -> Try | None:
-    """The stable rate with the lowest fitted loss, where it is below that of the one chosen, errors allowed for."""
-    chosen = choose(tries)
-    if chosen is None:
-        return None
-    best = min((each for each in tries if each.stable), key=Try.fitted_loss)
-    apart = chosen.fitted_loss() - best.fitted_loss()
-    return best if apart > ERRORS * math.hypot(chosen.error(), best.error()) else None
-
-
-def _report(recipe: Recipe, kind: str, tries: list[Try]) -> dict[str, Any]:
-    chosen, better = choose(tries), lower(tries)
+def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any]:
+    chosen, lower = choose(attempts)
     return {
         "loss": kind,
         "tokens": recipe.steps * recipe.train.batch_tokens,
         "chosen": chosen.learning_rate if chosen else None,
-        "lower": better.learning_rate if better else None,
-        "runs": [each.as_dict() for each in tries],
+        "lower": lower.learning_rate if lower else None,
+        "runs": [each.as_dict() for each in attempts],
         "stopped_by": None,
     }
 
 
-def _write(output: Path, report: dict[str, Any]) -> None:
-    if _is_first_process():
-        (output / REPORT).write_text(json.dumps(report, indent=2), encoding="utf-8")
-        (output / PICTURE).write_text(plot(report), encoding="utf-8")
+def plot(report: Mapping[str, Any]) -> str:
+    """The report as SVG: measured losses as dots, fitted power laws as lines; runs that diverged may be cut off."""
+    runs = report["runs"]
+    dots = [dot for run in runs if run["law"] for dot in _dots(run)] or [dot for run in runs for dot in _dots(run)]
+    dots = dots or [(1.0, 0.0)]
+    field = Field([tokens for tokens, _ in dots], [loss for _, loss in dots], logarithmic=True)
+    parts = [*field.axes("tokens", f"{report['loss']} loss")]
+    for index, run in enumerate(runs):
+        colour = COLOURS[index % len(COLOURS)]
+        parts += [*_curve(run, colour, field), *_legend(run, colour, index, run["learning_rate"] == report["chosen"])]
+    return field.picture(parts)
 
 
-def _is_first_process() -> bool:
-    from accelerate import PartialState
+def _curve(run: Mapping[str, Any], colour: str, field: Field) -> Iterator[str]:
+    finite = ((tokens, loss) for tokens, loss in _dots(run) if math.isfinite(loss))
+    dots = "".join(f"M{field.x(tokens):.1f} {field.y(loss):.1f}h0" for tokens, loss in finite)
+    style = 'fill="none" clip-path="url(#field)"'
+    yield f'<path d="{dots}" {style} stroke="{colour}" stroke-opacity="0.6" stroke-width="4" stroke-linecap="round"/>'
+    if run["law"]:
+        law = curves.ScalingLaw(**run["law"])
+        first, last = run["curve"]["tokens"][0], run["curve"]["tokens"][-1]
+        points = [first * (last / first) ** (step / SEGMENTS) for step in range(SEGMENTS + 1)]
+        line = " ".join(f"{field.x(tokens):.1f},{field.y(law.loss(tokens)):.1f}" for tokens in points)
+        yield f'<polyline points="{line}" {style} stroke="{colour}" stroke-width="2"/>'
 
-    return bool(PartialState().is_main_process)
+
+def _legend(run: Mapping[str, Any], colour: str, index: int, chosen: bool) -> Iterator[str]:
+    x, y = WIDTH - RIGHT + 20, TOP + 14 + 58 * index
+    status = run["told"].partition(":")[0] or ("chosen" if chosen else "stable")
+    fitted = f"fitted {run['fitted_loss']:.4f}, " if run["law"] else ""
+    yield f'<path d="M{x} {y - 4}h22" stroke="{colour}" stroke-width="3"/>'
+    yield f'<text x="{x + 30}" y="{y}" font-weight="bold">{run["learning_rate"]:g}</text>'
+    yield f'<text x="{x + 30}" y="{y + 17}">{fitted}{run["spikes"]} spikes</text>'
+    yield f'<text x="{x + 30}" y="{y + 34}">{escape(status)}</text>'
+
+
+def _dots(run: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """At most `DOTS` points of a curve: means of neighbours."""
+    tokens, losses = run["curve"]["tokens"], run["curve"]["losses"]
+    size = math.ceil(len(losses) / DOTS) or 1
+    return [(mean(tokens[at : at + size]), mean(losses[at : at + size])) for at in range(0, len(losses), size)]

@@ -1,14 +1,14 @@
-"""Checkpoints that are complete or not there.
+"""Atomic checkpoints, and the lock and identity of a run's folder.
 
     <output>/
-      run.json           which run this is: what decides its losses
+      run.json           the settings that determine the losses of the run
       metrics.jsonl      a line per logged step
-      checkpoint-<step>/ complete: written beside it, listed in complete.json, forced to the disk, then renamed
-      .partial/          what is being written, or what a killed process left
-      .lock              held by the one run that writes here
+      checkpoint-<step>/ complete: written elsewhere, listed in complete.json, synced, then renamed
+      .partial/          files in writing, or those of a killed process
+      .lock              held by the run that writes here
       model/             the result, at the end
 
-The newest checkpoint whose files are as long as its list says is the one that a run goes on from.
+A run resumes from the newest checkpoint whose files have the sizes in its list.
 """
 
 import json
@@ -21,7 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
 PREFIX = "checkpoint-"
@@ -42,40 +42,57 @@ def checkpoints(output: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
-    """How many steps a checkpoint has behind it."""
+    """The number of steps before a checkpoint."""
     return int(checkpoint.name.removeprefix(PREFIX))
 
 
 def publish(partial: Path, output: Path, keep: int) -> None:
-    """Make a checkpoint that is written complete, and let the oldest go."""
-    sizes = {file.relative_to(partial).as_posix(): file.stat().st_size for file in _files(partial)}
+    """Make a written checkpoint complete, and remove the oldest."""
+    files = (path for path in sorted(partial.rglob("*")) if path.is_file())
+    sizes = {file.relative_to(partial).as_posix(): file.stat().st_size for file in files}
     (partial / LIST).write_text(json.dumps(sizes, indent=2), encoding="utf-8")
-    put(partial, output / partial.name)
+    move_synced(partial, output / partial.name)
     for old in checkpoints(output)[keep:]:
         shutil.rmtree(old.rename(partial.parent / old.name))
 
 
-def put(partial: Path, target: Path) -> None:
-    """Move a folder to its place, its content forced to the disk; what was there before goes last."""
+def move_synced(partial: Path, target: Path) -> None:
+    """Move a folder to its place, synced to the disk; a folder that is there is removed last."""
     for path in (*partial.rglob("*"), partial):
-        force(path)
+        sync(path)
     old = partial.with_name(f"{target.name}.old")
     if target.exists():
         target.rename(old)
     partial.rename(target)
-    force(target.parent)
+    sync(target.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
-@contextmanager
-def only_run(output: Path) -> Iterator[None]:
-    """Make the folder, and hold it against other runs; a process that ends, however it ends, lets go."""
-    made = not output.exists()
+def sync(path: Path) -> None:
+    """Write a file or folder to the disk, so that it survives a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
-        output.mkdir(parents=True, exist_ok=True)
-        file = (output / LOCK).open("a")
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def writable(output: Path) -> Iterator[None]:
+    """`RecipeError` if the system does not allow to write to the folder."""
+    try:
+        yield
     except OSError as error:
         raise RecipeError(f"output={output} cannot be written: {error.strerror}") from None
+
+
+@contextmanager
+def locked_output(output: Path) -> Iterator[None]:
+    """Create the folder, and lock it against other runs until the block or the process ends."""
+    is_new = not output.exists()
+    with writable(output):
+        output.mkdir(parents=True, exist_ok=True)
+        file = (output / LOCK).open("a")
     with file:
         try:
             lock_file(file, output)
@@ -85,17 +102,31 @@ def only_run(output: Path) -> Iterator[None]:
             yield
         except BaseException:
             written = {path.name for path in output.iterdir() if path.stat().st_size}
-            if made and written <= {LOCK, RUN}:  # refused before it began
+            if is_new and written <= {LOCK, RUN}:  # refused before the training
                 shutil.rmtree(output)
             raise
 
 
-def check_run(output: Path, run: Mapping[str, Any]) -> None:
-    """Write down which run this is; `RecipeError` where the folder holds checkpoints or the model of another one."""
-    path, holds = output / RUN, bool(checkpoints(output)) or (output / MODEL).exists()
-    if not path.exists() and (holds or any(output.glob(f"{PREFIX}*")) or (output / METRICS).exists()):
-        raise RecipeError(f"{output} holds a model or a run, but no {RUN} says of which run: choose another output")
-    if not holds:
+@contextmanager
+def writing(name: str, output: Path) -> Iterator[None]:
+    """After an error, which becomes one line, remove partial files; libraries raise many types for a full disk."""
+    try:
+        yield
+    except Exception as error:
+        shutil.rmtree(output / PARTIAL, ignore_errors=True)
+        free = shutil.disk_usage(output).free / 1e9
+        raise RecipeError(
+            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
+            "checkpoints are unchanged, and the same command resumes from them"
+        ) from error
+
+
+def claim_output(output: Path, run: Mapping[str, Any]) -> None:
+    """Record the run's fingerprint; `RecipeError` if the folder has checkpoints or the model of another run."""
+    path, has_results = output / RUN, bool(checkpoints(output)) or (output / MODEL).exists()
+    if not path.exists() and (has_results or any(output.glob(f"{PREFIX}*")) or (output / METRICS).exists()):
+        raise RecipeError(f"{output} has a model or a run, but no {RUN} to identify it: choose another output")
+    if not has_results:
         temporary = path.with_suffix(".partial")
         temporary.write_text(json.dumps(run, indent=2), encoding="utf-8")
         temporary.replace(path)
@@ -105,39 +136,26 @@ def check_run(output: Path, run: Mapping[str, Any]) -> None:
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{path} is damaged ({error}): choose another output, or remove the folder") from None
     for name in before | dict(run):
-        was, now = before.get(name), run.get(name)
-        if was != now:
+        old, new = before.get(name), run.get(name)
+        if old != new:
             raise RecipeError(
-                f"{output} holds a run with {name}={was!r}, and now it is {now!r}: go on with the recipe as it was, "
+                f"{output} has a run with {name}={old!r}, but the recipe has {new!r}: resume with the earlier recipe, "
                 "choose another output, or remove the folder"
             )
-
-
-def _files(folder: Path) -> Iterator[Path]:
-    return (path for path in sorted(folder.rglob("*")) if path.is_file())
-
-
-def force(path: Path) -> None:
-    """To the disk, whatever becomes of the machine."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _is_complete(checkpoint: Path) -> bool:
     try:
         sizes = json.loads((checkpoint / LIST).read_bytes())
-        whole = all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
+        complete = all((checkpoint / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError, AttributeError):
-        whole = False
-    if not whole:
+        complete = False
+    if not complete:
         _warn(checkpoint)
-    return whole
+    return complete
 
 
 @cache
 def _warn(checkpoint: Path) -> None:
-    """Once."""
-    logger.warning("%s is damaged: it is passed over", checkpoint)
+    """Once for each checkpoint."""
+    logger.warning("%s is damaged: the checkpoint is skipped", checkpoint)

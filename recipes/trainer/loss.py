@@ -1,68 +1,29 @@
-"""The training loss: next-token loss, balance losses, and the distance from a teacher."""
+"""The training loss: next-token loss, balance losses, and distillation from a teacher.
 
-from collections.abc import Mapping, Sequence
+In the first steps of a distillation, the loss is the distance between the attention outputs of model and teacher.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from crosshead.modeling.mechanisms.mixture import balance_loss
-from crosshead.modeling.model import share_of_batch
-
-from ..schema.recipe import Distillation
-from .distillation import attention_errors, attention_outputs, instead_of_labels, next_token_losses, predictions
+from ..data.training_data import NOT_PREDICTED
+from ..schema.sections import Distillation
+from .load_balance import HeadRouting
 from .teacher_logits import INDICES, LOGARITHMS
 
-
-class HeadRouting:
-    """The routers of one model."""
-
-    def __init__(self, config: Any) -> None:
-        mixers = {layer: config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)}
-        options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
-        self.layers = tuple(options)
-        """Those that have one."""
-        self._weight = config.mixers["mixture"]["balance_weight"]
-        self._selected = [settings["active_heads"] - settings["shared_heads"] for settings in options.values()]
-
-    @classmethod
-    def of(cls, config: Any) -> "HeadRouting | None":
-        """None for a model without routers."""
-        return cls(config) if "mixture" in (getattr(config, "mixers", None) or {}) else None
-
-    def by_sequence(self, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
-        """What to add to the model's loss, so that its balance loss is taken sequence by sequence.
-
-        The model takes it over all tokens that it is given, and it is no sum over tokens: the loss of a step would
-        depend on how the step is divided into micro batches and among processes.
-        """
-        batch = {"num_items_in_batch": items}
-        alone = [
-            balance_loss([layer[row : row + 1] for layer in outputs["head_router_scores"]], self._selected, None)
-            * share_of_batch(labels[row : row + 1], batch)
-            for row in range(len(labels))
-        ]
-        return self._weight * (torch.stack(alone).sum() - outputs["balance_loss"] * share_of_batch(labels, batch))
-
-    def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of each layer, the share of a micro batch's tokens that select each routed head (heads)."""
-        found = []
-        for probabilities, count in zip(scores, self._selected, strict=True):
-            chosen = probabilities.detach().topk(count, dim=-1).indices
-            found.append(torch.zeros_like(probabilities).scatter(-1, chosen, 1.0).flatten(0, -2).float().mean(0))
-        return found
+ROWS = 512
+"""Predictions compared at once, and again in the backward pass: logits are the largest tensors of a step."""
 
 
-def extremes(loads: Mapping[int, torch.Tensor]) -> dict[str, float]:
-    """By layer, the least and the most used head's share of a step's tokens."""
-    found: dict[str, float] = {}
-    for layer, load in loads.items():
-        found |= {f"head_load/{layer}/least": load.min().item(), f"head_load/{layer}/most": load.max().item()}
-    return found
-
-
-class Objective:
-    """The loss of a micro batch as its part of the step's: those of all micro batches and processes add up."""
+class TrainingLoss:
+    """The loss of a micro batch, as its part of the step's loss: all micro batches and processes add up to that."""
 
     def __init__(
         self, routing: HeadRouting | None, distillation: Distillation | None, teacher: nn.Module | None
@@ -70,46 +31,134 @@ class Objective:
         self._routing, self._options, self._teacher = routing, distillation, teacher
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
-        """The loss and the model's outputs; `items` is how many tokens the whole step predicts."""
+        """The loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
         stored = tuple(inputs.pop(name) for name in (INDICES, LOGARITHMS) if name in inputs)
         if self._options is None:
             return self._predict(model, inputs, items)
         if step < self._options.match_steps:
             return self._match(model, inputs, items)
-        teacher = stored or (self._asked(inputs)["logits"],)
+        teacher = stored or (self._run_teacher(inputs)["logits"],)
         loss, outputs = self._predict(model, inputs, items)
-        exchange = instead_of_labels(outputs["logits"], inputs["labels"], teacher, self._options.temperature)
-        return loss + self._options.weight * exchange / items, outputs
+        difference = divergence_minus_loss(outputs["logits"], inputs["labels"], teacher, self._options.temperature)
+        return loss + self._options.weight * difference / items, outputs
 
     def _predict(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
-        """The next token's loss, with balance losses."""
-        asked = inputs | {"num_items_in_batch": items, "use_cache": False}  # a cache would join documents
+        """The next-token loss and the balance losses."""
+        inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, attention joins documents
         if self._routing is None:
-            outputs = model(**asked)
+            outputs = model(**inputs)
             return outputs["loss"], outputs
-        outputs = model(**asked, output_head_router_scores=True)
-        return outputs["loss"] + self._routing.by_sequence(outputs, inputs["labels"], items), outputs
+        outputs = model(**inputs, output_head_router_scores=True)
+        return outputs["loss"] + self._routing.loss_by_sequence(outputs, inputs["labels"], items), outputs
 
     def _match(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
-        """Attention outputs alone; nothing of the predictions, which data parallelism must see all the same."""
+        """The distance of attention outputs; the predictions have no weight, but data parallelism needs them."""
         with attention_outputs(self._teacher) as wanted:  # type: ignore[arg-type]
-            self._asked(inputs)
+            self._run_teacher(inputs)
         with attention_outputs(model) as found:
             loss, outputs = self._predict(model, inputs, items)
-        shares = predictions(inputs["labels"]) / items
+        shares = count_predictions(inputs["labels"]) / items
         return (attention_errors(found, wanted) * shares).sum() + 0.0 * loss, outputs
 
     @torch.no_grad()
-    def _asked(self, inputs: dict[str, Any]) -> Any:
-        return self._teacher(**_unlabelled(inputs))  # type: ignore[misc]
+    def _run_teacher(self, inputs: dict[str, Any]) -> Any:
+        return self._teacher(**_without_labels(inputs))  # type: ignore[misc]
 
 
 @torch.no_grad()
-def evaluated(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """By sequence, the next token's loss alone, which all models have in common, and how many are predicted (B, 2)."""
-    logits = model(**_unlabelled(inputs))["logits"]
-    return torch.stack([next_token_losses(logits, inputs["labels"]), predictions(inputs["labels"]).float()], dim=1)
+def evaluate(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    """For each sequence, the sum of next-token losses and the number of predictions (B, 2)."""
+    logits = model(**_without_labels(inputs))["logits"]
+    losses = next_token_losses(logits, inputs["labels"])
+    return torch.stack([losses, count_predictions(inputs["labels"]).float()], dim=1)
 
 
-def _unlabelled(inputs: dict[str, Any]) -> dict[str, Any]:
+def _without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The target of each logit (B, T); the last ones have none."""
+    return functional.pad(labels[:, 1:], (0, 1), value=NOT_PREDICTED)
+
+
+def count_predictions(labels: torch.Tensor) -> torch.Tensor:
+    """The number of predicted tokens in each sequence (B)."""
+    return (labels[:, 1:] != NOT_PREDICTED).sum(1)
+
+
+def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum over the predictions of each sequence (B)."""
+    losses = functional.cross_entropy(
+        logits.flatten(0, 1).float(), next_labels(labels).flatten(), ignore_index=NOT_PREDICTED, reduction="none"
+    )
+    return losses.view_as(labels).sum(1)
+
+
+def divergence_minus_loss(
+    logits: torch.Tensor, labels: torch.Tensor, teacher: tuple[torch.Tensor, ...], temperature: float
+) -> torch.Tensor:
+    """The divergence from the teacher minus the next-token loss, summed over predictions.
+
+    `teacher` is its logits (B, T, vocabulary), or the indices and logarithms of its highest probabilities (B, T, k).
+    Its vocabulary may be the beginning of the model's.
+    """
+    parts = (tensor.flatten(0, 1).split(ROWS) for tensor in (next_labels(labels), logits, *teacher))
+    recomputed = partial(checkpoint, _difference, use_reentrant=False, preserve_rng_state=False)
+    total = logits.new_zeros((), dtype=torch.float32)
+    for targets, own, *expected in zip(*parts, strict=True):
+        total = total + recomputed(targets, own, expected, temperature)
+    return total
+
+
+def _difference(
+    targets: torch.Tensor, logits: torch.Tensor, expected: list[torch.Tensor], temperature: float
+) -> torch.Tensor:
+    plain = functional.log_softmax(logits.float(), dim=-1)
+    if len(expected) == 2:
+        found, wanted = plain.gather(-1, expected[0].long()), expected[1].float()
+        distance = _divergence(_add_rest(found), _add_rest(wanted))
+    elif temperature == 1:
+        distance = _divergence(plain, functional.log_softmax(expected[0].float(), dim=-1))
+    else:
+        found, wanted = (functional.log_softmax(x.float() / temperature, dim=-1) for x in (logits, expected[0]))
+        distance = _divergence(found, wanted) * temperature**2  # for a gradient of the same size
+    likelihood = plain.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    return (distance + likelihood)[targets != NOT_PREDICTED].sum()
+
+
+def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The KL divergence of log-probabilities; tokens outside the teacher's vocabulary have probability zero."""
+    return (wanted.exp() * (wanted - found[..., : wanted.shape[-1]])).sum(-1)
+
+
+def _add_rest(logarithms: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities with that of all other tokens as one more outcome."""
+    rest = 1 - logarithms.exp().sum(-1, keepdim=True)
+    return torch.cat([logarithms, rest.clamp_min(torch.finfo(rest.dtype).eps).log()], dim=-1)
+
+
+def attention_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> torch.Tensor:
+    """For each sequence (B), the relative squared error of attention outputs (B, T, width); mean over layers."""
+    errors = [
+        (mine.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2)).clamp_min(1e-12)
+        for mine, theirs in zip(found, wanted, strict=True)
+    ]
+    return torch.stack(errors).mean(0)
+
+
+@contextmanager
+def attention_outputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The attention outputs of a forward pass inside the block, in the order of the layers."""
+    outputs: list[torch.Tensor] = []
+
+    def collect(module: nn.Module, args: Any, output: Any) -> None:
+        outputs.append(output[0])
+
+    layers = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
+    handles = [layer.register_forward_hook(collect) for layer in layers]
+    try:
+        yield outputs
+    finally:
+        for handle in handles:
+            handle.remove()

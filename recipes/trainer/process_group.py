@@ -11,11 +11,18 @@ import torch
 Result = TypeVar("Result")
 
 
-def in_turn(work: Callable[[], Result]) -> Result:
-    """What each process does: the first one alone, then the others; none goes on before all are done."""
+def is_main_process() -> bool:
+    """Whether this process writes the files of a run."""
     from accelerate import PartialState
 
-    processes = PartialState(cpu=not torch.accelerator.is_available())  # it would miss the others of a CPU run
+    return bool(PartialState().is_main_process)
+
+
+def main_process_first(work: Callable[[], Result]) -> Result:
+    """Work of each process: the main process does it alone, then the others; all wait until it is done."""
+    from accelerate import PartialState
+
+    processes = PartialState(cpu=not torch.accelerator.is_available())  # the default misses the others on CPUs
     with processes.main_process_first():
         result = work()
     processes.wait_for_everyone()
@@ -23,12 +30,12 @@ def in_turn(work: Callable[[], Result]) -> Result:
 
 
 @contextmanager
-def together() -> Iterator[None]:
-    """Leave the group of processes at the end, also after a failure, so that none of its threads outlives the block.
+def closing_process_group() -> Iterator[None]:
+    """Leave the process group at the end, also after an error, so that none of its threads outlives the block.
 
-    A thread of gloo takes Python's lock to let go of a tensor. If it does so while the interpreter ends, the process
-    aborts (SIGABRT, "terminate called without an active exception"), whatever its exit status was to be. The threads
-    end with the last reference to the group. A trainer holds one in its model, and is part of a reference cycle.
+    A thread of gloo takes Python's lock to release a tensor. If it does so while the interpreter exits, the process
+    aborts (SIGABRT, "terminate called without an active exception") and loses its exit status. The threads end with
+    the last reference to the group, which a trainer holds in its model, as part of a reference cycle.
     """
     try:
         yield
@@ -42,7 +49,7 @@ def together() -> Iterator[None]:
 
 
 def _clear_frames(error: BaseException | None) -> None:
-    """Let go of the local variables that an error and those before it keep alive, as a trainer may be one of them."""
+    """Release the local variables of an error and its causes, among which may be a trainer."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

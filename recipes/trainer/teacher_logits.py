@@ -1,13 +1,12 @@
-"""A teacher's highest probabilities for every sample of a run, on disk: distillation without the teacher.
+"""The teacher's highest probabilities for every sample of a run, on disk: distillation without the teacher.
 
 indices      (samples, length, k) uint32
-logarithms   the same, float16: of the probabilities among all tokens
-logits.json  what they belong to
+logarithms   the same shape, float16: log-probabilities among all tokens
+logits.json  the data and the seed that they belong to
 """
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +15,49 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.progress import Progress, silent
 
-from ..data.packing import Sample
-from ..data.training_data import TrainingData
-from ..schema.recipe import Distillation, Recipe
-from .checkpoints import put
+from ..data.training_data import Sample, TrainingData, open_data
+from ..schema.recipe import Recipe
+from ..schema.sections import Distillation
+from .checkpoints import move_synced
+from .models import load_teacher, load_tokenizer, vocabulary_size
+from .training_arguments import training_arguments
 
 HIGHEST = 64
-"""Kept of each prediction; the rest counts as one outcome."""
+"""Probabilities stored for each prediction; all others count as one outcome."""
 RECORD = "logits.json"
 INDICES, LOGARITHMS = "teacher_indices", "teacher_logarithms"
-TYPES = {INDICES: ("indices", np.uint32), LOGARITHMS: ("logarithms", np.float16)}
+FILES = {INDICES: ("indices", np.uint32), LOGARITHMS: ("logarithms", np.float16)}
 
 
-def belonging(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
-    """Which samples a run sees, and in which order."""
+def run_key(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
+    """The settings that determine the samples of a run and their order."""
     return {"data": data.fingerprint, "seed": recipe.train.seed}
 
 
-def write_logits(
-    teacher: Any,
-    samples: Dataset[Sample],
-    batch: int,
-    belongs: dict[str, Any],
-    folder: Path,
-    advance: Callable[[int, int], None],
-) -> None:
-    """Ask the teacher about every sample, so many at once; `belongs` says which run they are of."""
+def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> None:
+    """Write the folder for `distillation.logits`, for this recipe's data, seed and number of tokens."""
+    if recipe.distillation is None or recipe.distillation.teacher is None:
+        raise RecipeError("the recipe has no distillation.teacher whose logits could be saved: name one")
+    arguments = training_arguments(recipe)
+    if arguments.world_size > 1:
+        raise RecipeError(f"{arguments.world_size} processes would write the same logits: start one")
+    vocabulary, tokenizer = vocabulary_size(recipe), load_tokenizer(recipe)
+    teacher = load_teacher(recipe.distillation.teacher, vocabulary, tokenizer).to(arguments.device)
+    data = open_data(recipe.data, tokenizer, vocabulary, progress)
+    samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     if folder.exists():
-        raise RecipeError(f"{folder} is already there: choose another folder for the teacher's logits")
+        raise RecipeError(f"{folder} exists: choose another folder for the teacher's logits")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        shape = _write(teacher, samples, batch, partial, advance)
-        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, **belongs}
+        with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
+            shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
+        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, **run_key(recipe, data)}
         (partial / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
-        put(partial, folder)
+        move_synced(partial, folder)
     except OSError as error:
         raise RecipeError(f"the teacher's logits cannot be written to {folder}: {error.strerror}") from None
     finally:
@@ -60,58 +65,49 @@ def write_logits(
 
 
 @torch.inference_mode()
-def _write(
-    teacher: Any, samples: Dataset[Sample], batch: int, folder: Path, advance: Callable[[int, int], None]
-) -> tuple[int, int, int]:
-    count, done = len(samples), 0  # type: ignore[arg-type]
+def _write(teacher: Any, batches: DataLoader[Sample], folder: Path, progress: Progress) -> tuple[int, int, int]:
+    """Run the teacher, and return the shape of the files."""
+    count, done = len(batches.dataset), 0  # type: ignore[arg-type]
     highest = min(HIGHEST, teacher.config.vocab_size)
-    with (folder / TYPES[INDICES][0]).open("wb") as indices, (folder / TYPES[LOGARITHMS][0]).open("wb") as logarithms:
-        for inputs in DataLoader(samples, batch):
-            asked = {name: value.to(teacher.device) for name, value in inputs.items() if name != "labels"}
-            logits = teacher(**asked, use_cache=False)["logits"].float()
+    with (folder / FILES[INDICES][0]).open("wb") as indices, (folder / FILES[LOGARITHMS][0]).open("wb") as logarithms:
+        for batch in batches:
+            inputs = {name: value.to(teacher.device) for name, value in batch.items() if name != "labels"}
+            logits = teacher(**inputs, use_cache=False)["logits"].float()
             found = logits.log_softmax(-1).topk(highest, dim=-1)
-            indices.write(found.indices.cpu().numpy().astype(TYPES[INDICES][1]).tobytes())
-            logarithms.write(found.values.cpu().numpy().astype(TYPES[LOGARITHMS][1]).tobytes())
+            indices.write(found.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
+            logarithms.write(found.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
             done += len(logits)
-            advance(done, count)
+            progress("teacher", done, count)
     return count, logits.shape[1], highest
 
 
 class WithTeacher(Dataset[Sample]):
-    """Samples, each with what the teacher makes of it."""
+    """Samples with the teacher's stored probabilities."""
 
-    def __init__(
-        self, samples: Dataset[Sample], options: Distillation, belongs: dict[str, Any], vocabulary: int
-    ) -> None:
-        self._samples, self._key = samples, f"distillation.logits={options.logits}"
-        folder = Path(str(options.logits))
+    def __init__(self, samples: Dataset[Sample], options: Distillation, key: dict[str, Any], vocabulary: int) -> None:
+        self._samples = samples
+        name, folder = f"distillation.logits={options.logits}", Path(str(options.logits))
         try:
             record = json.loads((folder / RECORD).read_bytes())
-            shape, known = tuple(record["shape"]), record["vocabulary"]
+            shape, size = tuple(record["shape"]), record["vocabulary"]
             self._files = {
-                name: np.memmap(folder / file, dtype, "r", shape=shape) for name, (file, dtype) in TYPES.items()
+                tensor: np.memmap(folder / file, dtype, "r", shape=shape) for tensor, (file, dtype) in FILES.items()
             }
         except (OSError, ValueError, LookupError, TypeError) as error:
-            raise RecipeError(f"{self._key} cannot be read: {one_line(error)}") from None
-        self._check(record, belongs)
-        if shape[0] < len(self):
-            raise RecipeError(f"{self._key} are of {shape[0]} samples, and the run has {len(self)}: make them again")
-        if known > vocabulary:
-            raise RecipeError(f"{self._key} are of a teacher with {known} tokens, and the model knows {vocabulary}")
-
-    def _check(self, record: dict[str, Any], belongs: dict[str, Any]) -> None:
-        for name, now in belongs.items():
-            if record.get(name) != now:
+            raise RecipeError(f"{name} cannot be read: {one_line(error)}") from None
+        for setting, value in key.items():
+            if record.get(setting) != value:
                 raise RecipeError(
-                    f"{self._key} were made with {name}={record.get(name)!r}, and now it is {now!r}: make them again"
+                    f"{name} was made with {setting}={record.get(setting)!r}, but the run has {value!r}: make it again"
                 )
+        if shape[0] < len(self):
+            raise RecipeError(f"{name} has {shape[0]} samples, but the run has {len(self)}: make it again")
+        if size > vocabulary:
+            raise RecipeError(f"{name} is of a teacher with {size} tokens, but the model has {vocabulary}")
 
     def __len__(self) -> int:
         return len(self._samples)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Sample:
-        rows = {
-            INDICES: self._files[INDICES][index].astype(np.int64),
-            LOGARITHMS: self._files[LOGARITHMS][index].copy(),
-        }
-        return self._samples[index] | {name: torch.from_numpy(row) for name, row in rows.items()}
+        indices, logarithms = self._files[INDICES][index].astype(np.int64), self._files[LOGARITHMS][index].copy()
+        return self._samples[index] | {INDICES: torch.from_numpy(indices), LOGARITHMS: torch.from_numpy(logarithms)}

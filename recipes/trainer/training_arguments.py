@@ -1,4 +1,4 @@
-"""A recipe as transformers' `TrainingArguments`."""
+"""Turns a recipe into transformers' `TrainingArguments`."""
 
 from typing import Any
 
@@ -9,19 +9,19 @@ from crosshead.common.errors import RecipeError
 from ..schema.recipe import Recipe
 
 
-def accumulation(recipe: Recipe, processes: int) -> int:
-    """Micro batches that each process runs per step; their number must come out even."""
+def accumulation_steps(recipe: Recipe, processes: int) -> int:
+    """The micro batches of each process in a step, a whole number."""
     at_once = recipe.train.micro_batch * processes
     if recipe.batch_size % at_once:
         raise RecipeError(
-            f"a step of {recipe.batch_size} sequences cannot be shared by {processes} processes with "
+            f"a step of {recipe.batch_size} sequences cannot be divided among {processes} processes with "
             f"train.micro_batch={recipe.train.micro_batch}: change one of them"
         )
     return recipe.batch_size // at_once
 
 
 def training_arguments(recipe: Recipe) -> Any:
-    """What the Trainer is told; order, learning rate and checkpoints are not its business."""
+    """The Trainer's arguments; RunTrainer itself does the sampling order, the schedule and the checkpoints."""
     from accelerate.utils import parse_flag_from_env
     from transformers import TrainingArguments
     from transformers.integrations.integration_utils import get_available_reporting_integrations
@@ -30,11 +30,10 @@ def training_arguments(recipe: Recipe) -> Any:
     trackers = get_available_reporting_integrations()
     for name in watch.report_to:
         if name not in trackers:
-            there = ", ".join(trackers) or "none"
-            raise RecipeError(f"watch.report_to: no tracker {name!r} is installed, only {there}: `pip install {name}`")
-    evaluation: dict[str, Any] = {"eval_strategy": "no"}
-    if recipe.data.held_out or recipe.data.evaluation:  # the library evaluates the last step in any case
-        evaluation = {"eval_strategy": "steps", "eval_steps": watch.evaluate_every or recipe.steps}
+            installed = ", ".join(trackers) or "none"
+            raise RecipeError(
+                f"watch.report_to: the tracker {name!r} is not installed, only {installed}: `pip install {name}`"
+            )
     arguments = TrainingArguments(
         output_dir=recipe.output,
         max_steps=recipe.steps,
@@ -49,21 +48,22 @@ def training_arguments(recipe: Recipe) -> Any:
         bf16=train.dtype == "bfloat16",
         seed=train.seed,
         logging_steps=watch.every,
-        logging_nan_inf_filter=False,  # a loss that is no number must be seen
+        logging_nan_inf_filter=False,  # a loss that is not finite ends the run
         save_strategy="steps",
         save_steps=recipe.checkpoints.every,
+        eval_strategy="steps" if recipe.evaluates else "no",
+        eval_steps=watch.evaluate_every or recipe.steps,  # the library evaluates after the last step in any case
         report_to=list(watch.report_to) or "none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        use_cpu=not torch.accelerator.is_available(),  # unless told, it would not see the other processes of a CPU run
+        use_cpu=not torch.accelerator.is_available(),  # the default misses the other processes of a run on CPUs
         dataloader_pin_memory=torch.accelerator.is_available(),
-        ignore_data_skip=True,  # the sampler itself begins where the run was left
+        ignore_data_skip=True,  # the sampler starts at the checkpoint
         ddp_find_unused_parameters=False,
-        # With FSDP2 each micro batch's gradients are shared out: else every GPU would keep them whole until the last.
+        # With FSDP2, reduce the gradients of each micro batch: otherwise every GPU stores all of them until the last.
         accelerator_config={
             "gradient_accumulation_kwargs": {"sync_each_batch": parse_flag_from_env("ACCELERATE_USE_FSDP")}
         },
-        **evaluation,
     )
     if arguments.n_gpu > 1:
         raise RecipeError(
@@ -72,5 +72,5 @@ def training_arguments(recipe: Recipe) -> Any:
         )
     if arguments.device.type == "cpu":  # not "cpu:0", to which older versions of transformers cannot load a checkpoint
         arguments._setup_devices = torch.device("cpu")
-    arguments.gradient_accumulation_steps = accumulation(recipe, arguments.world_size)  # which it has found out
+    arguments.gradient_accumulation_steps = accumulation_steps(recipe, arguments.world_size)
     return arguments

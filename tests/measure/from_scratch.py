@@ -18,8 +18,8 @@ from train_small import documents, train_tokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from crosshead.evals.bench.machine import machine
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
-from crosshead.recipes.schema.recipe import CheckpointOptions, ModelOptions, Recipe, TrainOptions
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.sections import CheckpointOptions, DataOptions, DataSource, ModelOptions, TrainOptions
 from crosshead.recipes.train import train
 
 BASELINE = "baseline"

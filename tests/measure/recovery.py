@@ -30,9 +30,9 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.loss import evaluated
+from crosshead.recipes.trainer.loss import evaluate
 from crosshead.recipes.trainer.metrics import MetricsFile
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
 
 CASES: dict[str, dict[str, Any]] = {
     "explicit": {"key_heads": "2", "value_heads": "2"},
@@ -105,11 +105,11 @@ def trained_model(folder: Path, name: str) -> Path:
 @torch.no_grad()
 def loss(asked: Recipe, folder: Path) -> float:
     """Of a model on the held-out text, in float32."""
-    data = open_data(asked.data, load_tokenizer(asked), vocabulary_of(asked))
+    data = open_data(asked.data, load_tokenizer(asked), vocabulary_size(asked))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     batches: Any = DataLoader(data.evaluation, asked.train.micro_batch)  # type: ignore[arg-type]
-    found = torch.cat([evaluated(model, {key: part.to(device) for key, part in batch.items()}) for batch in batches])
+    found = torch.cat([evaluate(model, {key: part.to(device) for key, part in batch.items()}) for batch in batches])
     losses, counts = found.double().sum(0).tolist()
     return losses / counts
 

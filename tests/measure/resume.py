@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.recipe import LoraOptions, Recipe
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.sections import LoraOptions
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
 from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 
@@ -31,7 +32,7 @@ ANOTHER_ORDER = 1e-5
 def two_epochs(folder: Path, documents: int) -> Recipe:
     """Eight sequences a step, two at once, over all windows twice."""
     recipe = toy_run(LORA, folder, documents=documents)
-    windows = open_data(recipe.data, load_tokenizer(recipe), vocabulary_of(recipe)).windows
+    windows = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe)).windows
     batch = SEQUENCES * recipe.data.length
     train = {"batch_tokens": batch, "tokens": 2 * windows // SEQUENCES * batch, "micro_batch": 2}
     train |= {"lora": LoraOptions(4, 8.0, 0.1), "learning_rate": 1e-3, "warmup": 4.0, "seed": 5}

@@ -1,5 +1,5 @@
-"""Writes the generated tables of the documents: results into README.md, costs into pages, memory beside accelerate,
-speeds into their page.
+"""Writes the generated tables of the documents (results into README.md, costs into pages, memory into the page of
+accelerate, speeds into their page) and the JSON schema of recipes.
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/tables.py
 
@@ -21,13 +21,14 @@ from speed_tables import speed_tables
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
-from crosshead.recipes.estimate.sharding import read_sharding
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.estimate.memory import read_sharding
+from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
 from house import ROOT
 
 PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
+SCHEMA = ROOT / "recipes" / "recipe.schema.json"
 SPEED = ROOT / "evals" / "SPEED.md"
 CONVERSION = ROOT / "conversion" / "README.md"
 LENGTH, DTYPE = 4096, "bfloat16"
@@ -174,7 +175,7 @@ def _cost_row(name: str, mechanism: str, content: Content) -> str:
 
 def memory_table() -> str:
     """What each GPU would hold, by `crosshead train --dry-run`."""
-    heads = ("recipe", "where", "weights, gradients, moments", "at work", "activations", "logits", "in all")
+    heads = ("recipe", "where", "weights, gradients, moments", "working copies", "activations", "logits", "in all")
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: | ---: |"]
     return "\n".join([*lines, *(memory_row(*plan) for plan in PLANS)]) + "\n"
 
@@ -219,11 +220,11 @@ def documents() -> list[Path]:
 
 
 def main() -> None:
-    """Write what differs."""
-    for path in documents():
-        text = path.read_text(encoding="utf-8")
-        if text != renewed(text):
-            path.write_text(renewed(text), encoding="utf-8")
+    """Write the files that differ."""
+    new = {path: renewed(path.read_text(encoding="utf-8")) for path in documents()}
+    for path, text in (new | {SCHEMA: json_schema()}).items():
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
             print(f"wrote {path.relative_to(ROOT)}")
 
 

@@ -9,20 +9,19 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers import AutoModelForCausalLM
 
 import toys
-from crosshead.recipes.estimate.activations import Arithmetic, activations
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
-from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
-from crosshead.recipes.trainer.trainable import set_trainable
+from crosshead.recipes.estimate.activations import Precision, activations
+from crosshead.recipes.schema.sections import DataOptions, DataSource, LoraOptions, TrainOptions
+from crosshead.recipes.trainer.parameters import set_trainable
 from tiers import grid
 
 LENGTH = 40
 DATA = DataOptions((DataSource("text.txt"),), length=LENGTH)
-WIDE = Arithmetic(torch.float32, autocast=False)
+WIDE = Precision(torch.float32, autocast=False)
 ARITHMETIC = {
     "float32": WIDE,
-    "autocast": Arithmetic(torch.float32, autocast=True),
-    "bfloat16": Arithmetic(torch.bfloat16, autocast=False),
-    "both": Arithmetic(torch.bfloat16, autocast=True),
+    "autocast": Precision(torch.float32, autocast=True),
+    "bfloat16": Precision(torch.bfloat16, autocast=False),
+    "both": Precision(torch.bfloat16, autocast=True),
 }
 
 
@@ -37,10 +36,10 @@ def options(trainable="all", micro_batch=3, **changes):
     return TrainOptions(1e-3, 1000, 100, micro_batch=micro_batch, trainable=trainable, lora=lora, **changes)
 
 
-def kept(config, train, arithmetic, checkpointed=False, **inputs):
+def kept(config, train, precision, checkpointed=False, **inputs):
     """Bytes of all that a real model saves, beside its own weights and copies of them."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=arithmetic.weights).train()
+    model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
     if checkpointed:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
@@ -57,7 +56,7 @@ def kept(config, train, arithmetic, checkpointed=False, **inputs):
             return tensor
 
         tokens = torch.randint(1, 61, (rows, LENGTH))
-        casting = torch.autocast("cpu", torch.bfloat16, enabled=arithmetic.autocast)
+        casting = torch.autocast("cpu", torch.bfloat16, enabled=precision.autocast)
         with casting, saved_tensors_hooks(keep, lambda tensor: tensor):
             model(
                 input_ids=tokens, use_cache=False, **{name: value.expand(rows, -1) for name, value in inputs.items()}
@@ -66,42 +65,42 @@ def kept(config, train, arithmetic, checkpointed=False, **inputs):
     return sizes[1] - sizes[0]  # copies of weights are as many for twice as many sequences
 
 
-@pytest.mark.parametrize(("name", "arithmetic"), grid(toys.CASES, ["float32", "autocast"], strength=1))
-def test_every_mechanism(name, arithmetic):
+@pytest.mark.parametrize(("name", "precision"), grid(toys.CASES, ["float32", "autocast"], strength=1))
+def test_every_mechanism(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
-    assert found.kept(False) == pytest.approx(kept(config, options(), ARITHMETIC[arithmetic]), rel=0.01)
+    found = activations(config, options(), DATA, ARITHMETIC[precision])
+    assert found.total(False) == pytest.approx(kept(config, options(), ARITHMETIC[precision]), rel=0.01)
     assert len(found.layers) == 2
 
 
-@pytest.mark.parametrize(("backbone", "arithmetic"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
-def test_every_backbone(backbone, arithmetic):
+@pytest.mark.parametrize(("backbone", "precision"), grid(["Qwen2", "Qwen3", "Qwen3Moe"], ARITHMETIC, strength=1))
+def test_every_backbone(backbone, precision):
     config = config_of(backbone, toys.CASES["knocking+mixture"])
-    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
-    assert found.kept(False) == pytest.approx(kept(config, options(), ARITHMETIC[arithmetic]), rel=0.01)
+    found = activations(config, options(), DATA, ARITHMETIC[precision])
+    assert found.total(False) == pytest.approx(kept(config, options(), ARITHMETIC[precision]), rel=0.01)
 
 
 @pytest.mark.parametrize("trainable", ["mixers", "mixers+lora"])
 def test_what_does_not_move_keeps_less(trainable):
     config, train = config_of("Llama", toys.CASES["knocking"]), options(trainable)
-    found = activations(config, train, DATA, WIDE).kept(False)
+    found = activations(config, train, DATA, WIDE).total(False)
     assert found == pytest.approx(kept(config, train, WIDE), rel=0.02)
-    assert found < activations(config, options(), DATA, WIDE).kept(False)
+    assert found < activations(config, options(), DATA, WIDE).total(False)
 
 
-@pytest.mark.parametrize(("name", "arithmetic"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
-def test_layers_that_are_computed_again_keep_their_input(name, arithmetic):
+@pytest.mark.parametrize(("name", "precision"), grid(["explicit", "talking"], ARITHMETIC, strength=1))
+def test_layers_that_are_computed_again_keep_their_input(name, precision):
     config = config_of("Llama", toys.CASES[name])
-    found = activations(config, options(), DATA, ARITHMETIC[arithmetic])
-    real = kept(config, options(), ARITHMETIC[arithmetic], checkpointed=True)
-    assert found.kept(True) - max(found.layers) == pytest.approx(real, rel=0.05)
-    assert found.kept(True) < found.kept(False)
+    found = activations(config, options(), DATA, ARITHMETIC[precision])
+    real = kept(config, options(), ARITHMETIC[precision], checkpointed=True)
+    assert found.total(True) - max(found.layers) == pytest.approx(real, rel=0.05)
+    assert found.total(True) < found.total(False)
 
 
 def test_a_single_sequence_needs_no_copies():
     config = config_of("Llama", toys.CASES["talking"])
     config._attn_implementation = "eager"  # which keeps all weights
-    one, three = (activations(config, options(micro_batch=rows), DATA, WIDE).kept(False) for rows in (1, 3))
+    one, three = (activations(config, options(micro_batch=rows), DATA, WIDE).total(False) for rows in (1, 3))
     assert one < 0.8 * three / 3
 
 
@@ -116,9 +115,9 @@ def test_layers_may_differ():
 def test_documents_that_are_kept_apart(name):
     config, apart = config_of("Llama", toys.CASES[name]), replace(DATA, separate_documents=True)
     positions = torch.cat([torch.arange(25), torch.arange(15)])
-    found = activations(config, options(), apart, WIDE).kept(False)
+    found = activations(config, options(), apart, WIDE).total(False)
     assert found == pytest.approx(kept(config, options(), WIDE, position_ids=positions), rel=0.02)
-    assert found > activations(config, options(), DATA, WIDE).kept(False)
+    assert found > activations(config, options(), DATA, WIDE).total(False)
 
 
 def test_random_numbers_are_left_alone():

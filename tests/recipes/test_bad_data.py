@@ -3,7 +3,7 @@
 import gzip
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ import pytest
 from pyarrow import parquet
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.source_files import SUFFIXES, identity
+from crosshead.recipes.data.readers import SUFFIXES, source_fingerprint
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
+from crosshead.recipes.schema.sections import DataOptions, DataSource
 from toy_data import separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
 
 GOOD = words(*range(1, 40))
@@ -219,7 +219,7 @@ def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, kind, pattern):
     monkeypatch.setattr(os, "scandir", refuse)
     source = DataSource(str(tmp_path / pattern), kind)
     with pytest.raises(RecipeError, match=r"/a/b .*Permission denied"):
-        identity(source)
+        source_fingerprint(source)
 
 
 @pytest.mark.parametrize(
@@ -237,15 +237,6 @@ def test_options_of_another_kind(kind, options, message):
         DataSource("a", kind, **options)
     defaults = {"column": "text", "subset": None, "split": "train", "revision": None, "streaming": False}
     assert DataSource("a", kind, **defaults) == DataSource("a", kind)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [({"sources": ()}, "sources"), ({"length": 1}, "length=1"), ({"held_out": 1.0}, "held_out=1")],
-)
-def test_options_that_leave_nothing(changes, message):
-    with pytest.raises(RecipeError, match=message):
-        replace(DataOptions((DataSource("a"),)), **changes)
 
 
 def test_weights_that_never_repeat(tmp_path):

@@ -11,12 +11,12 @@ import pytest
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.readers import documents
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
+from crosshead.recipes.schema.sections import DataOptions, DataSource
 from toy_data import separating_tokenizer, write_jsonl, write_parquet
 
 READ = """
 import sys
-from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.data.readers import documents
 from crosshead.common.errors import RecipeError
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config
 from broken import run
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run
-from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.model_config import CONFIGS, model_config
 from crosshead.recipes.schema.toy import write_tokenizer
 from toy_checkpoints import write_stock

@@ -178,11 +178,11 @@ def test_a_cache_that_cannot_be_written(tmp_path):
 def test_processes_share_a_step(processes, at_once, fits, tmp_path):
     recipe = toy_run(KNOCKING, tmp_path, train={"micro_batch": at_once})
     if fits:
-        assert training_arguments.accumulation(recipe, processes) == 4 // (processes * at_once)
+        assert training_arguments.accumulation_steps(recipe, processes) == 4 // (processes * at_once)
         return
     words = f"{processes} processes.*train.micro_batch={at_once}"
     with pytest.raises(RecipeError, match=words):
-        training_arguments.accumulation(recipe, processes)
+        training_arguments.accumulation_steps(recipe, processes)
 
 
 def test_one_process_on_several_gpus_is_told_how_to_start(tmp_path, monkeypatch):

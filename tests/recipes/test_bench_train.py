@@ -14,10 +14,9 @@ from transformers import Trainer
 from broken import run
 from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train as module
-from crosshead.recipes.bench_train import CASES, bench_train, bench_train_lines
+from crosshead.recipes.bench_train import CASES, SteppedRun, bench_train, bench_train_lines
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.trainer.run_trainer import RunTrainer
-from crosshead.recipes.trainer.stepped_trainer import StepByStep
 
 SMALL = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 300}
 
@@ -93,7 +92,7 @@ def test_a_run_beside_another_is_the_run_it_is_alone(monkeypatch, tmp_path):
 
     monkeypatch.setattr(RunTrainer, "training_step", keeping)
     recipe = module._recipe(tmp_path, steps=8)
-    with StepByStep(partial(module._ours, recipe, "explicit")) as alone:
+    with SteppedRun(partial(module._train_ours, recipe, "explicit")) as alone:
         for _ in range(7):
             alone.step()
     bench_train(["explicit"], rounds=2, steps=3)
@@ -115,7 +114,7 @@ def test_steps_are_timed_and_make_rounds(monkeypatch):
         return run
 
     ours, stock = steps(1000, 1, 2, 3, 500), steps(2000, 10, 20, 30, 500)
-    assert module._in_turn(ours, stock, 4) == [[1000, 1, 2, 3], [2000, 10, 20, 30]]
+    assert module._step_times(ours, stock, 4) == [[1000, 1, 2, 3], [2000, 10, 20, 30]]
     assert module._speeds([1, 3, 2, 6], steps=2) == [2 * 4 * 32 / 4, 2 * 4 * 32 / 8]
 
 

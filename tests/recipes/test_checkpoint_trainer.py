@@ -19,8 +19,8 @@ def test_what_fsdp_makes_of_a_model_is_saved_as_the_model_that_it_was(tmp_path):
     kind = type(model)
     model.__class__ = type(f"FSDP{kind.__name__}", (kind,), {})
     trainer: Any = CheckpointTrainer.__new__(CheckpointTrainer)
-    trainer.model, trainer.model_wrapped, trainer._kind = model, model, kind
-    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled = True, False
+    trainer.model, trainer.model_wrapped, trainer._model_class = model, model, kind
+    trainer.is_fsdp_enabled, trainer.is_deepspeed_enabled, trainer._is_sharded = True, False, True
     trainer.args = SimpleNamespace(should_save=True)
     trainer.accelerator = SimpleNamespace(get_state_dict=lambda wrapped: dict(state))
     trainer.save_result(tmp_path / "model")

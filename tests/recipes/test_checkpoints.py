@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.recipe import MechanismOptions
+from crosshead.recipes.schema.sections import MechanismOptions
 from crosshead.recipes.trainer import checkpoints as module
-from crosshead.recipes.trainer.checkpoints import check_run, checkpoints, only_run, publish, put, step_of
+from crosshead.recipes.trainer.checkpoints import checkpoints, claim_output, locked_output, publish, step_of
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
 
 
@@ -121,8 +121,8 @@ def test_at_any_moment_one_is_there(tmp_path, monkeypatch, moment):
 
 def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     forced, partial = [], written(tmp_path, 2)
-    monkeypatch.setattr(module, "force", lambda path: forced.append((path, partial.exists())))
-    put(partial, tmp_path / "checkpoint-2")
+    monkeypatch.setattr(module, "sync", lambda path: forced.append((path, partial.exists())))
+    module.move_synced(partial, tmp_path / "checkpoint-2")
     inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
     assert {path for path, before in forced if before} == inside
     assert forced[-1] == (tmp_path, False)
@@ -130,21 +130,21 @@ def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
 
 def test_the_same_run(tmp_path):
     run = {"data": "a", "train.seed": 1, "distillation": None}
-    check_run(tmp_path, {"data": "b"})
-    check_run(tmp_path, run)  # nothing of the other is there yet
+    claim_output(tmp_path, {"data": "b"})
+    claim_output(tmp_path, run)  # nothing of the other is there yet
     publish(written(tmp_path, 3), tmp_path, keep=1)
-    check_run(tmp_path, run)
+    claim_output(tmp_path, run)
     for other, key in (
         (run | {"train.seed": 2}, "train.seed=1.*2"),
         ({**run, "train.lora": 3}, "train.lora=None.*3"),
         ({"data": "a", "distillation": None}, "train.seed=1.*None"),
     ):
         with pytest.raises(RecipeError, match=key) as caught:
-            check_run(tmp_path, other)
+            claim_output(tmp_path, other)
         assert "\n" not in str(caught.value)
     (tmp_path / "run.json").write_text("{")
     with pytest.raises(RecipeError, match=r"run\.json"):
-        check_run(tmp_path, run)
+        claim_output(tmp_path, run)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-3", "model", "checkpoint-7", "metrics.jsonl"])
@@ -155,26 +155,26 @@ def test_a_folder_that_says_of_no_run(tmp_path, name):
     if name == "checkpoint-7":
         (tmp_path / name / "complete.json").unlink()
     with pytest.raises(RecipeError, match=r"run\.json"):
-        check_run(tmp_path, {})
+        claim_output(tmp_path, {})
     assert (tmp_path / name / "model").read_text() == "x"
 
 
 def test_one_at_a_time(tmp_path, monkeypatch, caplog):
     again = pytest.raises(RecipeError, match="run")
-    with only_run(tmp_path / "a" / "run"), again, only_run(tmp_path / "a" / "run"):
+    with locked_output(tmp_path / "a" / "run"), again, locked_output(tmp_path / "a" / "run"):
         pass
-    with only_run(tmp_path / "a" / "run"):
+    with locked_output(tmp_path / "a" / "run"):
         pass
     (tmp_path / "file").write_text("")
     for path, words in ((tmp_path / "file", "File exists"), (tmp_path / "file" / "run", "Not a directory")):
-        with pytest.raises(RecipeError, match=f"output=.*{words}"), only_run(path):
+        with pytest.raises(RecipeError, match=f"output=.*{words}"), locked_output(path):
             pass
 
     def unknown(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", unknown)
-    with only_run(tmp_path):
+    with locked_output(tmp_path):
         assert str(tmp_path) in caplog.text
 
 

@@ -12,12 +12,12 @@ from broken import run
 from crosshead.common.errors import RecipeError
 from crosshead.evals.cost.model import model_cost
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
-from crosshead.recipes.estimate.sharding import FSDP, ONE_GPU, Sharding, read_sharding
+from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding, read_sharding
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer.models import load_model, load_tokenizer
-from crosshead.recipes.trainer.trainable import is_new, set_trainable
+from crosshead.recipes.trainer.parameters import is_mechanism, set_trainable
 from tiers import grid
 
 ACCELERATE = Path(__file__).parents[2] / "recipes" / "accelerate"
@@ -45,7 +45,7 @@ def test_figures_are_those_of_the_model_that_is_trained(name, changes, tmp_path)
     model = set_trainable(load_model(recipe, load_tokenizer(recipe)), recipe.train)
     sizes = {key: part.numel() for key, part in model.named_parameters()}
     assert report["parameters"] == report["trainable_parameters"] == sum(sizes.values())
-    assert report["new_parameters"] == sum(size for key, size in sizes.items() if is_new(key))
+    assert report["new_parameters"] == sum(size for key, size in sizes.items() if is_mechanism(key))
     assert (report["sequences_per_step"], report["tokens_per_step"], report["steps"]) == (4, 256, 6)
     assert report["micro_batches_per_step"] == 2
     flops = model_cost(model.config, recipe.data.length).training_flops

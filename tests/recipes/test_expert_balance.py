@@ -10,10 +10,10 @@ import torch
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 from crosshead.recipes.estimate.dry_run import dry_run
-from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.expert_balance import ExpertBalance, read_everywhere
+from crosshead.recipes.trainer.load_balance import ExpertBalance, load_biases_everywhere
 from crosshead.recipes.trainer.models import check_expected
 from tiers import first
 from toy_checkpoints import write_stock
@@ -84,8 +84,8 @@ def test_the_rule(checkpointing):
         for bias, wanted in zip(biases(model), expected, strict=True):
             assert torch.allclose(bias, wanted, atol=1e-7) and bias.abs().max() > 0
         totals = [sum(pair) for pair in zip(counted[0][1], counted[1][1], strict=True)]
-        assert balance.load()["expert_load/1/most"] == pytest.approx(max(totals) / 18)
-        assert balance.load()["expert_load/1/least"] == pytest.approx(min(totals) / 18)
+        assert balance.metrics()["expert_load/1/most"] == pytest.approx(max(totals) / 18)
+        assert balance.metrics()["expert_load/1/least"] == pytest.approx(min(totals) / 18)
 
 
 def test_it_evens_out_the_load():
@@ -96,7 +96,7 @@ def test_it_evens_out_the_load():
             with balance.counting():
                 model(tokens(8, 32))
             balance.on_optimizer_step(None, None, None)
-            most.append(balance.load()["expert_load/0/most"])
+            most.append(balance.metrics()["expert_load/0/most"])
     assert most[0] > 1.4 and max(most[-10:]) < 1.2
 
 
@@ -106,7 +106,7 @@ def test_without_a_rate_nothing_moves():
     with balance.counting():
         model(tokens())
     balance.on_optimizer_step(None, None, None)
-    assert not any(bias.any() for bias in biases(model)) and balance.load() == {}
+    assert not any(bias.any() for bias in biases(model)) and balance.metrics() == {}
 
 
 def trained_biases(recipe):
@@ -210,10 +210,10 @@ def test_sharded_as_every_process_has_read_it():
         return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=SimpleNamespace(cpu_ram_efficient_loading=True)))
 
     config, asked = model_of().config, accelerator()
-    read_everywhere(asked, config, None)
+    load_biases_everywhere(asked, config, None)
     assert not asked.state.fsdp_plugin.cpu_ram_efficient_loading
     with pytest.raises(RecipeError, match="--fsdp_cpu_ram_efficient_loading"):
-        read_everywhere(accelerator(), config, "somewhere")
+        load_biases_everywhere(accelerator(), config, "somewhere")
     asked = accelerator()
-    read_everywhere(asked, mixed_model("Qwen3Moe", {}).config, "somewhere")
+    load_biases_everywhere(asked, mixed_model("Qwen3Moe", {}).config, "somewhere")
     assert asked.state.fsdp_plugin.cpu_ram_efficient_loading

@@ -11,7 +11,7 @@ import torch
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
-from crosshead.recipes.trainer.saved_teacher import save_teacher
+from crosshead.recipes.trainer.teacher_logits import save_teacher
 from tiers import first
 from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights
 
@@ -80,7 +80,7 @@ def test_no_room_for_a_checkpoint(case, small_disk, tmp_path):
     words = r"step 4.*0\.000 GB"
     refused(recipe, words, filling(small_disk, left, 3))
     kept = Path(recipe.output, "checkpoint-2")
-    assert kept.is_dir() and not list(Path(recipe.output, ".partial").iterdir())
+    assert kept.is_dir() and not list(Path(recipe.output).glob(".partial/*"))
     before = content(kept)
     refused(recipe, r"(step 4|metrics\.jsonl)")
     assert content(kept) == before
@@ -96,14 +96,14 @@ def test_no_room_for_metrics(small_disk, tmp_path):
 
 def test_no_room_for_the_result(small_disk, tmp_path, monkeypatch):
     whole, recipe = run_on(small_disk, KNOCKING, tmp_path)
-    finish = module._finish
+    finish = module._save
 
     def full(*arguments):
         fill(small_disk, 100_000)
         finish(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_finish", full)
+        patched.setattr(module, "_save", full)
         refused(recipe, "model")
     assert not Path(recipe.output, "model").exists()
     assert_goes_on(recipe, whole, small_disk)

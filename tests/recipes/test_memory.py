@@ -13,13 +13,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer
 
 import toys
-from crosshead.recipes.estimate.memory import Teacher, memory
-from crosshead.recipes.estimate.sharding import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding
+from crosshead.recipes.estimate.memory import ALONE, COPIES, FSDP, ONE_GPU, ZERO3, Sharding, Teacher, memory
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.stopping import StopWhenAsked
+from crosshead.recipes.trainer.callbacks import StopOnSignal
 from tiers import first
 
 LORA = ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"]
@@ -47,7 +46,7 @@ def test_weights_gradients_and_moments_are_those_of_a_run(trainable, tmp_path, m
         found["gradients"] = size(part.grad for part in model.parameters() if part.grad is not None)
         found["moments"] = size(state[name] for state in states for name in ("exp_avg", "exp_avg_sq"))
 
-    monkeypatch.setattr(StopWhenAsked, "on_optimizer_step", look)
+    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", look)
     recipe = small(tmp_path, TRAINABLE[trainable])
     train(recipe)
     told = memory(recipe, model_config(recipe.model.config), ONE_GPU, None)

@@ -8,13 +8,12 @@ from transformers import Trainer
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
-from crosshead.recipes.estimate.sharding import ONE_GPU
+from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.load import load_recipe
-from crosshead.recipes.schema.recipe import LoraOptions, MechanismOptions, TrainOptions
+from crosshead.recipes.schema.sections import LoraOptions, MechanismOptions, TrainOptions
 from crosshead.recipes.sweep.sweep import sweep_runs
-from crosshead.recipes.trainer.optimizer import separate_mechanisms
-from crosshead.recipes.trainer.stopping import StopWhenAsked
-from crosshead.recipes.trainer.trainable import is_new
+from crosshead.recipes.trainer.callbacks import StopOnSignal
+from crosshead.recipes.trainer.parameters import is_mechanism, separate_mechanisms
 from tiers import grid
 from toy_training import LORA, losses, resumed, toy_run, train, weights
 from toys import CASES, MECHANISM_CASES, mixed_model
@@ -38,14 +37,14 @@ def test_a_run_gives_mechanisms_their_own_settings(trainable, own, tmp_path, mon
             for parameter in group["params"]:
                 found[names[parameter]] = (group["initial_lr"], group["weight_decay"])
 
-    monkeypatch.setattr(StopWhenAsked, "on_optimizer_step", look)
+    monkeypatch.setattr(StopOnSignal, "on_optimizer_step", look)
     options = TRAINABLE[trainable] | {"learning_rate": 1e-3, "weight_decay": 0.1}
     options |= {} if own is None else {"mechanisms": own}
     train(toy_run(LORA, tmp_path, steps=2, train=options))
     expected = (1e-3, 0.0) if own is None else (2e-3, 0.3)
-    mechanisms = {name: settings for name, settings in found.items() if is_new(name)}
+    mechanisms = {name: settings for name, settings in found.items() if is_mechanism(name)}
     assert mechanisms and set(mechanisms.values()) == {expected}
-    others = {settings for name, settings in found.items() if not is_new(name)}
+    others = {settings for name, settings in found.items() if not is_mechanism(name)}
     assert others == {"all": {(1e-3, 0.1), (1e-3, 0.0)}, "mixers": set(), "mixers+lora": {(1e-3, 0.1)}}[trainable]
 
 
@@ -62,8 +61,8 @@ def test_without_a_gradient_mechanisms_stay_where_they_start(mechanism):
         part.grad = torch.zeros_like(part)
     optimizer.step()
     same = {name for name, part in model.named_parameters() if torch.equal(part, before[name])}
-    assert {name for name in before if is_new(name)} == {name for name in same if is_new(name)}
-    assert not same & {name for name in decaying if not is_new(name)}
+    assert {name for name in before if is_mechanism(name)} == {name for name in same if is_mechanism(name)}
+    assert not same & {name for name in decaying if not is_mechanism(name)}
 
 
 def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
@@ -78,7 +77,7 @@ def test_what_has_no_decay_in_the_library_has_none_in_a_mechanism():
     assert {names[part] for part in parts} == set(names.values()) and len(parts) == len(names)
     for group in optimizer.param_groups:
         for part in group["params"]:
-            if is_new(names[part]):
+            if is_mechanism(names[part]):
                 assert group["weight_decay"] == (0.0 if "norm" in names[part] else 0.3), names[part]
 
 
@@ -99,8 +98,8 @@ def test_schema(tmp_path):
     changed = load_recipe(name, ["train.mechanisms={learning_rate: 2e-3, weight_decay: 0.3}"])
     assert changed.train.mechanisms == OWN and changed.train.mechanism_rate == 2e-3
     for change, words in (
-        ("train.mechanisms.weight_decay=-1", r"train\.mechanisms\.weight_decay=-1"),
-        ("train.mechanisms.learning_rate=0", r"train\.mechanisms\.learning_rate=0"),
+        ("train.mechanisms.weight_decay=-1", r"train\.mechanisms\.weight_decay='-1'"),
+        ("train.mechanisms.learning_rate=0", r"train\.mechanisms\.learning_rate='0'"),
         ("train.mechanisms.rate=1", r"train\.mechanisms has no key 'rate'"),
     ):
         with pytest.raises(RecipeError, match=words):

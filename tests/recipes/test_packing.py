@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from crosshead.recipes.data.packing import NOT_PREDICTED, Windows
 from crosshead.recipes.data.token_cache import TokenStream
 from crosshead.recipes.data.tokenising import TRAINING, TokenEncoder, write_tokens
+from crosshead.recipes.data.training_data import NOT_PREDICTED, Windows
 from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
 from toys import CASES, mixed_model
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from crosshead.recipes.schema.load import load_recipe, shipped_recipes
-from crosshead.recipes.trainer.optimizer import rate
+from crosshead.recipes.trainer.parameters import learning_rate_factor
 
 BILLION = 1_000_000_000
 
@@ -168,7 +168,9 @@ def test_recipes_train_as_the_papers_say(name):
     assert train.tokens == paper.tokens
     assert train.batch_tokens == pytest.approx(paper.batch, rel=0.05)  # 4M is 4,194,304
     assert (train.learning_rate, train.warmup) == (paper.learning_rate, paper.warmup)
-    assert rate(recipe, recipe.steps - 1) * train.learning_rate == pytest.approx(paper.lowest, rel=1e-2, abs=1e-9)
+    assert learning_rate_factor(recipe, recipe.steps - 1) * train.learning_rate == pytest.approx(
+        paper.lowest, rel=1e-2, abs=1e-9
+    )
     assert {key: getattr(train, key) for key in paper.train} == paper.train
     assert paper.decay in (None, train.weight_decay)
     assert paper.clipping in (None, train.gradient_clipping)

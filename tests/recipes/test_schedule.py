@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.recipes.trainer.optimizer import rate
+from crosshead.recipes.trainer.parameters import learning_rate_factor
 from toy_training import KNOCKING, metrics, toy_run, train
 
 
@@ -26,13 +26,13 @@ def recipe_of(tmp_path, steps=9, **train):
 )
 def test_by_hand(train, expected, tmp_path):
     recipe = recipe_of(tmp_path, **train)
-    assert [rate(recipe, step) for step in range(recipe.steps)] == pytest.approx(expected, abs=1e-6)
+    assert [learning_rate_factor(recipe, step) for step in range(recipe.steps)] == pytest.approx(expected, abs=1e-6)
 
 
 def test_nothing_behind_the_last_step(tmp_path):
     """The scheduler asks for one step more than there are."""
     recipe = recipe_of(tmp_path)
-    assert rate(recipe, recipe.steps) == pytest.approx(0.2)
+    assert learning_rate_factor(recipe, recipe.steps) == pytest.approx(0.2)
 
 
 def test_the_optimizer_takes_it(tmp_path):
@@ -40,4 +40,4 @@ def test_the_optimizer_takes_it(tmp_path):
     train(recipe)
     found = [line["learning_rate"] for line in metrics(recipe) if "loss" in line]
     # What a step has used is logged behind the step.
-    assert found == pytest.approx([0.01 * rate(recipe, step) for step in range(4)])
+    assert found == pytest.approx([0.01 * learning_rate_factor(recipe, step) for step in range(4)])

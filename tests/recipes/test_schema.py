@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.load import load_recipe, shipped_recipes
+from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -82,7 +82,7 @@ def test_a_shipped_recipe_has_a_name():
 
 
 def test_the_example_loads(tmp_path):
-    (example,) = re.findall(r"```yaml\n(.*?)```", (RECIPES / "README.md").read_text(), re.DOTALL)
+    (example,) = re.findall(r"```yaml\n(output.*?)```", (RECIPES / "README.md").read_text(), re.DOTALL)
     path = tmp_path / "example.yaml"
     path.write_text(example)
     assert load_recipe(path).steps == 306
@@ -131,20 +131,26 @@ BAD_VALUES = {
     "train.label_smoothing=0.1": "'label_smoothing'",
     "data.sources.0.pth=a": "'pth'",
     "data.sources.0.kind=txt": "data.sources.0.kind='txt'",
-    "data.sources=[]": "data.sources",
+    "data.sources=[]": "data.sources=[]",
+    "data.length=1": "data.length='1'",
+    "data.held_out=1": "data.held_out='1'",
+    "train.seed=": "train.seed=None",
+    "train.betas=[0.9, 0.9, 0.9]": "train.betas=['0.9', '0.9', '0.9']",
+    "train.lora={rank: 4, alpha: 8, droput: 0}": "train.lora has no key 'droput': did you mean 'dropout'",
+    "data.evaluation=[{path: a, colum: b}]": "data.evaluation.0 has no key 'colum': did you mean 'column'",
     "train.learning_rate=fast": "train.learning_rate='fast'",
     "train.learning_rate=1e999": "train.learning_rate='1e999'",
-    "train.learning_rate=0": "train.learning_rate=0.0",
-    "train.learning_rate=": "train.learning_rate=''",
+    "train.learning_rate=0": "train.learning_rate='0'",
+    "train.learning_rate=": "train.learning_rate=None",
     "train.tokens=0.5": "train.tokens='0.5'",
-    "train.final_ratio=2": "train.final_ratio=2.0",
-    "train.checkpoint_activations=1": "train.checkpoint_activations='1'",
+    "train.final_ratio=2": "train.final_ratio='2'",
+    "train.checkpoint_activations=1": "train.checkpoint_activations=1",
     "train.trainable=mixer": "train.trainable='mixer'",
     "train.betas=[0.9]": "train.betas=['0.9']",
     "train=hard": "train='hard'",
     "model.path=[a]": "model.path=['a']",
     "model.config=llama": "model.config='llama'",
-    "output=": "output=''",
+    "output=": "output=None",
     "watch.report_to=trackio": "watch.report_to='trackio'",
     "train.batch_tokens=650": "640",
     "train.batch_tokens=6": "train.batch_tokens=6",
@@ -163,9 +169,9 @@ BAD_VALUES = {
     "hub.token=hf_secret": "'token'",
     "sweep.learning_rates=[1e-4]": "sweep.learning_rates=[0.0001]",
     "sweep.learning_rates=[1e-3, 1.0000001e-3]": "sweep.learning_rates=[0.001, 0.0010000001]",
-    "train.betas=[0.9, 1]": "train.betas.1=1.0",
-    "train.seed=4294967296": "train.seed=4294967296",
-    "train.seed=-1": "train.seed=-1",
+    "train.betas=[0.9, 1]": "train.betas.1='1'",
+    "train.seed=4294967296": "train.seed='4294967296'",
+    "train.seed=-1": "train.seed='-1'",
     f"train.tokens={'9' * 400}": "9223372036854775807",
     f"train.batch_tokens={'9' * 400}": "9223372036854775807",
     "data.sources=[{path: a, weight: 1}, {path: b, weight: 1e-5}]": "100001",
@@ -218,3 +224,7 @@ def test_files_that_are_no_recipe_are_refused(tmp_path, content):
     if content is not None:
         path.write_bytes(content)
     refused(path, [], str(path))
+
+
+def test_the_shipped_schema_is_that_of_the_models():
+    assert (RECIPES / "recipe.schema.json").read_text(encoding="utf-8") == json_schema(), "run `make tables`"

@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from broken import run as run_command
-from crosshead.recipes.schema.recipe import LoraOptions
-from crosshead.recipes.trainer import run_trainer, stopping
+from crosshead.recipes.schema.sections import LoraOptions
+from crosshead.recipes.trainer import callbacks, run_trainer
+from crosshead.recipes.trainer.callbacks import StopOnSignal
 from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
-from crosshead.recipes.trainer.stopping import StopRequest, StopWhenAsked
 from tiers import first
 from toy_training import KNOCKING, LORA, losses, metrics, toy_run, train, weights
 from training_sessions import Run
@@ -57,7 +57,7 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
     watch = {"evaluate_every": 3, "every": 2}
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
     train(whole)
-    seen, real = [], run_trainer.evaluated
+    seen, real = [], run_trainer.evaluate
 
     def signalled(*arguments):
         seen.append(1)
@@ -65,12 +65,12 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(run_trainer, "evaluated", lambda *arguments: seen.append(1) or real(*arguments))
+    monkeypatch.setattr(run_trainer, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
     train(toy_run(KNOCKING, tmp_path / "counted", 6, watch=watch))
     batches = len(seen) // 2
     assert batches > 1
     seen.clear()
-    monkeypatch.setattr(run_trainer, "evaluated", signalled)
+    monkeypatch.setattr(run_trainer, "evaluate", signalled)
     outcome = train(recipe)
     if last:
         assert outcome.model and outcome.stopped_by is None and len(seen) == 2 * batches
@@ -118,7 +118,7 @@ def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     before = signal.signal(signal.SIGTERM, ours)
     try:
-        request = StopRequest()
+        request = StopOnSignal()
         with request.listening():
             for clock[0] in (50.0, 50.5, 52.0):
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -132,18 +132,18 @@ def test_a_signal_that_comes_again_later_is_the_default_again(monkeypatch):
 
 
 def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(monkeypatch):
-    request, control = StopRequest(), SimpleNamespace(should_training_stop=False)
-    state, callback = SimpleNamespace(global_step=1, max_steps=9), StopWhenAsked(request)
+    request, control = StopOnSignal(), SimpleNamespace(should_training_stop=False)
+    state = SimpleNamespace(global_step=1, max_steps=9)
 
     def greatest(number, args):
         if not number:
             os.kill(os.getpid(), signal.SIGTERM)  # the others have answered already
         return number
 
-    monkeypatch.setattr(stopping, "_greatest", greatest)
+    monkeypatch.setattr(callbacks, "_maximum", greatest)
     with request.listening():
         for stops in (False, True):
-            callback.on_step_end(None, state, control)
+            request.on_step_end(None, state, control)
             assert control.should_training_stop is stops
 
 
@@ -151,7 +151,7 @@ def test_a_thread_listens_to_nobody():
     done = []
 
     def listen():
-        with StopRequest().listening():
+        with StopOnSignal().listening():
             done.append(True)
 
     thread = threading.Thread(target=listen)

@@ -12,9 +12,17 @@ from broken import run
 from crosshead.common.errors import DivergedError, RecipeError
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.sweep import sweep as module
-from crosshead.recipes.sweep.loss_curves import HELD_OUT, TRAINING, LossCurve, kind_of_loss, loss_curve, rise, spikes
-from crosshead.recipes.sweep.scaling_law import ScalingLaw
-from crosshead.recipes.sweep.sweep import PICTURE, REPORT, Try, choose, lower, sweep, sweep_runs
+from crosshead.recipes.sweep.loss_curve import (
+    HELD_OUT,
+    TRAINING,
+    LossCurve,
+    ScalingLaw,
+    count_spikes,
+    final_rise,
+    loss_curve,
+    loss_kind,
+)
+from crosshead.recipes.sweep.sweep import PICTURE, REPORT, Attempt, choose, sweep, sweep_runs
 from crosshead.recipes.train import Outcome
 from crosshead_command.sweep import _lines as lines_of
 
@@ -145,7 +153,7 @@ def test_without_rates(recipe):
 def attempt(rate, fitted, error=0.001, stable=True):
     """A finished try whose fitted loss is given."""
     law = ScalingLaw(tokens=0.0, exponent=1.0, floor=fitted, error=error)
-    return Try(rate, "", stable, "" if stable else "rose", 0, LossCurve((1,), (fitted,)), law)
+    return Attempt(rate, "", "" if stable else "rose", 0, LossCurve((1,), (fitted,)), law)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +169,7 @@ def attempt(rate, fitted, error=0.001, stable=True):
     ],
 )
 def test_choosing(tries, chosen, better):
-    found = [choose(tries), lower(tries)]
+    found = choose(tries)
     assert [each.learning_rate if each else None for each in found] == [chosen, better]
 
 
@@ -188,8 +196,8 @@ def test_a_loss_that_does_not_come_back_is_not_stable(recipe):
     risen = losses[:150] + [loss + 1.0 for loss in losses[150:]]
     for values, rises, spiked in ((losses, False, False), (passed, False, True), (risen, True, True)):
         write(run, values)
-        assert (rise(run) > 0.5) == rises and (rise(run) == 0) == (not rises)
-        assert (spikes(run) > 0) == spiked
+        assert (final_rise(run) > 0.5) == rises and (final_rise(run) == 0) == (not rises)
+        assert (count_spikes(run) > 0) == spiked
         assert module.judge(run, TRAINING, None).stable == (not rises)
 
 
@@ -199,14 +207,14 @@ def test_a_loss_that_ends_above_its_first_is_not_stable(recipe, steps):
     chance = np.random.default_rng(0)
     run = replace(sweep_runs(recipe)[0], train=replace(recipe.train, tokens=steps * 1024, warmup=1 / steps))
     write(run, [5.55, *(10 + 15 / step + 2 * chance.standard_normal() for step in range(1, steps))])
-    assert rise(run) > 1
+    assert final_rise(run) > 1
 
 
 def test_noise_is_no_rise(recipe):
     run = sweep_runs(recipe)[0]
     for seed in range(20):
         write(run, (3 + 0.4 * np.random.default_rng(seed).standard_normal(STEPS)).tolist())
-        assert rise(run) == 0
+        assert final_rise(run) == 0
 
 
 def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
@@ -225,9 +233,9 @@ def test_curves_begin_behind_the_warmup(recipe):
 
 
 def test_which_loss_is_fitted(recipe):
-    assert kind_of_loss(recipe) == HELD_OUT
-    assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=50))) == TRAINING
-    assert kind_of_loss(replace(recipe, watch=replace(recipe.watch, evaluate_every=None))) == TRAINING
+    assert loss_kind(recipe) == HELD_OUT
+    assert loss_kind(replace(recipe, watch=replace(recipe.watch, evaluate_every=50))) == TRAINING
+    assert loss_kind(replace(recipe, watch=replace(recipe.watch, evaluate_every=None))) == TRAINING
 
 
 def test_too_few_losses_for_a_curve(recipe, trainer):

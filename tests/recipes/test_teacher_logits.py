@@ -16,9 +16,8 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_of
-from crosshead.recipes.trainer.saved_teacher import save_teacher
-from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, belonging
+from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
+from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, run_key, save_teacher
 from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
 
 
@@ -51,13 +50,13 @@ def from_disk(recipe, folder, name="from-disk", **changes):
 
 
 def samples_of(recipe):
-    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_of(recipe))
+    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe))
     return data, data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
 
 
 def with_teacher(recipe):
     data, samples = samples_of(recipe)
-    return WithTeacher(samples, recipe.distillation, belonging(recipe, data), vocabulary_of(recipe))
+    return WithTeacher(samples, recipe.distillation, run_key(recipe, data), vocabulary_size(recipe))
 
 
 @torch.no_grad()

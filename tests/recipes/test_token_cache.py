@@ -15,7 +15,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import tokenising
 from crosshead.recipes.data.token_cache import open_cache
 from crosshead.recipes.data.tokenising import HELD_OUT, TRAINING, TokenEncoder
-from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.schema.sections import DataSource
 from toy_data import separating_tokenizer, toy_texts, write_jsonl
 
 fork = get_context("fork")

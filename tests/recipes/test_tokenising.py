@@ -165,11 +165,11 @@ def test_nothing_is_put_around_a_text():
 
 def test_the_identity_is_that_of_the_tokenizer_not_of_its_last_use():
     tokenizer = separating_tokenizer()
-    before = TokenEncoder(tokenizer, 61).identity()
+    before = TokenEncoder(tokenizer, 61).fingerprint()
     tokenizer.pad_token = "w1"
-    padded = TokenEncoder(tokenizer, 61).identity()
+    padded = TokenEncoder(tokenizer, 61).fingerprint()
     tokenizer([words(1, 2), words(1)], padding=True, truncation=True, max_length=2)
-    assert TokenEncoder(tokenizer, 61).identity() == padded
-    assert TokenEncoder(separating_tokenizer(), 61).identity() == before
-    assert TokenEncoder(separating_tokenizer(61), 62).identity() != before
-    assert TokenEncoder(separating_tokenizer(80), 61).identity() != before
+    assert TokenEncoder(tokenizer, 61).fingerprint() == padded
+    assert TokenEncoder(separating_tokenizer(), 61).fingerprint() == before
+    assert TokenEncoder(separating_tokenizer(61), 62).fingerprint() != before
+    assert TokenEncoder(separating_tokenizer(80), 61).fingerprint() != before

@@ -13,7 +13,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import shipped_recipes
-from crosshead.recipes.schema.recipe import LoraOptions
+from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.train import Outcome, train
 from crosshead.recipes.trainer.models import load_model, load_tokenizer
 from tiers import first
@@ -133,7 +133,7 @@ def test_killed_before_the_result_was_written(whole, tmp_path, monkeypatch):
         raise Killed
 
     with monkeypatch.context() as patched:
-        patched.setattr(module, "_finish", ended)
+        patched.setattr(module, "_save", ended)
         with pytest.raises(Killed):
             train(recipe)
     assert not Path(recipe.output, "model").exists()

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
-from crosshead.recipes.trainer.trainable import PROJECTIONS, set_trainable, whole_model
+from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
+from crosshead.recipes.trainer.parameters import PROJECTIONS, merged_model, set_trainable
 from tiers import grid
 from toy_training import LORA, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
@@ -86,7 +86,7 @@ def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
                 parameter.add_(0.01 * torch.ones_like(parameter))
     changed = wrapped(ids).logits
     assert not torch.allclose(changed, expected)
-    whole = whole_model(wrapped)
+    whole = merged_model(wrapped)
     assert dict(whole.named_parameters()).keys() == names.keys()
     torch.testing.assert_close(whole(ids).logits, changed, rtol=1e-4, atol=1e-4)
 

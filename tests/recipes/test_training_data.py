@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.tokenising import is_held_out
 from crosshead.recipes.data.training_data import open_data
-from crosshead.recipes.schema.data_options import DataOptions, DataSource
+from crosshead.recipes.schema.sections import DataOptions, DataSource
 from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words, write_jsonl, write_parquet
 
 

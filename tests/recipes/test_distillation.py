@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-from crosshead.recipes.data.packing import NOT_PREDICTED
-from crosshead.recipes.trainer import distillation as distilling
-from crosshead.recipes.trainer.distillation import (
+from crosshead.recipes.data.training_data import NOT_PREDICTED
+from crosshead.recipes.trainer import loss as loss_module
+from crosshead.recipes.trainer.loss import (
     attention_errors,
     attention_outputs,
-    instead_of_labels,
+    count_predictions,
+    divergence_minus_loss,
     next_token_losses,
-    predictions,
 )
 from toys import CASES, mixed_model, stock_model, tokens
 
@@ -19,7 +19,7 @@ VOCABULARY = 13
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(distilling, "ROWS", 5)  # that do not end where sequences do
+    monkeypatch.setattr(loss_module, "ROWS", 5)  # that do not end where sequences do
 
 
 def numbers(*shape, seed):
@@ -55,7 +55,7 @@ def surprise(logits, token):
 @pytest.mark.parametrize("temperature", [1.0, 2.5, 0.5])
 def test_divergence_instead_of_the_next_token(temperature):
     logits, labels, teacher = example()
-    found = instead_of_labels(logits.requires_grad_(), labels, (teacher,), temperature)
+    found = divergence_minus_loss(logits.requires_grad_(), labels, (teacher,), temperature)
     own = logits.detach().double().requires_grad_()
     expected = sum(
         divergence(own[row, place], teacher[row, place], temperature) * temperature**2
@@ -70,28 +70,28 @@ def test_divergence_instead_of_the_next_token(temperature):
 
 def test_a_teacher_that_agrees_is_no_distance():
     logits, labels, _ = example()
-    found = instead_of_labels(logits, labels, (logits,), 2.0)
+    found = divergence_minus_loss(logits, labels, (logits,), 2.0)
     assert found.item() == pytest.approx(-next_token_losses(logits, labels).sum().item(), rel=1e-5)
 
 
 def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
     logits, labels, teacher = example()
     unlikely = torch.full((3, 7, 4), -1e9)
-    expected = instead_of_labels(logits, labels, (torch.cat([teacher[..., :9], unlikely], -1),), 1.5)
-    torch.testing.assert_close(instead_of_labels(logits, labels, (teacher[..., :9],), 1.5), expected)
+    expected = divergence_minus_loss(logits, labels, (torch.cat([teacher[..., :9], unlikely], -1),), 1.5)
+    torch.testing.assert_close(divergence_minus_loss(logits, labels, (teacher[..., :9],), 1.5), expected)
 
 
 def test_all_of_a_teacher_on_disk_is_the_teacher():
     logits, labels, teacher = example()
     stored = teacher.log_softmax(-1).topk(VOCABULARY, dim=-1)
-    found = instead_of_labels(logits, labels, (stored.indices, stored.values), 1.0)
-    torch.testing.assert_close(found, instead_of_labels(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
+    found = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
+    torch.testing.assert_close(found, divergence_minus_loss(logits, labels, (teacher,), 1.0), rtol=1e-5, atol=1e-4)
 
 
 def test_the_rest_of_a_teacher_on_disk_is_one_outcome():
     logits, labels, teacher = example()
     stored = teacher.log_softmax(-1).topk(4, dim=-1)
-    found = instead_of_labels(logits, labels, (stored.indices, stored.values), 1.0)
+    found = divergence_minus_loss(logits, labels, (stored.indices, stored.values), 1.0)
     expected = 0.0
     for row, place, token in places(labels):
         kept = stored.indices[row, place].tolist()
@@ -107,7 +107,9 @@ def test_next_token_losses_by_sequence():
     for row, place, token in places(labels):
         expected[row] += surprise(logits[row, place], token)
     torch.testing.assert_close(next_token_losses(logits, labels).double(), expected, rtol=1e-5, atol=1e-6)
-    assert predictions(labels).tolist() == [sum(row == each for each, _, _ in places(labels)) for row in range(3)]
+    assert count_predictions(labels).tolist() == [
+        sum(row == each for each, _, _ in places(labels)) for row in range(3)
+    ]
 
 
 def test_attention_errors():

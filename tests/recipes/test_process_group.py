@@ -7,7 +7,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from crosshead.recipes.trainer.process_group import together
+from crosshead.recipes.trainer.process_group import closing_process_group
 
 TASKS = Path("/proc/self/task")
 
@@ -56,13 +56,13 @@ def test_no_thread_of_the_group_is_left(failure, group):
                 raise failure("a step failed") from None
 
     if failure is None:
-        with together():
+        with closing_process_group():
             run()
         assert not gloo_threads()
     else:
         with pytest.raises(failure, match="a step failed"):  # the error is still there when the threads are looked for
             try:
-                with together():
+                with closing_process_group():
                     run()
             finally:
                 assert not gloo_threads()

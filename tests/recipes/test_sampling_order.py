@@ -8,7 +8,7 @@ from itertools import pairwise, permutations
 import pytest
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.data.sampling_order import RunOrder, Turns, shuffled
+from crosshead.recipes.data.sampling_order import SampleOrder, SourceOrder, shuffled
 
 TABLE_D = [4.24, 3.50, 4.37, 3.19, 10.94, 61.28, 12.48]
 """The sampling ratios of the Mixture-of-Head paper."""
@@ -62,16 +62,16 @@ def test_the_order_is_pinned():
     """A run that was begun with one version is resumed with another: this may never change."""
     assert [shuffled("0 0 0", 10, index) for index in range(10)] == PINNED_SHUFFLE
     assert {count: [shuffled("0 0 0", count, index) for index in range(3)] for count in PINNED_LARGE} == PINNED_LARGE
-    assert [RunOrder([5, 3], [0.7, 0.3], seed=1).sample(index) for index in range(12)] == PINNED_RUN
+    assert [SampleOrder([5, 3], [0.7, 0.3], seed=1).sample(index) for index in range(12)] == PINNED_RUN
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_shares_are_kept_to_within_one_at_every_moment(weights):
-    turns = Turns(weights)
+    turns = SourceOrder(weights)
     parts = [int(Fraction(str(weight)) * 100) for weight in weights]
     counts = [0] * len(weights)
     for index in range(2 * turns.period + 3):
-        source, number = turns.turn(index)
+        source, number = turns.source(index)
         assert number == counts[source]
         counts[source] += 1
         for count, part in zip(counts, parts, strict=True):
@@ -79,20 +79,20 @@ def test_shares_are_kept_to_within_one_at_every_moment(weights):
 
 
 def test_only_the_ratio_of_weights_counts():
-    expected = [Turns([2, 1, 1]).turn(index) for index in range(50)]
-    assert [Turns([0.5, 0.25, 0.25]).turn(index) for index in range(50)] == expected
-    assert Turns([2, 1, 1]).period == 4
-    assert Turns(TABLE_D).period == 9999 + 1
+    expected = [SourceOrder([2, 1, 1]).source(index) for index in range(50)]
+    assert [SourceOrder([0.5, 0.25, 0.25]).source(index) for index in range(50)] == expected
+    assert SourceOrder([2, 1, 1]).period == 4
+    assert SourceOrder(TABLE_D).period == 9999 + 1
 
 
 def test_weights_that_never_repeat_are_refused():
     with pytest.raises(RecipeError, match=r"0\.123456789") as caught:
-        Turns([0.123456789, 1])
+        SourceOrder([0.123456789, 1])
     assert "\n" not in str(caught.value)
 
 
 def test_each_source_goes_through_its_windows_in_an_order_of_its_own_every_epoch():
-    order = RunOrder([7, 4, 7], [3, 1, 3], seed=5)
+    order = SampleOrder([7, 4, 7], [3, 1, 3], seed=5)
     drawn = {source: [] for source in range(3)}
     for index in range(7 * 14):
         source, window = order.sample(index)
@@ -107,13 +107,13 @@ def test_each_source_goes_through_its_windows_in_an_order_of_its_own_every_epoch
 
 def test_any_sample_is_found_without_those_before_it():
     sizes, weights = [1000, 33], [0.6, 0.4]
-    whole = [RunOrder(sizes, weights, seed=2).sample(index) for index in range(3000)]
+    whole = [SampleOrder(sizes, weights, seed=2).sample(index) for index in range(3000)]
     for index in random.Random(0).sample(range(3000), 200):
-        assert RunOrder(sizes, weights, seed=2).sample(index) == whole[index]
-    far = RunOrder(sizes, weights, seed=2).sample(10**15)
+        assert SampleOrder(sizes, weights, seed=2).sample(index) == whole[index]
+    far = SampleOrder(sizes, weights, seed=2).sample(10**15)
     assert far[1] < sizes[far[0]]
 
 
 def test_another_seed_is_another_order():
-    runs = [[RunOrder([50], [1], seed).sample(index) for index in range(50)] for seed in (0, 1, 2**40)]
+    runs = [[SampleOrder([50], [1], seed).sample(index) for index in range(50)] for seed in (0, 1, 2**40)]
     assert runs[0] != runs[1] != runs[2] != runs[0]

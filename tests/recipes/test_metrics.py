@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from crosshead.common.errors import RecipeError
-from crosshead.recipes.schema.recipe import LoraOptions, TrainOptions
+from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
-from crosshead.recipes.trainer import metrics as watching
+from crosshead.recipes.trainer import metrics as module
 from crosshead.recipes.trainer import run_trainer
 from crosshead.recipes.trainer.checkpoints import checkpoints
-from crosshead.recipes.trainer.drift import moved, plain_name, starting_points
-from crosshead.recipes.trainer.loss import HeadRouting
-from crosshead.recipes.trainer.metrics import LossWatch, MetricsFile
-from crosshead.recipes.trainer.trainable import set_trainable
+from crosshead.recipes.trainer.drift import drift, plain_name, starting_points
+from crosshead.recipes.trainer.load_balance import HeadRouting
+from crosshead.recipes.trainer.metrics import LossMonitor, MetricsFile
+from crosshead.recipes.trainer.parameters import set_trainable
 from toy_training import KNOCKING, LORA, MIXTURE, killed, losses, metrics, toy_run, train
 from toys import CASES, mixed_model
 
@@ -25,9 +25,9 @@ CALM = [3.0, 2.9, 3.1, 3.0] * 10
 
 
 def seen(losses, **options):
-    watch = LossWatch(**options)
-    watch.see(losses, 1)
-    return watch
+    monitor = LossMonitor(**options)
+    monitor.update(losses, 1)
+    return monitor
 
 
 def test_spikes_are_counted():
@@ -38,16 +38,16 @@ def test_spikes_are_counted():
 
 
 def test_spikes_do_not_depend_on_how_often_is_looked():
-    watch = LossWatch()
+    monitor = LossMonitor()
     for step, loss in enumerate([*CALM, 4.0, *CALM], 1):
-        watch.see([loss], step)
-    assert watch.spikes == seen([*CALM, 4.0, *CALM]).spikes == 1
+        monitor.update([loss], step)
+    assert monitor.spikes == seen([*CALM, 4.0, *CALM]).spikes == 1
 
 
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_a_loss_that_is_no_number(loss):
     with pytest.raises(RecipeError, match=rf"{loss}.*step 13.*train\.learning_rate"):
-        LossWatch().see([3.0, 2.0, loss], 11)
+        LossMonitor().update([3.0, 2.0, loss], 11)
 
 
 def test_a_loss_that_has_run_away():
@@ -66,9 +66,9 @@ def test_a_loss_that_runs_away_at_once():
 
 def test_another_loss_is_not_compared_with_the_one_before():
     match = [0.01] * 40
-    seen([*match, *CALM], other_after=40)
+    seen([*match, *CALM], other_until=40)
     with pytest.raises(RecipeError, match="loss"):
-        seen([*match, *CALM], other_after=10)
+        seen([*match, *CALM], other_until=10)
 
 
 def test_metrics_are_lines(tmp_path):
@@ -97,15 +97,15 @@ def test_how_far_a_mechanism_has_moved():
     starts = starting_points(model)
     knocking = {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
     assert knocking < set(starts)
-    assert moved(model, starts)["moved/knocking"] > 0 and moved(model, starts)["moved/mixture"] == 0
+    assert drift(model, starts)["moved/knocking"] > 0 and drift(model, starts)["moved/mixture"] == 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in knocking:
                 parameter.copy_(starts[name])
-    assert moved(model, starts) == {"moved/knocking": 0.0, "moved/mixture": 0.0}
+    assert drift(model, starts) == {"moved/knocking": 0.0, "moved/mixture": 0.0}
     with torch.no_grad():
         model.model.layers[0].self_attn.mixers["knocking"].value.weight.zero_()
-    found = moved(model, starts)["moved/knocking"]
+    found = drift(model, starts)["moved/knocking"]
     assert found == pytest.approx(0.5)  # as far as zero, in one of two layers
 
 
@@ -115,14 +115,14 @@ def test_what_does_not_start_neutral_moves_from_where_the_run_begins(options, ne
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.mixers["explicit"].key.weight.fill_(3.0)
-    assert (moved(model, starting_points(model))["moved/explicit"] == 0) is not neutral
+    assert (drift(model, starting_points(model))["moved/explicit"] == 0) is not neutral
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_mechanism_with_parameters_tells_how_far_it_has_moved(case):
     model = mixed_model("Llama", CASES[case])
     names = {name.split(".mixers.")[1].split(".")[0] for name, _ in model.named_parameters() if ".mixers." in name}
-    assert set(moved(model, starting_points(model))) == {f"moved/{name}" for name in names}
+    assert set(drift(model, starting_points(model))) == {f"moved/{name}" for name in names}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -136,7 +136,7 @@ def test_starting_points_are_found_under_any_wrapper(case):
     )
     wrapped = set_trainable(model, options)
     assert starting_points(wrapped).keys() == plain.keys()
-    assert moved(wrapped, starting_points(wrapped)).keys() == moved(model, plain).keys()
+    assert drift(wrapped, starting_points(wrapped)).keys() == drift(model, plain).keys()
     assert plain_name("module._orig_mod.model.norm.weight") == "model.norm.weight"
 
 
@@ -151,7 +151,7 @@ def test_parameters_that_are_taken_apart_are_left_out(when):
     if when == "made":
         starts = starting_points(model)
         assert starts == {}
-    assert moved(model, starts) == {}
+    assert drift(model, starts) == {}
 
 
 def test_a_run_tells_everything(tmp_path):
@@ -192,7 +192,7 @@ def test_spikes_are_remembered_after_resuming(tmp_path):
 )
 def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, tmp_path, monkeypatch):
     recipe = toy_run(name, tmp_path, 6, watch={"every": 4})
-    objective = run_trainer.Objective.__call__
+    objective = run_trainer.TrainingLoss.__call__
 
     def broken(self, model, inputs, items, step):
         loss, outputs = objective(self, model, inputs, items, step)
@@ -203,7 +203,7 @@ def test_a_run_ends_when_its_numbers_do_and_keeps_what_it_has(bad, name, words, 
             loss.register_hook(lambda gradient: nothing)
         return loss, outputs
 
-    monkeypatch.setattr(run_trainer.Objective, "__call__", broken)
+    monkeypatch.setattr(run_trainer.TrainingLoss, "__call__", broken)
     with pytest.raises(RecipeError, match=words) as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
@@ -225,15 +225,15 @@ def runaway(monkeypatch):
 
 
 def spoil(monkeypatch, steps):
-    monkeypatch.setattr(watching, "RECENT", 4)
-    monkeypatch.setattr(watching, "PATIENCE", 5)
-    objective = run_trainer.Objective.__call__
+    monkeypatch.setattr(module, "RECENT", 4)
+    monkeypatch.setattr(module, "PATIENCE", 5)
+    objective = run_trainer.TrainingLoss.__call__
 
     def broken(self, model, inputs, items, step):
         loss, outputs = objective(self, model, inputs, items, step)
         return loss * (9 if step + 1 in steps else 1), outputs
 
-    monkeypatch.setattr(run_trainer.Objective, "__call__", broken)
+    monkeypatch.setattr(run_trainer.TrainingLoss, "__call__", broken)
 
 
 def test_checkpoints_from_before_the_loss_ran_away_are_kept(runaway, tmp_path):

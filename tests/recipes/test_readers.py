@@ -5,10 +5,9 @@ import json
 import datasets
 import pytest
 
-from crosshead.recipes.data import readers as reading
-from crosshead.recipes.data.readers import documents
-from crosshead.recipes.data.source_files import identity, source_files, total_size
-from crosshead.recipes.schema.data_options import DataSource
+from crosshead.recipes.data import readers as module
+from crosshead.recipes.data.readers import documents, source_files, source_fingerprint, total_size
+from crosshead.recipes.schema.sections import DataSource
 from toy_data import write_jsonl, write_parquet
 
 TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3
@@ -28,7 +27,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
     content = "Größe\r\n漢字 🙂\n" * 50
     (tmp_path / "a.txt").write_bytes(content.encode())
     for block in (1, 2, 3, 5, 1 << 20):  # characters of several bytes lie across the blocks' borders
-        monkeypatch.setattr(reading, "BLOCK", block)
+        monkeypatch.setattr(module, "BLOCK", block)
         source = of(tmp_path / "a.txt", "text")
         texts, told = read(source)
         assert texts == [content]
@@ -37,7 +36,7 @@ def test_a_text_file_is_one_document_as_it_is(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("kind", "write"), [("jsonl", write_jsonl), ("parquet", write_parquet)])
 def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
-    monkeypatch.setattr(reading, "ROWS", 4)
+    monkeypatch.setattr(module, "ROWS", 4)
     write(tmp_path / "a", TEXTS, column="body")
     source = of(tmp_path / "a", kind, column="body")
     texts, told = read(source)
@@ -103,20 +102,26 @@ def test_the_identity_changes_with_what_is_read(tmp_path):
     path = tmp_path / "a.jsonl"
     write_jsonl(path, ["a"])
     first = of(path, "jsonl")
-    seen = [identity(first), identity(of(path, "text")), identity(of(path, "jsonl", column="b"))]
-    seen += [identity(of(path, "jsonl", max_tokens=9))]
+    seen = [
+        source_fingerprint(first),
+        source_fingerprint(of(path, "text")),
+        source_fingerprint(of(path, "jsonl", column="b")),
+    ]
+    seen += [source_fingerprint(of(path, "jsonl", max_tokens=9))]
     path.write_text('{"text": "b"}\n')
-    seen += [identity(first)]
+    seen += [source_fingerprint(first)]
     write_jsonl(tmp_path / "b.jsonl", ["a"])
-    seen += [identity(of(tmp_path, "jsonl"))]
-    seen += [identity(of("a/b", "hub", **options)) for options in ({}, {"revision": "v1"}, {"split": "test"})]
+    seen += [source_fingerprint(of(tmp_path, "jsonl"))]
+    seen += [
+        source_fingerprint(of("a/b", "hub", **options)) for options in ({}, {"revision": "v1"}, {"split": "test"})
+    ]
     assert all(one != other for index, one in enumerate(seen) for other in seen[:index])
-    assert identity(of(path, "jsonl", weight=3.0)) == seen[4]
-    assert json.loads(json.dumps(identity(first))) is not None
+    assert source_fingerprint(of(path, "jsonl", weight=3.0)) == seen[4]
+    assert json.loads(json.dumps(source_fingerprint(first))) is not None
 
 
 def test_the_identity_of_a_copy_of_a_hub_dataset_is_that_of_its_files(tmp_path):
     write_jsonl(tmp_path / "a.jsonl", ["a"])
-    before = identity(of(tmp_path, "hub"))
+    before = source_fingerprint(of(tmp_path, "hub"))
     write_jsonl(tmp_path / "a.jsonl", ["a", "b"])
-    assert identity(of(tmp_path, "hub")) != before
+    assert source_fingerprint(of(tmp_path, "hub")) != before

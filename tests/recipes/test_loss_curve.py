@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from crosshead.recipes.sweep.scaling_law import ScalingLaw, fit_scaling_law
+from crosshead.recipes.sweep.loss_curve import ScalingLaw, fit_scaling_law
 from tiers import grid
 
 LAWS = [(1e8, 0.3, 2.0), (5e12, 0.1, 1.5), (1e9, 0.6, 3.0), (3e9, 0.5, 0.0)]

@@ -5,10 +5,15 @@ import torch
 from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
-from crosshead.recipes.data.packing import NOT_PREDICTED
-from crosshead.recipes.schema.recipe import Distillation
-from crosshead.recipes.trainer.distillation import attention_errors, attention_outputs
-from crosshead.recipes.trainer.loss import HeadRouting, Objective, evaluated, extremes
+from crosshead.recipes.data.training_data import NOT_PREDICTED
+from crosshead.recipes.schema.sections import Distillation
+from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
+from crosshead.recipes.trainer.loss import (
+    TrainingLoss,
+    attention_errors,
+    attention_outputs,
+    evaluate,
+)
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS
 from toys import CASES, mixed_model, stock_model, tokens
 
@@ -35,7 +40,7 @@ def parts(count):
 def objective(mixers, **distillation):
     model = mixed_model("Llama", mixers).train()
     options = Distillation(teacher="toy", **distillation) if distillation else None
-    return Objective(HeadRouting.of(model.config), options, stock_model("Llama")), model
+    return TrainingLoss(HeadRouting.of(model.config), options, stock_model("Llama")), model
 
 
 def cross_entropy(logits, labels):
@@ -77,7 +82,7 @@ def test_a_teacher_on_disk():
     ask, model = objective(ROUTED, weight=0.3)
     expected, _ = ask(model, batch(), ITEMS, 0)
     stored = stock_model("Llama")(batch()["input_ids"]).logits.log_softmax(-1).topk(61, dim=-1)
-    alone = Objective(HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None)
+    alone = TrainingLoss(HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None)
     found, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -117,7 +122,7 @@ def test_evaluation_counts_the_next_token_alone():
     _, model = objective(ROUTED)
     with torch.no_grad():
         logits = model(batch()["input_ids"]).logits
-    for row, (loss, count) in enumerate(evaluated(model, batch())):
+    for row, (loss, count) in enumerate(evaluate(model, batch())):
         own = batch()["labels"][row : row + 1]
         assert loss == pytest.approx(cross_entropy(logits[row : row + 1], own).item(), rel=1e-5)
         assert count == (own[:, 1:] != NOT_PREDICTED).sum()
@@ -138,7 +143,7 @@ def test_the_load_of_heads():
     routing = HeadRouting.of(mixed_model("Llama", {"mixture": {"shared_heads": 1, "active_heads": 3}}).config)
     first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
     found = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
-    assert extremes(dict(zip((0, 3), found, strict=True))) == {
+    assert load_metrics("head_load", dict(zip((0, 3), found, strict=True))) == {
         "head_load/0/least": 0.5,  # of four tokens two select the last head, and three each of the others
         "head_load/0/most": 0.75,
         "head_load/3/least": 0.0,

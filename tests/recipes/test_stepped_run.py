@@ -2,7 +2,7 @@
 
 import pytest
 
-from crosshead.recipes.trainer.stepped_trainer import StepByStep
+from crosshead.recipes.bench_train import SteppedRun
 
 
 def counting(made, steps=3):
@@ -20,7 +20,7 @@ def counting(made, steps=3):
 
 def test_a_step_is_made_when_it_is_asked_for_and_only_then():
     one, other = [], []
-    with StepByStep(counting(one)) as first, StepByStep(counting(other)) as second:
+    with SteppedRun(counting(one)) as first, SteppedRun(counting(other)) as second:
         assert one == other == []
         first.step()
         assert (one, other) == ([0], [])
@@ -32,14 +32,14 @@ def test_a_step_is_made_when_it_is_asked_for_and_only_then():
 
 def test_a_run_nobody_asks_never_begins():
     made = []
-    with StepByStep(counting(made)):
+    with SteppedRun(counting(made)):
         pass
     assert made == []
 
 
 def test_more_steps_than_there_are():
     made = []
-    with StepByStep(counting(made, steps=1)) as run:
+    with SteppedRun(counting(made, steps=1)) as run:
         run.step()
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no more steps"):
@@ -52,7 +52,7 @@ def test_a_failure_reaches_whoever_asks_for_the_step():
         rest()
         raise MemoryError("of the second step")
 
-    with StepByStep(run) as fails:
+    with SteppedRun(run) as fails:
         fails.step()
         for _ in range(2):
             with pytest.raises(MemoryError, match="second step"):
@@ -61,7 +61,7 @@ def test_a_failure_reaches_whoever_asks_for_the_step():
 
 def test_ctrl_c_ends_the_run_behind_its_step():
     made = []
-    with pytest.raises(KeyboardInterrupt), StepByStep(counting(made)) as run:
+    with pytest.raises(KeyboardInterrupt), SteppedRun(counting(made)) as run:
         run.step()
         raise KeyboardInterrupt
     assert made == [0, "left"]

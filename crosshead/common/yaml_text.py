@@ -1,0 +1,56 @@
+"""Reads YAML with every scalar as text, because YAML 1.1 reads the key `on` as true and `1e-5` as a string."""
+
+import math
+from typing import Any
+
+import yaml
+
+from .errors import one_line
+
+NULL = ("", "null", "~")
+BOOLEANS = {"true": True, "false": False}
+
+
+class _TextLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping; the base class would keep only the last value of a repeated key."""
+        keys = set()
+        for key, _ in node.value:
+            if str(key.value) in keys:
+                raise yaml.constructor.ConstructorError(None, None, f"repeated key {key.value!r}", key.start_mark)
+            keys.add(str(key.value))
+        return super().construct_mapping(node, deep)
+
+
+def parse_yaml(text: str) -> Any:
+    """A document whose scalars are all strings; `ValueError`, in one line, for invalid YAML and repeated keys."""
+    try:
+        return _unshared(yaml.load(text, Loader=_TextLoader))
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(f"not YAML: {one_line(error)}") from None
+
+
+def _unshared(content: Any) -> Any:
+    """A copy in which the places that refer to one anchor can change independently."""
+    if isinstance(content, dict):
+        return {key: _unshared(value) for key, value in content.items()}
+    return [_unshared(value) for value in content] if isinstance(content, list) else content
+
+
+def typed(value: Any) -> Any:
+    """Strings as the null, boolean or finite number that they spell, also inside mappings and lists."""
+    if isinstance(value, dict):
+        return {key: typed(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [typed(part) for part in value]
+    if not isinstance(value, str):
+        return value
+    if value in NULL or value.lower() in BOOLEANS:
+        return BOOLEANS.get(value.lower())
+    for read in (int, float):
+        try:
+            number = read(value)
+        except ValueError:
+            continue
+        return number if math.isfinite(number) else value
+    return value

@@ -1,0 +1,131 @@
+"""The load of routed heads and of experts: their balance losses, biases and metrics.
+
+Loss-free balancing of experts changes the biases of routers after each step: `bias_i += rate * sign(mean load -
+load_i)` (Wang et al., Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts, 2024). The load is the
+number of tokens of the whole step that chose an expert. It does not depend on how the step is divided into micro
+batches and processes.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback
+
+from crosshead.common.errors import RecipeError
+from crosshead.modeling.backbones.qwen3_moe import BiasedRouter
+from crosshead.modeling.mechanisms.mixture import balance_loss
+from crosshead.modeling.model import share_of_batch
+
+
+class HeadRouting:
+    """The routers of heads in one model."""
+
+    def __init__(self, config: Any) -> None:
+        mixers = {layer: config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)}
+        options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
+        self.layers = tuple(options)
+        """Layers with a router."""
+        self._weight = config.mixers["mixture"]["balance_weight"]
+        self._selected = [settings["active_heads"] - settings["shared_heads"] for settings in options.values()]
+
+    @classmethod
+    def of(cls, config: Any) -> "HeadRouting | None":
+        """None for a model without routers."""
+        return cls(config) if "mixture" in (getattr(config, "mixers", None) or {}) else None
+
+    def loss_by_sequence(self, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
+        """The difference between the balance loss of each sequence and the model's, which is that of all tokens.
+
+        A balance loss is not a sum over tokens. With that of all tokens, the loss of a step would depend on how the
+        step is divided into micro batches and processes.
+        """
+        batch = {"num_items_in_batch": items}
+        by_sequence = [
+            balance_loss([layer[row : row + 1] for layer in outputs["head_router_scores"]], self._selected, None)
+            * share_of_batch(labels[row : row + 1], batch)
+            for row in range(len(labels))
+        ]
+        return self._weight * (
+            torch.stack(by_sequence).sum() - outputs["balance_loss"] * share_of_batch(labels, batch)
+        )
+
+    def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """For each layer, the share of a micro batch's tokens that select each routed head (heads)."""
+        found = []
+        for probabilities, count in zip(scores, self._selected, strict=True):
+            selected = probabilities.detach().topk(count, dim=-1).indices
+            found.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
+        return found
+
+
+def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:
+    """The lowest and the highest load of each layer."""
+    found: dict[str, float] = {}
+    for layer, load in loads.items():
+        found |= {f"{name}/{layer}/least": load.min().item(), f"{name}/{layer}/most": load.max().item()}
+    return found
+
+
+class ExpertBalance(TrainerCallback):
+    """Balances the experts of one model; without a rate, it does nothing."""
+
+    def __init__(self, model: nn.Module, rate: float | None) -> None:
+        modules = [] if rate is None else list(model.named_modules())
+        self._routers = {name: module for name, module in modules if isinstance(module, BiasedRouter)}
+        self._rate = rate or 0.0
+        self._counts: dict[str, torch.Tensor] = {}
+        self._load: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count tokens in a forward pass; layers that the backward pass computes again are not counted."""
+        handles = [router.register_forward_hook(self._counter(name)) for name, router in self._routers.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _counter(self, name: str) -> Callable[..., None]:
+        def count(router: BiasedRouter, args: Any, output: tuple[torch.Tensor, ...]) -> None:
+            selected = output[2].flatten()
+            if name not in self._counts:
+                self._counts[name] = selected.new_zeros(router.num_experts)
+            self._counts[name].scatter_add_(0, selected, torch.ones_like(selected))
+
+        return count
+
+    @torch.no_grad()
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Lower the biases of overloaded experts, and raise the others."""
+        from accelerate.utils import reduce
+
+        for name, router in self._routers.items():
+            load = reduce(self._counts.pop(name), "sum")
+            router.e_score_correction_bias += self._rate * torch.sign(load.sum() - load * router.num_experts)
+            self._load[name] = load
+
+    def metrics(self) -> dict[str, float]:
+        """The lowest and the highest load of each layer in the last step, relative to the mean."""
+        return load_metrics(
+            "expert_load", {name.split(".")[2]: load / load.float().mean() for name, load in self._load.items()}
+        )
+
+
+def load_biases_everywhere(accelerator: Any, config: Any, path: str | None) -> None:
+    """With FSDP2, let each process use the biases that it made, or refuse to train.
+
+    When the main process loads the model for all, accelerate expects each tensor to be sharded, which biases are not.
+    """
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not plugin.cpu_ram_efficient_loading or not getattr(config, "expert_bias", False):
+        return
+    if path is not None:
+        raise RecipeError(
+            f"model.path={path} has expert_bias=true, which FSDP supports only if each process loads the model: add "
+            "`--fsdp_cpu_ram_efficient_loading false` to `accelerate launch`"
+        )
+    plugin.cpu_ram_efficient_loading = False

@@ -1,0 +1,101 @@
+"""The parameters that are trained, their groups in the optimizer, and the schedule of the learning rate."""
+
+from collections.abc import Collection
+from math import cos, pi
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from crosshead.common.errors import RecipeError
+from crosshead.modeling.mechanisms import MECHANISMS
+
+from ..schema.recipe import Recipe
+from ..schema.sections import LoraOptions, TrainOptions
+
+MIXERS = ".mixers."
+"""A part of the name of every parameter of a mechanism."""
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def is_mechanism(name: str) -> bool:
+    """Whether a parameter of this name belongs to a mechanism."""
+    return MIXERS in name
+
+
+def set_trainable(model: Any, options: TrainOptions) -> Any:
+    """Freeze the other parameters; for `mixers+lora`, returns the model in peft's wrapper."""
+    if options.trainable == "all":
+        return model
+    has_mechanism = bool(getattr(model.config, "mixers", None))
+    has_parameters = any(is_mechanism(name) for name, _ in model.named_parameters())
+    if not has_mechanism or (options.lora is None and not has_parameters):
+        missing = "mechanism with parameters" if has_mechanism else "mechanism"
+        raise RecipeError(
+            f"train.trainable={options.trainable!r}, but the model has no {missing}: use all, or convert the model "
+            "first"
+        )
+    if options.lora is not None:
+        return _add_lora(model, options.lora)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_mechanism(name))
+    return model
+
+
+def _add_lora(model: Any, options: LoraOptions) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    modules, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
+    config = LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,  # type: ignore[arg-type]  # a factor, which may be any number
+        lora_dropout=options.dropout,
+        target_modules=[name for name in PROJECTIONS if any(module.endswith(f".{name}") for module in modules)],
+        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in found for found in parameters)],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config)
+
+
+def has_lora(model: Any) -> bool:
+    """Whether the model is in peft's wrapper."""
+    return hasattr(model, "merge_and_unload")
+
+
+def merged_model(model: Any) -> Any:
+    """The model without peft's wrapper, LoRA merged into its weights."""
+    return model.merge_and_unload() if has_lora(model) else model
+
+
+def separate_mechanisms(
+    optimizer: Optimizer, model: nn.Module, decaying: Collection[str], options: TrainOptions
+) -> None:
+    """Move the parameters of mechanisms into groups of their own, at the end, and drop empty groups.
+
+    Weight decay would pull a map that starts as the identity towards zero instead of the stock model. `decaying` are
+    the names of parameters with weight decay in any group, without norms and biases. The schedule multiplies each
+    group's learning rate.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    stock: list[dict[str, Any]] = []
+    mechanisms: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        stock.append(group | {"params": [part for part in group["params"] if not is_mechanism(names[part])]})
+        found = [part for part in group["params"] if is_mechanism(names[part])]
+        for decays in (True, False):
+            parts = [part for part in found if (names[part] in decaying) == decays]
+            decay = options.mechanisms.weight_decay if decays else 0.0
+            mechanisms.append(group | {"params": parts, "lr": options.mechanism_rate, "weight_decay": decay})
+    optimizer.param_groups = [group for group in (*stock, *mechanisms) if group["params"]]
+
+
+def learning_rate_factor(recipe: Recipe, step: int) -> float:
+    """The factor of `train.learning_rate` in a step, counted from 0."""
+    train, warmup = recipe.train, recipe.warmup_steps
+    if step < warmup:
+        start = train.warmup_from / train.learning_rate
+        return start + (1 - start) * (step + 1) / warmup
+    if train.schedule == "constant":
+        return 1.0
+    done = min(1.0, (step - warmup) / max(1, recipe.steps - 1 - warmup))
+    return train.final_ratio + (1 - train.final_ratio) * (1 + cos(pi * done)) / 2

@@ -1,0 +1,32 @@
+"""YAML as text: keys that YAML 1.1 changes, repeated keys, anchors, and values that spell a type."""
+
+import pytest
+
+from crosshead.common.yaml_text import parse_yaml, typed
+
+
+def test_scalars_stay_text():
+    assert parse_yaml("{on: [yes, 1e-5], 1: null}") == {"on": ["yes", "1e-5"], "1": "null"}
+
+
+def test_types_are_read_from_text():
+    content = parse_yaml("{on: True, a: [1e-5, 1_000, '7', ~, 1e999, text], b: {c: no}}")
+    assert typed(content) == {"on": True, "a": [1e-5, 1000, 7, None, "1e999", "text"], "b": {"c": "no"}}
+
+
+def test_types_stay_as_they_are():
+    content = {"a": [1, 2.5, None, True, "text"]}
+    assert typed(content) == content
+
+
+def test_places_of_one_anchor_are_independent():
+    first, second = parse_yaml("[&one {a: b}, *one]")
+    first["a"] = "c"
+    assert second == {"a": "b"}
+
+
+@pytest.mark.parametrize("text", ["{a: 1, a: 2}", "a: [", "a: &a [*a]", "{a: b"])
+def test_invalid_text_is_an_error_in_one_line(text):
+    with pytest.raises(ValueError, match="not YAML") as caught:
+        parse_yaml(text)
+    assert "\n" not in str(caught.value)
