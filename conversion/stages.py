@@ -1,6 +1,6 @@
 """The stages of a conversion in either direction: calibrate and fit, plan, write, verify, publish.
 
-`convert.resolve` and `fold.resolve` check what a user asks for and return a `Request`; `run` takes it from there.
+`convert.resolve` and `fold.resolve` check the user's request and return a `Request`; `run` executes it.
 """
 
 import json
@@ -24,7 +24,7 @@ from .writing.atomic_output import atomic_output, check_apart, check_target
 from .writing.writer import write_model
 
 Cached = Callable[[str], Path]
-"""The path of a file by its name, which a later run of the same request finds again."""
+"""File name -> path of a file that a later run of the same request finds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,18 +35,18 @@ class Request:
     source: Source
     source_config: Any
     options: Mapping[str, Any]
-    """As given, for the record; together with the source they determine the result."""
-    least_bytes: int
+    """The options in the record; together with the source they determine the result."""
+    minimum_bytes: int
     """Minimum size of the result."""
     cached_bytes: int
     """Maximum size of the files that are cached until the result is complete."""
     computes: bool
-    """Whether values are computed, and not only copied, created or cast."""
+    """Whether new values are computed, not only copied, initialised or cast."""
     tolerance: Tolerance | None
-    """Maximum difference from the source; None where any difference may be right."""
+    """Maximum difference from the source; None if the result may differ by any amount."""
 
     def calibrate(self, cached: Cached, progress: Progress, dry_run: bool) -> Any:
-        """Run the source on text where the result depends on it; a dry run leaves out what the plan does not need."""
+        """Run the source on text if the result depends on it; a dry run skips what the plan does not need."""
 
     def plan(self, calibration: Any) -> Plan:
         """Decide the action for every tensor."""
@@ -67,19 +67,30 @@ class Request:
 
 
 def run(
-    request: Request, out: Path, *, overwrite: bool, restart: bool, verify: bool, progress: Progress
+    request: Request,
+    out: Path,
+    *,
+    overwrite: bool,
+    restart: bool,
+    verify: bool,
+    plan_only: bool,
+    progress: Progress,
 ) -> dict[str, Any]:
-    """Run all stages; returns the record.
+    """Run all stages and return the record; with `plan_only`, return the plan and write nothing.
 
-    The target is prepared in a working directory. The files of an unfinished run of the same request are used again,
+    The target is prepared in a working directory. The files of an unfinished run of the same request are reused,
     unless `restart` discards them.
     """
-    out = _apart(request, out)
+    out = Path(os.path.expanduser(out))
+    for place in request.source.store.places:
+        check_apart(place, out)
+    if plan_only:
+        return _dry_run(request, out, overwrite, progress)
     verify_model = verifier(request.source) if verify else None
     with atomic_output(out, request.fingerprint, overwrite, restart) as output:
         if request.command == "fold":
             check_record(out, overwrite)
-        output.check_room(request.least_bytes, request.cached_bytes)
+        output.check_space(request.minimum_bytes, request.cached_bytes)
         calibration = request.calibrate(output.cached, progress, dry_run=False)
         plan = request.plan(calibration)
         digests, left_out = write_model(request.source, plan, output, progress)
@@ -93,9 +104,7 @@ def run(
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 
 
-def dry_run(request: Request, out: Path, *, overwrite: bool, progress: Progress) -> dict[str, Any]:
-    """Check the request and the target and make the plan, without writing; returns the plan."""
-    out = _apart(request, out)
+def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:
     check_target(out, overwrite)
     if request.command == "fold":
         check_record(out, overwrite)
@@ -119,16 +128,8 @@ def dry_run(request: Request, out: Path, *, overwrite: bool, progress: Progress)
     }
 
 
-def _apart(request: Request, out: Path) -> Path:
-    """The target's path; `ConversionError` where it is not apart from the source."""
-    out = Path(os.path.expanduser(out))
-    for place in request.source.store.places:
-        check_apart(place, out)
-    return out
-
-
 def record(request: Request, plan: Plan, digests: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `conversion.json`, verification apart."""
+    """The content of `conversion.json`, without the verification."""
     copied = {step.entry.name: digests[step.entry.name] for step in plan.steps if step.action == "copied"}
     return {
         "command": request.command,

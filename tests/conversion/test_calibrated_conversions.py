@@ -199,6 +199,9 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
     mixers = json.loads((tmp_path / "made" / "config.json").read_text())["mixers"]["explicit"]
     assert mixers["key_heads"] == report["chosen"]["key_heads"]
     assert mixers["value_heads"] == report["chosen"]["value_heads"]
+    pairs = zip(mixers["key_heads"], mixers["value_heads"], strict=True)
+    heads = json.loads((source / "config.json").read_text())["num_key_value_heads"]
+    assert mixers["layers"] == [layer for layer, pair in enumerate(pairs) if min(pair) < heads]
     assert set(report["chosen"]["losses"]) == {"0", "1"}
 
 

@@ -7,8 +7,8 @@ from safetensors.torch import load_file
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import FAMILIES, read_config, stock_shapes
-from crosshead.conversion.architectures.mixer_tensors import created_shapes, mixed_shapes, starting_values
-from crosshead.conversion.verification.tolerances import cache_bytes, starts_neutral
+from crosshead.conversion.architectures.mixer_tensors import cache_bytes, created_shapes, mixed_shapes, starting_values
+from crosshead.conversion.verification.tolerances import starts_neutral
 from tiers import grid
 
 PLAIN = pytest.param({}, marks=pytest.mark.oldest)
