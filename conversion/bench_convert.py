@@ -28,7 +28,7 @@ from .architectures.families import stock_shapes
 from .convert import convert, resolve
 from .options import Options
 from .sources.resolve import open_source
-from .sources.tensor_store import Entry
+from .sources.tensor_store import Entry, shard_names
 from .writing.shard_writer import tensor_chunks, write_index, write_shard
 
 SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -84,12 +84,9 @@ class Synthetic:
         self.source.mkdir()
         self.config.save_pretrained(self.source)
         write_tokenizer(self.source)
-        groups: list[list[Entry]] = [[]]
-        for entry in _entries(self.config):
-            if sum(other.size for other in groups[-1]) + entry.size > SHARD:
-                groups.append([])
-            groups[-1].append(entry)
-        shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        all_entries = {entry.name: entry for entry in _entries(self.config)}
+        files = shard_names(all_entries, SHARD).items()
+        shards = {file: [all_entries[name] for name in names] for file, names in files}
         for file, entries in shards.items():
             items = [(entry, lambda entry=entry: tensor_chunks(_random(entry))) for entry in entries]
             write_shard(self.source / file, items)
@@ -174,7 +171,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
             request = resolve(
                 open_source(job["source"], scratch=Path(scratch)), job["mixers"], Options(calibration=text)
             )
-            request.calibrate(lambda name: saved, silent, dry_run=False)
+            request.calibrate(saved.parent, silent, dry_run=False)
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)

@@ -3,9 +3,9 @@
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
@@ -20,7 +20,7 @@ from .compress.convert_layers import active_heads, component_pairs, convert_laye
 from .options import MixerRequest, Options, read_mixers
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
-from .stages import Cached, Request, run
+from .stages import Request, run
 from .verification.tolerances import Tolerance, starts_neutral, tolerance
 from .writing.writer import check_vocabulary
 
@@ -50,53 +50,45 @@ def convert(
         return run(request, Path(out), **how, progress=progress)
 
 
-@dataclass(frozen=True)
-class Calibrated:
-    """The result of the calibration stage."""
-
-    target: Any
-    """The target's configuration, with the component heads that `--layers auto` chose."""
-    mixers: MixerRequest
-    calibration: Calibration | None
-    decisions: Mapping[str, Any]
-    """For the record: the text, and the choices that depend on it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class MechanismRequest(Request):
     """A conversion of a stock checkpoint to a model with mechanisms."""
 
     given: Options
     target: Any
-    """The target's configuration, before `--layers auto` chooses component heads."""
+    """The target's configuration; `--layers auto` changes its component heads."""
     mixers: MixerRequest
     text: Text
     observers: Observers
     auto: AutoLayers | None
     dropped: Mapping[str, str]
     """Source tensors that are not written -> the reason."""
+    calibration: Calibration | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    """For the record: the text, and the choices that depend on it."""
 
-    def calibrate(self, cached: Cached, progress: Progress, dry_run: bool) -> Calibrated:
+    def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
         """Record statistics of the source's attention heads on a text, and execute `--layers auto`."""
-        target, mixers, decisions, calibration = self.target, self.mixers, dict[str, Any](), None
+        request = self
         if self.observers.kinds and not (dry_run and self.auto is None):
-            decisions["calibration"] = self.text.described()
-            path = cached("calibration.safetensors")
-            calibration = observe(self.source, self.source_config, self.text, self.observers, path, progress)
+            file = cache / "calibration.safetensors"
+            calibration = observe(self.source, self.source_config, self.text, self.observers, file, progress)
             if self.given.save_calibration is not None and not dry_run:
                 _save_calibration(calibration.path, self.given.save_calibration)
+            request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
         if self.auto is not None:
-            mixers, decisions["chosen"] = self.auto.resolve(calibration, cached("chosen.json"), progress)
+            mixers, chosen = self.auto.resolve(request.calibration, cache / "chosen.json", progress)
             target = _target_config(self.source.config, self.source_config, mixers, self.given)
-        return Calibrated(target, mixers, calibration, decisions)
+            decisions = {**request.decisions, "chosen": chosen}
+            request = replace(request, target=target, mixers=mixers, decisions=decisions)
+        return request
 
-    def plan(self, calibration: Calibrated) -> Plan:
+    def plan(self) -> Plan:
         """Decide the action for every tensor."""
-        target, store = calibration.target, self.source.store
+        target, store = self.target, self.source.store
         shapes = mixed_shapes(target, stock_shapes(target))
-        rewrites = convert_layers(store, target, shapes, calibration.mixers, calibration.calibration, self.given.seed)
-        dtype = self.given.stored_dtype
-        return make_plan(store, target, shapes, self.dropped, rewrites, dtype, calibration.decisions)
+        rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
+        return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
 
 
 def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> MechanismRequest:

@@ -60,11 +60,12 @@ def fold(
 class FoldRequest(Request):
     """A conversion of a crosshead model to a stock checkpoint, which needs no calibration."""
 
-    target: Plan
+    prepared: Plan
+    """Made by `resolve` to check the request."""
 
-    def plan(self, calibration: Any) -> Plan:
-        """The plan, which `resolve` made to check the request."""
-        return self.target
+    def plan(self) -> Plan:
+        """The prepared plan."""
+        return self.prepared
 
 
 def resolve(source: Source) -> FoldRequest:
@@ -89,7 +90,7 @@ def resolve(source: Source) -> FoldRequest:
         cached_bytes=0,
         computes=bool(rewrites.layers),
         tolerance=tolerance(stock, {"F32"} | rounded_to),
-        target=plan,
+        prepared=plan,
     )
 
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Counter, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes, stock_shapes
@@ -216,10 +216,9 @@ def fingerprint_of(store: TensorStore, config: Any, progress: Progress) -> str:
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_FIELDS}
     lines = [json.dumps(fields, sort_keys=True, default=str)]
     names = sorted(name for name in stock_shapes(config) if name not in ("model.norm.weight", HEAD))
-    total, done = sum(store.entries[name].size for name in names), 0
+    read = Counter(progress, "checking", sum(store.entries[name].size for name in names))
     for name in names:
         entry = store.entries[name]
         lines.append(f"{name} {entry.dtype} {list(entry.shape)} {digest_of(store.chunks(name))}")
-        done += entry.size
-        progress("checking", done, total)
+        read.add(entry.size)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

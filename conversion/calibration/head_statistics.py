@@ -12,6 +12,7 @@ size does not depend on the text, and windows are added up.
 - Values affect the output through their attention-weighted average, which is `x`; `y` are the rows of `W_O`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,17 +77,10 @@ class HeadStatistics:
     The same for "value". `n` is `h d`, plus one if the projection has a bias: the last feature then is the number 1.
     """
 
-    def __init__(self, layout: HeadLayout) -> None:
+    def __init__(self, layout: HeadLayout, sums: Mapping[str, torch.Tensor] | None = None) -> None:
         self.layout = layout
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums = dict(sums or {})
         self.windows = 0
-
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor], layout: HeadLayout) -> "HeadStatistics":
-        """From the tensors of a calibration file."""
-        statistics = cls(layout)
-        statistics.sums = dict(tensors)
-        return statistics
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
         """The sums, for a calibration file."""

@@ -16,26 +16,13 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..architectures.families import PREFIX, layer_prefix
+from ..architectures.families import layer_prefix
 from ..plan import EMBEDDING, HEAD
 from ..sources.tensor_store import TensorStore, checked_entry
 
 NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
 FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
 """Parameter of the model for all experts -> the stored tensors of each expert, in the order of its rows."""
-
-
-def _by_layer_type(config: Any, layer: int) -> bool:
-    return bool(config.layer_types[layer] == "sliding_attention")
-
-
-SLIDES: dict[str, Callable[[Any, int], bool]] = {
-    "llama": lambda config, layer: False,
-    "qwen2": _by_layer_type,
-    "qwen3": _by_layer_type,
-    "qwen3_moe": lambda config, layer: config.sliding_window is not None,
-}
-"""Family -> whether a layer attends within a sliding window."""
 
 
 class StreamedModel:
@@ -58,7 +45,6 @@ class StreamedModel:
         self._model = model.requires_grad_(False).eval()
         self.config = model.config
         self.attention: str = model.config._attn_implementation
-        self._slides = SLIDES[model.config.model_type.removeprefix(PREFIX)]
         self._head_prefix = EMBEDDING_PREFIX if model.config.tie_word_embeddings else HEAD.removesuffix("weight")
         # The only module whose tensors are computed instead of stored.
         self._rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
@@ -76,10 +62,9 @@ class StreamedModel:
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
-        attention: Any = layer.self_attn
         positions = torch.arange(hidden.shape[1]).unsqueeze(0)
-        slides = self._slides(self.config, attention.layer_idx)
-        mask = (create_sliding_window_causal_mask if slides else create_causal_mask)(
+        is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
+        mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
             config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
         )
         return layer(

@@ -12,8 +12,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
@@ -194,28 +193,6 @@ class Text:
         return torch.cat(parts)
 
 
-class _PreallocatedLayer(DynamicLayer):
-    """The cache of one layer, allocated for the whole sequence: `DynamicLayer` copies its tensors for every token."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length, self._states = length, torch.empty(0)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values (B, h, T, d); returns all cached ones."""
-        if not self.is_initialized:
-            batch, heads, _, size = key_states.shape
-            self._states = key_states.new_empty(2, batch, heads, self._length, size)
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        self._states[0, :, :, start:end], self._states[1, :, :, start:end] = key_states, value_states
-        self.keys, self.values = self._states[:, :, :, :end]
-        return self.keys, self.values
-
-
 @torch.no_grad()
 def sampled_text(
     model: StreamedModel,
@@ -234,7 +211,7 @@ def sampled_text(
     generator = torch.Generator().manual_seed(SEED)
     first = torch.randint(known, (count, 1), generator=generator)
     tokens = torch.cat([torch.tensor(start, dtype=torch.long).expand(count, -1), first], dim=1)
-    cache = Cache(layers=[_PreallocatedLayer(length) for _ in range(model.config.num_hidden_layers)])
+    cache = DynamicCache(config=model.config)
     cached = 0
     with model.whole(resident) as whole:
         while tokens.shape[1] < length:

@@ -92,7 +92,7 @@ def _substitutes(
     tensors = read_attention(store, layout.layer_index)
     statistics = None
     if calibration is not None:
-        statistics = HeadStatistics.from_tensors(calibration.layer(layout.layer_index)["statistics"], layout)
+        statistics = HeadStatistics(layout, calibration.layer(layout.layer_index)["statistics"])
     heads = layout.key_value_heads
     for count in counts_to_try(heads):
         for side, counts in (("key", (count, heads)), ("value", (heads, count))):

@@ -1,6 +1,5 @@
 """Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
 
-from dataclasses import dataclass
 from typing import Any
 
 from ..architectures.families import Shapes, attention_prefix
@@ -14,26 +13,15 @@ from .reorder_heads import most_used_first, reorder
 from .virtual_heads import Counts, rewrite, rewritten_names
 
 
-@dataclass(frozen=True)
-class LayerChanges:
-    """How the conversion changes one layer, besides creating tensors."""
-
-    components: Counts
-    combines: bool
-    """Whether keys or values have fewer components than heads."""
-    reorders: bool
-    """Whether the most used heads come first."""
+def _combines(config: Any, layer: int) -> bool:
+    """Whether keys or values of the target have fewer components than heads."""
+    return min(component_heads(config, layer)) < config.num_key_value_heads
 
 
-def layer_changes(config: Any, request: MixerRequest, layer: int) -> LayerChanges:
-    """The changes that the target's config and the request require."""
-    components = component_heads(config, layer)
+def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
+    """Whether the most used heads are to come first."""
     shared = config.mixers_of_layer(layer).get("mixture", {}).get("shared_heads", 0)
-    return LayerChanges(
-        components=components,
-        combines=min(components) < config.num_key_value_heads,
-        reorders=shared > 0 and request.choices.get("mixture", {}).get("shared") == "calibrated",
-    )
+    return shared > 0 and request.choices.get("mixture", {}).get("shared") == "calibrated"
 
 
 def convert_layers(
@@ -56,31 +44,27 @@ def convert_layers(
 def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
     if not config.mixers_of_layer(layer):
         return set()
-    changes, prefix = layer_changes(config, request, layer), attention_prefix(layer)
-    changed = set(created_shapes(config, layer))
-    if changes.combines:
+    changed, parts = set(created_shapes(config, layer)), []
+    if _combines(config, layer):
         method = request.choices["explicit"]["method"]
-        parts = rewritten_names(config.layout_of_layer(layer), changes.components, method)
-        changed |= {prefix + part for part in parts}
-    if changes.reorders:
-        moved = [f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias")]
-        changed |= {prefix + name for name in (*moved, "o_proj.weight")}
-    return changed & shapes.keys()
+        parts += rewritten_names(config.layout_of_layer(layer), component_heads(config, layer), method)
+    if _reorders(config, request, layer):
+        parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
+    return (changed | {attention_prefix(layer) + part for part in parts}) & shapes.keys()
 
 
 def _rewritten(
     store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
 ) -> Tensors:
-    changes, layout = layer_changes(config, request, layer), config.layout_of_layer(layer)
-    if not (changes.combines or changes.reorders):
+    combines, reorders = _combines(config, layer), _reorders(config, request, layer)
+    if not (combines or reorders):
         return {}
-    tensors = read_attention(store, layer)
-    if changes.combines:
-        sums = statistics.get("statistics")
-        heads = None if sums is None else HeadStatistics.from_tensors(sums, layout)
+    tensors, layout = read_attention(store, layer), config.layout_of_layer(layer)
+    if combines:
+        heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
         method = request.choices["explicit"]["method"]
-        tensors = rewrite(tensors, heads, layout, changes.components, method)
-    if changes.reorders:
+        tensors = rewrite(tensors, heads, layout, component_heads(config, layer), method)
+    if reorders:
         shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
         order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
         tensors = reorder(tensors, order, layout)
@@ -92,10 +76,10 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
 
     `chooses` is true if `--layers auto` is still to choose the component heads.
     """
-    changes = [layer_changes(config, request, layer) for layer in range(config.num_hidden_layers)]
+    layers = range(config.num_hidden_layers)
     is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
-    needed = {"statistics"} if is_aligned and (chooses or any(each.combines for each in changes)) else set()
-    return needed | ({"use"} if any(each.reorders for each in changes) else set())
+    needed = {"statistics"} if is_aligned and (chooses or any(_combines(config, layer) for layer in layers)) else set()
+    return needed | ({"use"} if any(_reorders(config, request, layer) for layer in layers) else set())
 
 
 def active_heads(config: Any) -> list[int]:

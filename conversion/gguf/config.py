@@ -96,20 +96,17 @@ class _ModelMetadata:
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.paths[0]
         self._prefix = f"{file.metadata['general.architecture']}."
-        self._values = {
-            key.removeprefix(self._prefix): value
-            for key, value in file.metadata.items()
-            if key.startswith(self._prefix)
-        }
+        own = [key for key in file.metadata if key.startswith(self._prefix)]
+        self.values = {key.removeprefix(self._prefix): file.metadata[key] for key in own}
 
     def check_known(self) -> None:
         """Refuse unknown keys."""
-        for key in sorted(self._values.keys() - _SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
+        for key in sorted(self.values.keys() - _SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
             raise self.error(key, "which the stock model does not know: convert the checkpoint it was made from")
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A positive number."""
-        value: Any = self._values.get(key, default)
+        value: Any = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(key, "but it must be a positive number: download the file again")
         return value
@@ -121,13 +118,9 @@ class _ModelMetadata:
             raise self.error(key, "but it must be an integer: download the file again")
         return value
 
-    def value(self, key: str, default: str) -> Any:
-        """Any value, unchecked."""
-        return self._values.get(key, default)
-
     def error(self, key: str, problem: str) -> ConversionError:
         """The error for a value."""
-        return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self._values.get(key))}, {problem}")
+        return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self.values.get(key))}, {problem}")
 
 
 def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:
@@ -140,7 +133,7 @@ def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:
 
 def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | None) -> dict[str, Any]:
     parameters: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = metadata.value("rope.scaling.type", "none")
+    kind = metadata.values.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
         parameters |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     elif kind != "none":
@@ -150,7 +143,8 @@ def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | N
     if factors is not None and max(factors) != 1:
         parameters |= {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3_ROPE}
         expected = _llama3_factors(parameters, head_size)
-        fits = len(factors) == len(expected) and all(map(_close, factors, expected))
+        pairs = zip(factors, expected, strict=False)
+        fits = len(factors) == len(expected) and all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs)
         if kind != "none" or not fits:
             raise ConversionError(
                 f"{metadata.path} scales RoPE by factors that are not Llama 3's: convert the checkpoint that it was "
@@ -169,10 +163,6 @@ def _llama3_factors(parameters: dict[str, Any], head_size: int) -> list[float]:
         smooth = min(max((rotations - low) / (high - low), 0.0), 1.0)
         factors.append(1 / ((1 - smooth) / factor + smooth))
     return factors
-
-
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
 
 
 def _dtype(file: GgufFile) -> str:

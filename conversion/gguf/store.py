@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 
-from ..sources.tensor_store import DTYPES, Entry
+from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
@@ -43,7 +43,7 @@ class GgufStore:
         for name in sorted((name for name in self.file.tensors if name not in self.dropped), key=depth):
             self._tensors |= self._stock_tensors(name)
         self.entries: Mapping[str, Entry] = {name: tensor.entry(name) for name, tensor in self._tensors.items()}
-        self.shards: Mapping[str, list[str]] = _shards(list(self.entries.values()))
+        self.shards: Mapping[str, list[str]] = shard_names(self.entries, MAX_SHARD)
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, dequantised."""
@@ -97,20 +97,6 @@ class GgufStore:
 
 def _values(tensor: GgufTensor) -> list[float]:
     return [value for block in StockTensor(tensor).blocks() for value in block.flatten().tolist()]
-
-
-def _shards(entries: list[Entry]) -> dict[str, list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.size > MAX_SHARD:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry.name)
-        size += entry.size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def write_side_files(store: GgufStore, folder: Path) -> None:

@@ -135,7 +135,7 @@ def foreign_code(folder: Path) -> str | None:
     return None
 
 
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
     """Write an indented JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

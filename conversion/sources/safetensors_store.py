@@ -45,13 +45,8 @@ class Header:
     """Changes with the file's size, modification time or header."""
 
 
-@dataclass(frozen=True)
-class _Span:
-    """A tensor and its byte range, relative to the end of the header."""
-
-    entry: Entry
-    begin: int
-    end: int
+_Span = tuple[int, int, Entry]
+"""The byte range of a tensor, relative to the end of the header."""
 
 
 def read_header(path: Path) -> Header:
@@ -72,8 +67,8 @@ def read_header(path: Path) -> Header:
     spans = _parse_header(path, parse_object(raw, f"the header of {path}"))
     _check_layout(path, spans, start, size)
     fingerprint = hashlib.sha256(f"{size} {status.st_mtime_ns} ".encode() + raw).hexdigest()
-    starts = {span.entry.name: start + span.begin for span in spans}
-    return Header({span.entry.name: span.entry for span in spans}, starts, fingerprint)
+    starts = {entry.name: start + begin for begin, _, entry in spans}
+    return Header({entry.name: entry for _, _, entry in spans}, starts, fingerprint)
 
 
 def _parse_header(path: Path, content: dict[str, Any]) -> list[_Span]:
@@ -83,7 +78,7 @@ def _parse_header(path: Path, content: dict[str, Any]) -> list[_Span]:
     if not content:
         raise ConversionError(f"{path} contains no tensors: give a checkpoint with weights")
     spans = [_parse_tensor(f"{path}: tensor {shown(name)}", name, value) for name, value in content.items()]
-    return sorted(spans, key=lambda span: (span.begin, span.end))
+    return sorted(spans, key=lambda span: span[:2])
 
 
 def _parse_tensor(where: str, name: str, value: Any) -> _Span:
@@ -103,13 +98,12 @@ def _parse_tensor(where: str, name: str, value: Any) -> _Span:
     # Without the zeros: a huge shape with a zero in it has zero bytes, but overflows in torch.
     if prod(filter(None, shape)) * STORED[dtype].itemsize >= _MAX_BYTES:
         raise ConversionError(f"{where} has shape={shown(shape)}: it is too large for any computer")
-    span = _Span(Entry(name, dtype, tuple(shape)), offsets[0], offsets[1])
-    if span.end - span.begin != span.entry.size:
+    (begin, end), entry = offsets, Entry(name, dtype, tuple(shape))
+    if end - begin != entry.size:
         raise ConversionError(
-            f"{where} has data_offsets={shown(offsets)}, but shape={shown(shape)} in {dtype} needs "
-            f"{span.entry.size} bytes"
+            f"{where} has data_offsets={shown(offsets)}, but shape={shown(shape)} in {dtype} needs {entry.size} bytes"
         )
-    return span
+    return begin, end, entry
 
 
 def _are_sizes(value: Any) -> bool:
@@ -118,15 +112,15 @@ def _are_sizes(value: Any) -> bool:
 
 def _check_layout(path: Path, spans: list[_Span], start: int, size: int) -> None:
     position = 0
-    for span in spans:
-        if span.begin != position:
-            fault = "overlaps the previous tensor" if span.begin < position else "leaves a gap before it"
+    for begin, end, entry in spans:
+        if begin != position:
+            fault = "overlaps the previous tensor" if begin < position else "leaves a gap before it"
             raise ConversionError(
-                f"{path}: tensor {shown(span.entry.name)} begins at {span.begin} instead of {position}: it {fault}"
+                f"{path}: tensor {shown(entry.name)} begins at {begin} instead of {position}: it {fault}"
             )
-        position = span.end
+        position = end
     if size < start + position:
-        raise ConversionError(f"{path} is truncated: it has {size} of {start + position} bytes; download it again")
+        raise ConversionError(f"{path} is truncated: it has {size} bytes of {start + position}; download it again")
     if size > start + position:
         raise ConversionError(f"{path} has {size} bytes, but its tensors end at {start + position}: it is damaged")
 

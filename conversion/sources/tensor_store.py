@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 
 from crosshead.common.errors import ConversionError
 
@@ -55,6 +56,16 @@ class Entry:
     def dtype_in(self, dtype: str | None) -> str:
         """Its dtype in a checkpoint whose weights are cast to `dtype`; None keeps the dtypes."""
         return self.dtype if dtype is None or self.is_integer else dtype
+
+
+def shard_names(entries: Mapping[str, Entry], maximum: int) -> dict[str, list[str]]:
+    """Group tensors into shards of at most `maximum` bytes: file name -> tensor names."""
+    return split_state_dict_into_shards_factory(
+        dict(entries),
+        get_storage_size=lambda entry: entry.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=maximum,
+    ).filename_to_tensors
 
 
 class TensorStore(Protocol):

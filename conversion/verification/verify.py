@@ -1,7 +1,7 @@
 """Compares a model with its source: tensors, logits, cache size, and loading without crosshead."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress, silent
+from crosshead.common.progress import Counter, Progress, silent
 
 from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
 from ..architectures.mixer_tensors import cache_bytes, mixed_shapes
@@ -94,7 +94,8 @@ def verify(
         local = folder_of(converted)
         place = None if local is None else record_file(local, kind_of(converted.config) == "stock")
         record = {} if place is None else read_record(place)
-        advance = _byte_counter(progress, [origin, converted])
+        total = sum(entry.size for each in (origin, converted) for entry in each.store.entries.values())
+        advance = Counter(progress, "checking", total).add
         if record and record["source"]["digest"] != store_digest(origin.store, {}, advance):
             raise ConversionError(
                 f"{model} was made from {record['source']['name']!r}; {source} has other weights: give its own source"
@@ -109,35 +110,14 @@ def verify(
         return {"verification": measured}
 
 
-Verify = Callable[[Path, Tolerance | None, Progress], dict[str, Any]]
-"""Compares a finished folder with a source; `ConversionError` if it differs by more than the tolerance."""
-
-
-def verifier(source: Source) -> Verify:
-    """The verification stage of a conversion; the sample is read immediately, so that tokenizer errors come early."""
-    sample = read_sample(source, None)
-
-    def verify_model(folder: Path, tolerance: Tolerance | None, progress: Progress) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as scratch:
-            converted = open_source(folder, scratch=Path(scratch))
-            measured = measure(source, converted, sample, tolerance, progress)
-        check_equal(measured, tolerance)
-        return measured
-
-    return verify_model
-
-
-def _byte_counter(progress: Progress, checkpoints: list[Source]) -> Advance:
-    """A function that adds up the sizes of tensors read from these checkpoints, and shows the progress."""
-    total = sum(entry.size for checkpoint in checkpoints for entry in checkpoint.store.entries.values())
-    done = 0
-
-    def advance(size: int) -> None:
-        nonlocal done
-        done += size
-        progress("checking", done, total)
-
-    return advance
+def verify_folder(
+    source: Source, folder: Path, sample: Sample, tolerance: Tolerance | None, progress: Progress
+) -> dict[str, Any]:
+    """Compare a finished folder with its source; `ConversionError` if it differs by more than the tolerance."""
+    with tempfile.TemporaryDirectory() as scratch:
+        measured = measure(source, open_source(folder, scratch=Path(scratch)), sample, tolerance, progress)
+    check_equal(measured, tolerance)
+    return measured
 
 
 def measure(
@@ -187,12 +167,10 @@ def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
     kind = kind_of(checkpoint.config)
     config = read_config(checkpoint.config, kind, checkpoint.origin["name"])
-    shapes, stored = stock_shapes(config), checkpoint.store.entries.keys()
+    shapes = stock_shapes(config)
     shapes = mixed_shapes(config, shapes) if kind == "mixed" else shapes
-    redundant = check_source(checkpoint.store, shapes, config.tie_word_embeddings)
-    buffers = {name for name, entry in checkpoint.store.entries.items() if entry.is_integer}
-    missing, unexpected = shapes.keys() - stored, stored - shapes.keys() - redundant.keys() - buffers
-    return config, {"expected": len(shapes), "missing": len(missing), "unexpected": len(unexpected)}
+    check_source(checkpoint.store, shapes, config.tie_word_embeddings)
+    return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}
 
 
 def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:

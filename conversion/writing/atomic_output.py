@@ -27,7 +27,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from ..sources.model_folder import CONFIG, TEMPLATES, model_files
+from ..sources.model_folder import CONFIG, TEMPLATES, model_files, write_json
 from ..sources.tensor_store import Entry
 from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
@@ -38,7 +38,6 @@ Fingerprint = Mapping[str, Any]
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _IGNORED = {SUFFIX, "lost+found"}
 """Names in a folder that counts as empty: a working directory, and one that file systems create."""
-_UNFINISHED = (".partial", ".draft")
 
 
 class AtomicOutput:
@@ -46,11 +45,12 @@ class AtomicOutput:
 
     def __init__(self, target: Path, fingerprint: Fingerprint, overwrite: bool) -> None:
         self.work = work_folder(target)
+        """The working directory. Files here are not published, and found by the next run of the same conversion."""
         self.folder = self.work / "model"
         """The folder to write to."""
         self.finished: dict[str, Digests] = {}
         """Finished weight files -> the digests of their tensors."""
-        self._unverified = False
+        self.is_verifying = False
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
         self._siblings = self.work / "beside"
@@ -80,17 +80,6 @@ class AtomicOutput:
             self.finished = {}
             self._write_journal()
         self.folder.mkdir(exist_ok=True)
-
-    def cached(self, name: str) -> Path:
-        """The path of a file that is not published, and that the next run of the same conversion finds."""
-        return self.work / name
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """The context of verification: if it fails, the complete model stays in the working directory."""
-        self._unverified = True
-        yield
-        self._unverified = False
 
     def sibling(self, name: str) -> Path:
         """The path to write a file to that is published next to the target."""
@@ -141,7 +130,7 @@ class AtomicOutput:
         if self._target.is_dir():
             old, new = model_files(self._target), {path.name for path in self.folder.iterdir()}
             others = sorted(set(os.listdir(self._target)) - old - new - _IGNORED)
-            _write_json(self._publishing, sorted(old - new))
+            write_json(self._publishing, sorted(old - new))
         else:
             self.folder.rename(self._target)
         self.recover()
@@ -179,7 +168,7 @@ class AtomicOutput:
         for path in [*self.folder.glob("*.safetensors"), *self.work.glob("*.partial")]:
             if path.name not in self.finished:
                 remove(path)
-        if self._unverified:
+        if self.is_verifying:
             error.add_note(
                 f"the complete, unverified model is kept in {self.folder}: repeat the command to verify it again, add "
                 "--no-verify to accept it, or --restart to write it again"
@@ -193,7 +182,7 @@ class AtomicOutput:
     def _has_reusable_files(self) -> bool:
         """Whether a later run could use files of this one."""
         known = {"lock", self._journal.name, self._publishing.name, self.folder.name, self._siblings.name}
-        cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix not in _UNFINISHED]
+        cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix != ".partial"]
         return bool(cached) or any((self.folder / file).exists() for file in self.finished)
 
     def failure(self, error: OSError) -> ConversionError:
@@ -215,7 +204,7 @@ class AtomicOutput:
             return {}, {}
 
     def _write_journal(self) -> None:
-        _write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
+        write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
 
 
 @contextmanager
@@ -260,7 +249,7 @@ def check_target(target: Path, overwrite: bool) -> None:
     if fault:
         raise ConversionError(f"{target} {fault}: it is not overwritten, choose another place")
     if not os.access(target, os.W_OK | os.X_OK):
-        raise ConversionError(f"{target} is not writable: make it writable, or choose another place")
+        raise ConversionError(f"{target} cannot be written: make it writable, or choose another place")
 
 
 def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
@@ -280,12 +269,6 @@ def check_apart(source: Path, target: Path) -> None:
     origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
     if origin == place or origin in place.parents or place in origin.parents:
         raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
-
-
-def _write_json(path: Path, content: Any) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content), encoding="utf-8")
-    draft.replace(path)
 
 
 def _gigabytes(size: int) -> str:

@@ -1,11 +1,12 @@
 """Writes the model of a plan: shards, tokenizer and configuration, and the new rows of a larger vocabulary."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Counter, Progress
 
 from ..compress.layer_rewrites import LayerRewrites
 from ..plan import Plan, Step
@@ -14,7 +15,7 @@ from ..sources.resolve import Source
 from ..sources.safetensors_store import WEIGHTS
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
 from .atomic_output import AtomicOutput
-from .shard_writer import Item, rounded, tensor_chunks, write_index, write_shard
+from .shard_writer import rounded, tensor_chunks, write_index, write_shard
 
 ROWS = 256
 """Number of new vocabulary rows that are built at a time."""
@@ -38,32 +39,23 @@ def write_model(
 def write_weights(store: TensorStore, plan: Plan, output: AtomicOutput, progress: Progress) -> dict[str, str]:
     """Write the shards that are not finished yet, then the index; returns every tensor's digest."""
     digests: dict[str, str] = {}
-    done, total = 0, plan.size  # computed once: slow for many tensors
+    written = Counter(progress, "writing", plan.size)
     for file, steps in plan.shards.items():
-        if file not in output.finished:
-            written = [done]
-
-            def advance(size: int, written: list[int] = written) -> None:
-                written[0] += size
-                progress("writing", written[0], total)
-
-            items = [_item(store, step, plan.rewrites, advance) for step in steps]
+        if file in output.finished:
+            written.add(sum(step.entry.size for step in steps))
+        else:
+            items = [(step.entry, partial(_chunks, store, step, plan.rewrites, written)) for step in steps]
             output.record(file, write_shard(output.folder / file, items))
         digests |= output.finished[file]
-        done += sum(step.entry.size for step in steps)
-        progress("writing", done, total)
     if list(plan.shards) != [WEIGHTS]:
         write_index(output.folder, {file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     return digests
 
 
-def _item(store: TensorStore, step: Step, rewrites: LayerRewrites, advance: Callable[[int], None]) -> Item:
-    def chunks() -> Iterator[memoryview]:
-        for chunk in produce(store, step, rewrites):
-            yield chunk
-            advance(chunk.nbytes)
-
-    return step.entry, chunks
+def _chunks(store: TensorStore, step: Step, rewrites: LayerRewrites, written: Counter) -> Iterator[memoryview]:
+    for chunk in produce(store, step, rewrites):
+        yield chunk
+        written.add(chunk.nbytes)
 
 
 def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:

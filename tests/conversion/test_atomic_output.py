@@ -72,7 +72,7 @@ def test_small_disk(tmp_path, monkeypatch):
     ):
         output.check_space(400, 201)
     with pytest.raises(KeyError), atomic_output(tmp_path / "out", ONE, False) as output:
-        (output.cached("seen.safetensors")).write_bytes(bytes(50))
+        (output.work / "seen.safetensors").write_bytes(bytes(50))
         output.check_space(400, 250)  # fifty of them are there already
         raise KeyError
     assert names(tmp_path / ".out.crosshead-partial") == ["journal.json", "lock", "model", "seen.safetensors"]

@@ -95,7 +95,7 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
 
 def test_restart_discards(place, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
-        patch.setattr(stages, "verifier", lambda source: failing(ConversionError("no")))
+        patch.setattr(stages, "verify_folder", failing(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
     crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
     assert hidden(place) == []

@@ -68,7 +68,7 @@ def with_output(statistics, counts):
     sums = statistics.sums | {
         output_name(counts): 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     }
-    return HeadStatistics.from_tensors(sums, statistics.layout)
+    return HeadStatistics(statistics.layout, sums)
 
 
 def changed_model(model, make, counts, method, mixers=None, fitted=False):
@@ -191,7 +191,7 @@ def test_what_is_solved_already_is_not_solved_again(backbone, monkeypatch):
         name: shape for name, shape in shapes.items() if not name.startswith("output")
     }
     assert len(found) == 2 * len(FRAME)
-    held = HeadStatistics.from_tensors(statistics.sums | found, layout)
+    held = HeadStatistics(layout, statistics.sums | found)
     monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
     again = rewrite(tensors, held, layout, (3, 2), "aligned")
     assert all(torch.equal(expected[name], again[name]) for name in expected)
@@ -206,9 +206,8 @@ def test_tensors_come_back_in_their_dtype():
 
 def test_another_models_statistics_are_refused():
     model = toy("Llama")
-    other = HeadStatistics.from_tensors(
-        {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}, layouts(model)[0]
-    )
+    sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
+    other = HeadStatistics(layouts(model)[0], sums)
     with pytest.raises(ConversionError, match="calibration"):
         rewrite(layer_tensors(model, 0), other, layouts(model)[0], (2, 2), "aligned")
     with pytest.raises(ConversionError, match="statistics"):
