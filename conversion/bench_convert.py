@@ -24,7 +24,7 @@ from transformers import LlamaConfig
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import silent
 
-from .architectures.families import stock_shapes
+from .architectures.families import tensor_shapes
 from .convert import convert, resolve
 from .options import Options
 from .sources.resolve import open_source
@@ -65,13 +65,13 @@ class Synthetic:
     def config(self) -> Any:
         """Its configuration."""
         shape = next(shape for minimum, shape in SHAPES if self.gigabytes >= minimum)
-        sizes = [_size(_config(shape, layers)) for layers in (1, 2)]
+        sizes = [sum(entry.size for entry in _entries(_config(shape, layers)).values()) for layers in (1, 2)]
         return _config(shape, 1 + max(0, round((self.gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))))
 
     @property
     def size(self) -> int:
         """Size of its tensors in bytes."""
-        return _size(self.config)
+        return sum(entry.size for entry in _entries(self.config).values())
 
     def write(self, write_tokenizer: Callable[[Path], object]) -> None:
         """Write it, in shards; `ConversionError` if the disk lacks space for it and for the conversions."""
@@ -84,9 +84,8 @@ class Synthetic:
         self.source.mkdir()
         self.config.save_pretrained(self.source)
         write_tokenizer(self.source)
-        all_entries = {entry.name: entry for entry in _entries(self.config)}
-        files = shard_names(all_entries, SHARD).items()
-        shards = {file: [all_entries[name] for name in names] for file, names in files}
+        by_name = _entries(self.config)
+        shards = {file: [by_name[name] for name in names] for file, names in shard_names(by_name, SHARD).items()}
         for file, entries in shards.items():
             items = [(entry, lambda entry=entry: tensor_chunks(_random(entry))) for entry in entries]
             write_shard(self.source / file, items)
@@ -131,12 +130,8 @@ def _config(shape: Mapping[str, Any], layers: int) -> Any:
     return config
 
 
-def _entries(config: Any) -> list[Entry]:
-    return [Entry(name, "BF16", shape) for name, shape in stock_shapes(config).items()]
-
-
-def _size(config: Any) -> int:
-    return sum(entry.size for entry in _entries(config))
+def _entries(config: Any) -> dict[str, Entry]:
+    return {name: Entry(name, "BF16", shape) for name, shape in tensor_shapes(config).items()}
 
 
 def _random(entry: Entry) -> torch.Tensor:

@@ -11,8 +11,7 @@ from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
 
-from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
-from .architectures.mixer_tensors import mixed_shapes
+from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, tensor_shapes
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.budget_search import AutoLayers
@@ -86,7 +85,7 @@ class MechanismRequest(Request):
     def plan(self) -> Plan:
         """Decide the action for every tensor."""
         target, store = self.target, self.source.store
-        shapes = mixed_shapes(target, stock_shapes(target))
+        shapes = tensor_shapes(target)
         rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
         return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
 
@@ -95,7 +94,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     """Check the request, before the source is run or anything is written."""
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
-    dropped = check_source(source.store, stock_shapes(stock), stock.tie_word_embeddings)
+    dropped = check_source(source.store, tensor_shapes(stock), stock.tie_word_embeddings)
     request = read_mixers(mixers, _mixed_config(source.config, {"mixers": {}}).layouts())
     if not request.mixers and given.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")

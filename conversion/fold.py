@@ -19,8 +19,8 @@ from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
-from .architectures.families import Shapes, attention_prefix, family_of, read_config, stock_shapes
-from .architectures.mixer_tensors import dropped_biases, mixed_shapes, mixers_layout, starting_values
+from .architectures.families import Shapes, attention_prefix, family_of, read_config, tensor_shapes
+from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
 from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
 from .plan import Plan, check_source, make_plan
 from .sources.resolve import Source, open_source
@@ -75,9 +75,9 @@ def resolve(source: Source) -> FoldRequest:
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
     stock: Any = family.stock.from_dict(fields)
     stock.architectures = [family.architecture]
-    shapes = stock_shapes(stock)
-    dropped = check_source(source.store, mixed_shapes(mixed, shapes), mixed.tie_word_embeddings)
-    dropped |= dropped_biases(source.store, mixed, shapes)
+    shapes, mixed_shapes = tensor_shapes(stock), tensor_shapes(mixed)
+    dropped = check_source(source.store, mixed_shapes, mixed.tie_word_embeddings)
+    dropped |= dropped_biases(source.store, mixed_shapes)
     rewrites = fold_layers(source.store, mixed, shapes)
     plan = make_plan(source.store, stock, shapes, dropped, rewrites)
     rounded_to = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}

@@ -6,11 +6,9 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.families import FUSED_EXPERTS, Shapes, attention_prefix, ignored
+from .architectures.families import EMBEDDING, FUSED_EXPERTS, HEAD, Shapes, attention_prefix, ignored
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
-
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 @dataclass(frozen=True)

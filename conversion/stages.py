@@ -97,9 +97,7 @@ def run(
         digests, left_out = write_model(source, plan, output, progress)
         content = record(request, plan, digests) | {"left_out": left_out}
         if sample is not None:
-            output.is_verifying = True
             content["verification"] = verify_folder(source, output.folder, sample, request.tolerance, progress)
-            output.is_verifying = False
         place = record_file(out, plan.is_stock)
         write_json(output.folder / RECORD if place.name == RECORD else output.sibling(place.name), content)
         others = output.publish()

@@ -1,11 +1,7 @@
-"""The model families that can be converted, and the tensors of a checkpoint of each family.
-
-Facts are tables: the name of a tensor, its shape, and the condition under which it exists. An additional tensor in a
-checkpoint is an error, unless `IGNORED` names it.
-"""
+"""The model families that can be converted, their configurations, and the tensors of their checkpoints."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -22,8 +18,9 @@ from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
 from crosshead.modeling.backbones.qwen3_moe import CrossheadQwen3MoeConfig
 from crosshead.modeling.options import is_whole
 
-Condition = Callable[[Any], bool]
-"""A property of a config."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+Shapes = dict[str, tuple[int, ...]]
+"""Tensor name -> shape."""
 
 
 @dataclass(frozen=True)
@@ -35,24 +32,16 @@ class Family:
     """The config class with mechanisms."""
     architecture: str
     """The stock class of the language model."""
-    qkv_bias: Condition = attrgetter("attention_bias")
-    output_bias: Condition = attrgetter("attention_bias")
-    mlp_bias: Condition = lambda config: False
-    key_norm: bool = False
+    qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
+    """Whether the projections of a config have biases."""
     experts: bool = False
 
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(LlamaConfig, CrossheadLlamaConfig, "LlamaForCausalLM", mlp_bias=attrgetter("mlp_bias")),
-    "qwen2": Family(
-        Qwen2Config,
-        CrossheadQwen2Config,
-        "Qwen2ForCausalLM",
-        qkv_bias=lambda config: True,
-        output_bias=lambda config: False,
-    ),
-    "qwen3": Family(Qwen3Config, CrossheadQwen3Config, "Qwen3ForCausalLM", key_norm=True),
-    "qwen3_moe": Family(Qwen3MoeConfig, CrossheadQwen3MoeConfig, "Qwen3MoeForCausalLM", key_norm=True, experts=True),
+    "llama": Family(LlamaConfig, CrossheadLlamaConfig, "LlamaForCausalLM"),
+    "qwen2": Family(Qwen2Config, CrossheadQwen2Config, "Qwen2ForCausalLM", qkv_bias=lambda config: True),
+    "qwen3": Family(Qwen3Config, CrossheadQwen3Config, "Qwen3ForCausalLM"),
+    "qwen3_moe": Family(Qwen3MoeConfig, CrossheadQwen3MoeConfig, "Qwen3MoeForCausalLM", experts=True),
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
@@ -76,13 +65,12 @@ MAX_COUNTS = {
 """Integer fields of a config -> their maximum: a damaged value must not exhaust the memory."""
 MAX_EXPERTS = 100_000
 """Of all layers together."""
-IGNORED = {
-    re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"): "computed from the config",
-}
+IGNORED = {re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"): "computed from the config"}
 """Names of tensors that may be dropped -> the reason."""
-FUSED_EXPERTS = re.compile(r"model\.layers\.\d+\.mlp\.experts\.(gate_up|down)_proj")
-"""Names of tensors with all experts of a layer, which transformers saves with `save_original_format=False`."""
-Shapes = dict[str, tuple[int, ...]]
+FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+"""Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""Such a parameter -> the tensors of each expert in a checkpoint, in the order of the parameter's rows."""
 
 
 def family_of(config: Any) -> Family:
@@ -100,58 +88,23 @@ def attention_prefix(layer: int) -> str:
     return f"{layer_prefix(layer)}self_attn."
 
 
-def stock_shapes(config: Any) -> Shapes:
-    """The names and shapes of a stock checkpoint's tensors; mechanisms of a crosshead config are ignored."""
-    hidden, vocabulary = config.hidden_size, config.vocab_size
-    shapes: Shapes = {"model.embed_tokens.weight": (vocabulary, hidden)}
-    for layer in range(config.num_hidden_layers):
-        shapes |= {layer_prefix(layer) + name: shape for name, shape in _layer_shapes(config, layer)}
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (vocabulary, hidden)
+def tensor_shapes(config: Any) -> Shapes:
+    """The names and shapes of the tensors of a stock or crosshead checkpoint."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+    shapes: Shapes = {}
+    for name, tensor in model.state_dict().items():
+        shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
+        if fused is None:
+            shapes[name] = shape
+        else:
+            experts, rows, columns = shape
+            parts = FUSED[fused[2]]
+            names = [f"{fused[1]}{expert}.{part}.weight" for expert in range(experts) for part in parts]
+            shapes |= dict.fromkeys(names, (rows // len(parts), columns))
+    if config.tie_word_embeddings:
+        del shapes[HEAD]
     return shapes
-
-
-def _layer_shapes(config: Any, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden = config.hidden_size
-    yield "input_layernorm.weight", (hidden,)
-    yield from _attention_shapes(config)
-    yield "post_attention_layernorm.weight", (hidden,)
-    if _is_sparse(config, layer):
-        yield "mlp.gate.weight", (config.num_experts, hidden)
-        for expert in range(config.num_experts):
-            yield from _mlp_shapes(f"mlp.experts.{expert}.", hidden, config.moe_intermediate_size, bias=False)
-    else:
-        yield from _mlp_shapes("mlp.", hidden, config.intermediate_size, family_of(config).mlp_bias(config))
-
-
-def _attention_shapes(config: Any) -> Iterator[tuple[str, tuple[int, ...]]]:
-    family, hidden = family_of(config), config.hidden_size
-    size = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
-    queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
-    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield f"self_attn.{name}.weight", (rows, hidden)
-        if family.qkv_bias(config):
-            yield f"self_attn.{name}.bias", (rows,)
-    yield "self_attn.o_proj.weight", (hidden, queries)
-    if family.output_bias(config):
-        yield "self_attn.o_proj.bias", (hidden,)
-    if family.key_norm:
-        yield "self_attn.q_norm.weight", (size,)
-        yield "self_attn.k_norm.weight", (size,)
-
-
-def _mlp_shapes(prefix: str, hidden: int, inner: int, bias: bool) -> Iterator[tuple[str, tuple[int, ...]]]:
-    for name, shape in (("gate_proj", (inner, hidden)), ("up_proj", (inner, hidden)), ("down_proj", (hidden, inner))):
-        yield f"{prefix}{name}.weight", shape
-        if bias:
-            yield f"{prefix}{name}.bias", shape[:1]
-
-
-def _is_sparse(config: Any, layer: int) -> bool:
-    if not family_of(config).experts or layer in config.mlp_only_layers:
-        return False
-    return (layer + 1) % config.decoder_sparse_step == 0
 
 
 def ignored(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""The tensors that mechanisms add to a checkpoint: names, shapes, initial values, and the biases of expert routers."""
+"""The tensors that mechanisms add to a checkpoint: initial values, component heads, KV cache, and router biases."""
 
 from typing import Any
 
@@ -14,22 +14,13 @@ from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Param
 from ..sources.tensor_store import TensorStore
 from .families import Shapes, attention_prefix
 
-ROUTER = "mlp.gate.weight"
 SEED_STRIDE = 1_000_003
 """Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
 
 
-def bias_shapes(config: Any, shapes: Shapes) -> Shapes:
-    """The names and shapes of expert router biases, given the stock tensors; they are float32 in any checkpoint."""
-    if not getattr(config, "expert_bias", False):
-        return {}
-    routers = {name: shape for name, shape in shapes.items() if name.endswith(ROUTER)}
-    return {name.removesuffix("weight") + EXPERT_BIAS: shape[:1] for name, shape in routers.items()}
-
-
-def dropped_biases(store: TensorStore, config: Any, shapes: Shapes) -> dict[str, str]:
-    """The router biases and why a stock checkpoint omits them; `ConversionError` for a bias that is not zero."""
-    names = bias_shapes(config, shapes)
+def dropped_biases(store: TensorStore, shapes: Shapes) -> dict[str, str]:
+    """The router biases of a checkpoint and why a stock one omits them; `ConversionError` if one is not zero."""
+    names = [name for name in shapes if name.endswith(EXPERT_BIAS)]
     for name in names:
         if store.read(name).any():
             raise ConversionError(
@@ -49,16 +40,8 @@ def layer_mixers(config: Any, layer: int) -> nn.ModuleDict:
     return nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
 
 
-def created_shapes(config: Any, layer: int) -> Shapes:
-    """The names and shapes of the tensors that one layer's mechanisms add."""
-    with torch.device("meta"):
-        modules = layer_mixers(config, layer)
-    prefix = f"{attention_prefix(layer)}mixers."
-    return {prefix + name: tuple(tensor.shape) for name, tensor in modules.state_dict().items()}
-
-
 def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tensor]:
-    """The initial values of these tensors (float32), determined by the seed and the layer."""
+    """The initial values of the tensors that one layer's mechanisms add (float32), given a seed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed * SEED_STRIDE + layer)
         modules = layer_mixers(config, layer)
@@ -67,22 +50,6 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
                 module.initialise(config.initializer_range)
     prefix = f"{attention_prefix(layer)}mixers."
     return {prefix + name: tensor.detach() for name, tensor in modules.state_dict().items()}
-
-
-def mixed_shapes(config: Any, shapes: Shapes) -> Shapes:
-    """The tensors of a crosshead checkpoint, given the stock tensors: new ones, and projections of component heads."""
-    mixed = shapes | bias_shapes(config, shapes)
-    for layer in range(config.num_hidden_layers):
-        if not config.mixers_of_layer(layer):
-            continue
-        mixed |= created_shapes(config, layer)
-        for projection, heads in zip(("k_proj", "v_proj"), component_heads(config, layer), strict=True):
-            rows = heads * config.layout_of_layer(layer).head_dim
-            for part in ("weight", "bias"):
-                name = f"{attention_prefix(layer)}{projection}.{part}"
-                if name in mixed:
-                    mixed[name] = (rows, *mixed[name][1:])
-    return mixed
 
 
 def component_heads(config: Any, layer: int) -> tuple[int, int]:

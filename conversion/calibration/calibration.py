@@ -17,12 +17,11 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.families import Shapes, stock_shapes
+from ..architectures.families import HEAD, Shapes, tensor_shapes
 from ..compress.fitted_output import AttentionCalls, output_change
 from ..compress.layer_rewrites import Tensors
 from ..compress.reorder_heads import HeadUse
 from ..compress.virtual_heads import Counts, approximate, output_name, shapes_of_solved, solved
-from ..plan import HEAD
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
@@ -215,7 +214,7 @@ def fingerprint_of(store: TensorStore, config: Any, progress: Progress) -> str:
     """A hash of the configuration and of every weight that a calibration depends on."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_FIELDS}
     lines = [json.dumps(fields, sort_keys=True, default=str)]
-    names = sorted(name for name in stock_shapes(config) if name not in ("model.norm.weight", HEAD))
+    names = sorted(name for name in tensor_shapes(config) if name not in ("model.norm.weight", HEAD))
     read = Counter(progress, "checking", sum(store.entries[name].size for name in names))
     for name in names:
         entry = store.entries[name]

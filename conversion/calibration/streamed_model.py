@@ -16,19 +16,16 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..architectures.families import layer_prefix
-from ..plan import EMBEDDING, HEAD
+from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, HEAD, layer_prefix
 from ..sources.tensor_store import TensorStore, checked_entry
 
 NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
-FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-"""Parameter of the model for all experts -> the stored tensors of each expert, in the order of its rows."""
 
 
 class StreamedModel:
     """A causal language model over a store, for a stock or crosshead config.
 
-    Without `attn_implementation`, attention is the one that `from_pretrained` would choose; `attention` names it.
+    Without `attn_implementation`, attention is the one that `from_pretrained` would choose.
     """
 
     def __init__(
@@ -44,7 +41,6 @@ class StreamedModel:
             model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options)
         self._model = model.requires_grad_(False).eval()
         self.config = model.config
-        self.attention: str = model.config._attn_implementation
         self._head_prefix = EMBEDDING_PREFIX if model.config.tie_word_embeddings else HEAD.removesuffix("weight")
         # The only module whose tensors are computed instead of stored.
         self._rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
@@ -140,14 +136,13 @@ class StreamedModel:
             module.to("meta")
 
     def _tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
-        suffix = next((suffix for suffix in FUSED if name.endswith(suffix)), None)
-        if suffix is None:
+        match = FUSED_EXPERTS.fullmatch(name)
+        if match is None:
             return self._stored(name, shape)
-        fused = torch.empty(shape, dtype=self._dtype)  # (experts, rows of all parts, columns)
-        prefix = name.removesuffix(suffix) + "mlp.experts."
+        fused, parts = torch.empty(shape, dtype=self._dtype), FUSED[match[2]]  # (experts, rows of all parts, columns)
         for expert, rows in enumerate(fused):
-            for part, target in zip(FUSED[suffix], rows.chunk(len(FUSED[suffix])), strict=True):
-                target.copy_(self._stored(f"{prefix}{expert}.{part}.weight", target.shape))
+            for part, target in zip(parts, rows.chunk(len(parts)), strict=True):
+                target.copy_(self._stored(f"{match[1]}{expert}.{part}.weight", target.shape))
         return fused
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:

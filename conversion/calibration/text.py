@@ -47,6 +47,12 @@ def default_text() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def held_out_text() -> str:
+    """The part of the default text that calibration does not read."""
+    text = default_text()
+    return text[int(len(text) * HELD_OUT) :]
+
+
 def read_text(path: Path) -> str:
     """The content of a text file; `ConversionError` for other files."""
     try:

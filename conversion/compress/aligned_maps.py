@@ -99,7 +99,8 @@ def aligned_keys(errors: Errors, components: int) -> Frame:
     combined, factors, scalars = (_one_fewer if components == heads - 1 > 1 else _grouped)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
     parameters = torch.view_as_real(factors.resolve_conj())
-    return refine(start, even, _maps, parameters, KEY_STEPS).out_of_coordinates(root, inverse)
+    frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, KEY_STEPS)
+    return frame.out_of_coordinates(root, inverse)
 
 
 def mixed_keys(errors: Errors, components: int) -> Frame:
@@ -118,10 +119,6 @@ def pair_maps(factors: torch.Tensor) -> torch.Tensor:
     """Complex factors (..., d / 2) as real maps (..., d, d)."""
     real, imaginary = torch.diag_embed(factors.real), torch.diag_embed(factors.imag)
     return torch.cat([torch.cat([real, -imaginary], -1), torch.cat([imaginary, real], -1)], -2)
-
-
-def _maps(parameters: torch.Tensor) -> torch.Tensor:
-    return pair_maps(torch.view_as_complex(parameters))
 
 
 def _blocks(gram: torch.Tensor, heads: int, size: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ def counts_to_try(heads: int) -> list[int]:
 def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
     """The KL divergence from the source's predictions."""
     before, after = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
-    return float((before.exp() * (before - after)).sum(-1).mean())
+    return float(functional.kl_div(after, before, reduction="batchmean", log_target=True))
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ..architectures.families import Shapes, attention_prefix
-from ..architectures.mixer_tensors import component_heads, created_shapes, starting_values
+from ..architectures.mixer_tensors import component_heads, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
@@ -42,15 +42,14 @@ def convert_layers(
 
 
 def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
-    if not config.mixers_of_layer(layer):
-        return set()
-    changed, parts = set(created_shapes(config, layer)), []
+    prefix, parts = attention_prefix(layer), list[str]()
     if _combines(config, layer):
         method = request.choices["explicit"]["method"]
         parts += rewritten_names(config.layout_of_layer(layer), component_heads(config, layer), method)
     if _reorders(config, request, layer):
         parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
-    return (changed | {attention_prefix(layer) + part for part in parts}) & shapes.keys()
+    created = {name for name in shapes if name.startswith(f"{prefix}mixers.")}
+    return created | ({prefix + part for part in parts} & shapes.keys())
 
 
 def _rewritten(

@@ -11,7 +11,7 @@ from torch.nn import functional
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
 
-from ..architectures.families import FAMILIES, family_of, read_config, stock_shapes
+from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
@@ -42,7 +42,7 @@ def probe_layers(
         origin = open_source(source, revision, scratch=Path(scratch))
         name = origin.origin["name"]
         stock = read_config(origin.config, "stock", name)
-        check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
+        check_source(origin.store, tensor_shapes(stock), stock.tie_word_embeddings)
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")
         if length > (maximum := stock.max_position_embeddings):
@@ -85,9 +85,9 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     """The lines of a plot: layer and rise, for each side and count."""
-    points: dict[str, list[tuple[float, float]]] = {}
-    for layer, sides in report["rises"].items():
-        for side, counts in sides.items():
-            for count, rise in counts.items():
-                points.setdefault(f"{side}: {count} of {report['heads']}", []).append((int(layer), rise))
-    return points
+    rises = report["rises"]
+    return {
+        f"{side}: {count} of {report['heads']}": [(int(layer), rises[layer][side][count]) for layer in rises]
+        for side, counts in rises["0"].items()
+        for count in counts
+    }

@@ -56,7 +56,7 @@ class _Sums:
         self.largest = max(self.largest, float(source.abs().max()))
         self.difference += float(difference.sum(dtype=torch.float64))
         before, after = source.double().log_softmax(-1), target.double().log_softmax(-1)
-        self.divergence += float((before.exp() * (before - after)).sum())
+        self.divergence += float(functional.kl_div(after, before, reduction="sum", log_target=True))
         self.before += float(functional.nll_loss(before[: len(labels)], labels, reduction="sum"))
         self.after += float(functional.nll_loss(after[: len(labels)], labels, reduction="sum"))
 

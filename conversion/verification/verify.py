@@ -13,10 +13,10 @@ import torch
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress, silent
 
-from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, stock_shapes
-from ..architectures.mixer_tensors import cache_bytes, mixed_shapes
+from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, tensor_shapes
+from ..architectures.mixer_tensors import cache_bytes
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import DEFAULT_NAME, HELD_OUT, default_text, load_tokenizer, read_text, windows
+from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows
 from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,
@@ -55,11 +55,7 @@ class Sample:
 
 def read_sample(source: Source, text: Path | None) -> Sample:
     """A text file, or else the part of the default text that calibration does not read."""
-    if text is None:
-        content = default_text()
-        content = content[int(len(content) * HELD_OUT) :]
-    else:
-        content = read_text(text)
+    content = held_out_text() if text is None else read_text(text)
     config = read_config(source.config, kind_of(source.config), source.origin["name"])
     tokens = windows(load_tokenizer(source), content, LENGTH, WINDOWS, config.vocab_size)
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
@@ -82,12 +78,9 @@ def verify(
     `ConversionError` if the two differ although they should be equal: after a neutral conversion or a fold, without
     training since.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        folders = [Path(scratch, "source"), Path(scratch, "model")]
-        for folder in folders:
-            folder.mkdir()
-        origin = open_source(source, revision, scratch=folders[0])
-        converted = open_source(model, scratch=folders[1], also=["*.py", RECORD])
+    with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as model_scratch:
+        origin = open_source(source, revision, scratch=Path(scratch))
+        converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(converted)
         sample = read_sample(origin, None if text is None else Path(text))
@@ -165,10 +158,8 @@ def refuse_foreign_code(model: Source) -> None:
 
 def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
-    kind = kind_of(checkpoint.config)
-    config = read_config(checkpoint.config, kind, checkpoint.origin["name"])
-    shapes = stock_shapes(config)
-    shapes = mixed_shapes(config, shapes) if kind == "mixed" else shapes
+    config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
+    shapes = tensor_shapes(config)
     check_source(checkpoint.store, shapes, config.tie_word_embeddings)
     return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}
 

@@ -50,7 +50,6 @@ class AtomicOutput:
         """The folder to write to."""
         self.finished: dict[str, Digests] = {}
         """Finished weight files -> the digests of their tensors."""
-        self.is_verifying = False
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
         self._siblings = self.work / "beside"
@@ -168,7 +167,7 @@ class AtomicOutput:
         for path in [*self.folder.glob("*.safetensors"), *self.work.glob("*.partial")]:
             if path.name not in self.finished:
                 remove(path)
-        if self.is_verifying:
+        if (self.folder / CONFIG).exists():
             error.add_note(
                 f"the complete, unverified model is kept in {self.folder}: repeat the command to verify it again, add "
                 "--no-verify to accept it, or --restart to write it again"

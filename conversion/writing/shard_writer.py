@@ -10,6 +10,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from threading import Lock
@@ -58,7 +59,11 @@ def write_shard(path: Path, items: Sequence[Item]) -> dict[str, str]:
     with path.open("wb") as file:
         file.write(shard_header(entries))
         file.flush()
-        streams = _streams(file.fileno(), file.tell(), [(entry, producers[entry.name]) for entry in entries])
+        lock, starts = Lock(), accumulate((entry.size for entry in entries), initial=file.tell())
+        streams = (
+            _Stream(file.fileno(), lock, start, entry, iter(producers[entry.name]()))
+            for entry, start in zip(entries, starts, strict=False)
+        )
         with _thread_pool() as pool:
             digests = _write_streams(streams, pool)
     return {entry.name: digests[entry.name] for entry in entries}
@@ -99,13 +104,6 @@ class _Stream:
                 f"tensor {self.entry.name!r} came out as {self._done} bytes instead of {self.entry.size}"
             )
         return f"{self._crc:08x}"
-
-
-def _streams(descriptor: int, start: int, items: Iterable[Item]) -> Iterator[_Stream]:
-    lock = Lock()
-    for entry, chunks in items:
-        yield _Stream(descriptor, lock, start, entry, iter(chunks()))
-        start += entry.size
 
 
 def _write_streams(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]:
