@@ -68,14 +68,7 @@ class Request:
 
 
 def run(
-    request: Request,
-    out: Path,
-    *,
-    overwrite: bool,
-    restart: bool,
-    verify: bool,
-    plan_only: bool,
-    progress: Progress,
+    request: Request, out: Path, *, overwrite: bool, restart: bool, verify: bool, plan_only: bool, progress: Progress
 ) -> dict[str, Any]:
     """Run all stages and return the record; with `plan_only`, return the plan and write nothing.
 

@@ -63,10 +63,7 @@ class _Sums:
 
 @torch.no_grad()
 def compare(
-    source: StreamedModel,
-    target: StreamedModel,
-    tokens: torch.Tensor,
-    advance: Advance = lambda done, total: None,
+    source: StreamedModel, target: StreamedModel, tokens: torch.Tensor, advance: Advance = lambda done, total: None
 ) -> Comparison:
     """Run both models, one after the other, on windows of tokens (B, T >= 2) of the source's vocabulary.
 
