@@ -49,8 +49,6 @@ def test_starting_values_are_the_models_own(case):
     again = starting_values(config, 1, seed=0)
     prefix = "model.layers.1.self_attn.mixers."
     assert again.keys() == {name for name in tensor_shapes(config) if name.startswith(prefix)}
-        name for name in tensor_shapes(config) if name.startswith("model.layers.1.self_attn.mixers.")
-    }
     for name, tensor in again.items():
         assert torch.equal(tensor, made[0][name])
         if torch.equal(tensor, made[1][name]):  # not drawn, so it must be what the model starts with
