@@ -6,7 +6,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.families import EMBEDDING, FUSED_EXPERTS, HEAD, Shapes, attention_prefix, ignored
+from .architectures.families import EMBEDDING, FUSED_EXPERTS, HEAD, INVERSE_FREQUENCIES, Shapes, attention_prefix
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
@@ -25,7 +25,6 @@ class Plan:
     """The target model. The dry run prints it, the writer executes it, and the record and a resumed run follow it."""
 
     config: Any
-    """The target's configuration."""
     shards: dict[str, list[Step]]
     """File name -> its tensors, in order."""
     dropped: dict[str, str]
@@ -62,7 +61,7 @@ def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, st
 
     Other integer tensors, such as a buffer of position ids, are allowed.
     """
-    dropped = {name: reason for name in store.entries if name not in shapes and (reason := ignored(name))}
+    dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
     if tied and HEAD in store.entries:
         if not same_bytes(store, HEAD, EMBEDDING):
             raise ConversionError(

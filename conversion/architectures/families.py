@@ -65,8 +65,8 @@ MAX_COUNTS = {
 """Integer fields of a config -> their maximum: a damaged value must not exhaust the memory."""
 MAX_EXPERTS = 100_000
 """Of all layers together."""
-IGNORED = {re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"): "computed from the config"}
-"""Names of tensors that may be dropped -> the reason."""
+INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""Names of tensors in old checkpoints that are computed from the config."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 """Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -105,11 +105,6 @@ def tensor_shapes(config: Any) -> Shapes:
     if config.tie_word_embeddings:
         del shapes[HEAD]
     return shapes
-
-
-def ignored(name: str) -> str | None:
-    """The reason why a tensor of this name may be dropped; None if it may not."""
-    return next((reason for pattern, reason in IGNORED.items() if pattern.fullmatch(name)), None)
 
 
 def kind_of(content: dict[str, Any]) -> str:

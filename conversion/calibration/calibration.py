@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Counter, Progress
+from crosshead.common.progress import Advance, Counter, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import HEAD, Shapes, tensor_shapes
@@ -30,8 +30,6 @@ from .streamed_model import StreamedModel
 from .text import Text
 
 FINGERPRINT = "fingerprint"
-Advance = Callable[[int, int], None]
-"""Called with the number of finished layers and of all layers."""
 Observer = HeadStatistics | HeadUse
 
 

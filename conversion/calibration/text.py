@@ -1,6 +1,5 @@
 """Text for calibration and comparison: a file, or the default text with sequences sampled from the model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -16,7 +15,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Advance, Progress
 
 from ..options import CALIBRATION_SUFFIX
 from ..sources.model_folder import file_digest
@@ -149,24 +148,20 @@ class Text:
         if self.given is None:
             sampled = ", and sequences sampled from the model" if self.is_sampled else ""
             name = f"{DEFAULT_NAME}, with random tokens in it{sampled}"
-            return {"text": name, "default": True, "sha256": self.digest_read()}
+            return {**self.of_windows(), "text": name, "default": True}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
-    @property
-    def read_as(self) -> str:
-        """The name of the text that `windows` reads; a saved calibration contains no text."""
-        return DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
-
     def windows(self, source: Source, length: int, count: int, vocabulary: int) -> torch.Tensor:
         """Windows of tokens (count, length) of the text file, or else of the default text."""
         return windows(load_tokenizer(source), self._content(), length, count, vocabulary)
 
-    def digest_read(self) -> str:
-        """The SHA-256 of the text that `windows` reads."""
-        return sha256(self._content().encode()).hexdigest()
+    def of_windows(self) -> dict[str, str]:
+        """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
+        name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
+        return {"text": name, "sha256": sha256(self._content().encode()).hexdigest()}
 
     def _content(self) -> str:
         if self.given is not None and not self.is_saved:
@@ -205,7 +200,7 @@ def sampled_text(
     shape: tuple[int, int],
     start: list[int],
     known: int,
-    advance: Callable[[int, int], None],
+    advance: Advance,
     resident: bool = True,
 ) -> torch.Tensor:
     """Token ids of sequences (B, T) that are sampled from the model.

@@ -9,6 +9,7 @@ layers.
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import gcd, inf
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Advance, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..calibration.calibration import Calibration
@@ -61,7 +62,7 @@ def measure_losses(
     calibration: Calibration | None,
     method: str,
     tokens: torch.Tensor,
-    advance: Callable[[int, int], None],
+    advance: Advance,
     loss: LossFunction = divergence,
 ) -> Losses:
     """The loss of each trial, the mean over windows of tokens (B, T)."""
@@ -194,13 +195,8 @@ class AutoLayers:
             calibration,
             self.request.choices["explicit"]["method"],
             tokens,
-            lambda *done: progress("choosing", *done),
+            partial(progress, "choosing"),
         )
         key_heads, value_heads = zip(*choose(losses, layouts, self.budget), strict=True)
-        return {
-            "text": self.text.read_as,
-            "sha256": self.text.digest_read(),
-            "losses": by_layer(losses),
-            "key_heads": key_heads,
-            "value_heads": value_heads,
-        }
+        chosen = {"losses": by_layer(losses), "key_heads": key_heads, "value_heads": value_heads}
+        return self.text.of_windows() | chosen

@@ -1,6 +1,7 @@
 """Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper)."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -39,22 +40,22 @@ def probe_layers(
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        origin = open_source(source, revision, scratch=Path(scratch))
-        name = origin.origin["name"]
-        stock = read_config(origin.config, "stock", name)
-        check_source(origin.store, tensor_shapes(stock), stock.tie_word_embeddings)
+        checkpoint = open_source(source, revision, scratch=Path(scratch))
+        name = checkpoint.origin["name"]
+        stock = read_config(checkpoint.config, "stock", name)
+        check_source(checkpoint.store, tensor_shapes(stock), stock.tie_word_embeddings)
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")
         if length > (maximum := stock.max_position_embeddings):
             raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
         content = default_text() if text is None else read_text(text)
-        tokens = windows(load_tokenizer(origin), content, length, count, stock.vocab_size)
-        layouts = FAMILIES[stock.model_type].mixed.from_dict({**origin.config, "mixers": {}}).layouts()
+        tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
+        layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
         statistics = None
         if method == "aligned":
             observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
             cached = Path(scratch, "calibration.safetensors")
-            statistics = observe(origin, stock, Text.of(calibration, origin), observers, cached, progress)
+            statistics = observe(checkpoint, stock, Text.of(calibration, checkpoint), observers, cached, progress)
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -62,13 +63,12 @@ def probe_layers(
                 source_losses[window] = _loss(expected, tokens[window])
             return _loss(logits, tokens[window]) - source_losses[window]
 
-        def advance(done: int, total: int) -> None:
-            progress("measuring", done, total)
-
-        model = StreamedModel(origin.store, stock)
-        rises = measure_losses(model, origin.store, layouts, statistics, method, tokens, advance, rise)
+        model = StreamedModel(checkpoint.store, stock)
+        rises = measure_losses(
+            model, checkpoint.store, layouts, statistics, method, tokens, partial(progress, "measuring"), rise
+        )
     return {
-        "source": origin.origin,
+        "source": checkpoint.origin,
         "method": method,
         "heads": stock.num_key_value_heads,
         "tokens": tokens.numel(),

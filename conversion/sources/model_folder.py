@@ -30,7 +30,6 @@ from .tensor_store import TensorStore
 
 CONFIG, RECORD, TEMPLATES = "config.json", "conversion.json", "additional_chat_templates"
 MAX_CONFIG_BYTES = 10_000_000
-TOKENIZER = "tokenizer_config.json"
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
 PLAIN_SIDE_FILES = (
@@ -98,7 +97,7 @@ def copy_files(files: list[Path], folder: Path) -> None:
 
 def forget_loading(folder: Path) -> None:
     """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user."""
-    path = folder / TOKENIZER
+    path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     cleaned = {name: value for name, value in content.items() if name not in LOADING}
     if cleaned != content:

@@ -1,6 +1,5 @@
 """Compares the logits of two models on the same text. Both are streamed: neither has to fit in memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, product
 
@@ -8,13 +7,12 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Advance
 
 from ..calibration.streamed_model import StreamedModel
 
 POSITIONS = 64
 """The number of positions whose logits are computed at a time: those of a whole window can be gigabytes."""
-Advance = Callable[[int, int], None]
-"""Called with the number of finished layers and of all layers, of both models."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +65,7 @@ def compare(
 ) -> Comparison:
     """Run both models, one after the other, on windows of tokens (B, T >= 2) of the source's vocabulary.
 
-    Additional tokens in the target's vocabulary are ignored.
+    Additional tokens in the target's vocabulary are ignored. `advance` counts the layers of both models.
     """
     total = source.config.num_hidden_layers + target.config.num_hidden_layers
     done = count(1)

@@ -4,7 +4,7 @@ import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def measure(
         StreamedModel(source.store, before, attn_implementation=attention),
         StreamedModel(model.store, after, attn_implementation=attention),
     )
-    compared = compare(*streamed, sample.tokens, lambda *done: progress("comparing", *done))
+    compared = compare(*streamed, sample.tokens, partial(progress, "comparing"))
     return {
         "must_equal": tolerance is not None,
         "tensors": tensors,

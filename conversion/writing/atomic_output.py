@@ -189,10 +189,8 @@ class AtomicOutput:
         if error.errno not in _FULL:
             return ConversionError(f"{self._target} cannot be written: {error}")
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        progress = f"{_gigabytes(written)} of {_gigabytes(self._total)}"
-        return ConversionError(
-            f"{self._target} cannot be written: the disk was full after {progress}; free some space"
-        )
+        done = f"{_gigabytes(written)} of {_gigabytes(self._total)}"
+        return ConversionError(f"{self._target} cannot be written: the disk was full after {done}; free some space")
 
     def _read_journal(self) -> tuple[dict[str, Any], dict[str, Digests]]:
         """The fingerprint and the finished files of the earlier run; empty without a readable journal."""

@@ -99,10 +99,9 @@ class _Stream:
 
     def digest(self) -> str:
         """The digest of the complete tensor."""
-        if self._done != self.entry.size:
-            raise ConversionError(
-                f"tensor {self.entry.name!r} came out as {self._done} bytes instead of {self.entry.size}"
-            )
+        name, size = self.entry.name, self.entry.size
+        if self._done != size:
+            raise ConversionError(f"tensor {name!r} came out as {self._done} bytes instead of {size}")
         return f"{self._crc:08x}"
 
 

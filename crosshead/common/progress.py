@@ -1,6 +1,10 @@
 """Progress of long work: the interface, a counter, and an implementation that shows nothing."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+Advance = Callable[[int, int], None]
+"""Called with the number of finished units and of all units."""
 
 
 class Progress(Protocol):
