@@ -1,9 +1,9 @@
-"""Conversions of a synthetic checkpoint of any size, beside copying its folder.
+"""Measures conversions of a synthetic checkpoint of any size, compared with copying its folder.
 
 usage: python -P -m crosshead.conversion.bench_convert JOB, as JSON; writes seconds and bytes to stdout
 
-Each conversion runs in a process of its own and is timed within it: what is counted is the work, without the start of
-Python and its libraries. The values of the weights do not matter, only that they are finite.
+Each conversion runs in its own process and is timed inside it, without the start of Python and its libraries. The
+values of the weights do not matter as long as they are finite.
 """
 
 import json
@@ -24,11 +24,11 @@ from transformers import LlamaConfig
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import silent
 
-from .architectures.families import stock_shapes
+from .architectures.families import tensor_shapes
 from .convert import convert, resolve
 from .options import Options
 from .sources.resolve import open_source
-from .sources.tensor_store import Entry
+from .sources.tensor_store import Entry, shard_names
 from .writing.shard_writer import tensor_chunks, write_index, write_shard
 
 SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
@@ -36,22 +36,22 @@ SHAPES: tuple[tuple[float, dict[str, Any]], ...] = (
     (0.5, {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "vocab_size": 32000}),
     (0, {"hidden_size": 512, "intermediate_size": 1408, "num_attention_heads": 16, "vocab_size": 2000}),
 )
-"""From how many gigabytes on -> the shape; layers make the rest."""
+"""Minimum gigabytes -> shape; the number of layers gives the exact size."""
 KEY_VALUE_HEADS = 8
 SHARD = 2_000_000_000
-ROOM = 3
-"""Times the checkpoint: itself, its conversion, and what is observed of it."""
+DISK_SPACE = 3
+"""Required disk space, relative to the checkpoint: itself, its conversion, and the calibration."""
 TEXT = "the quick brown fox jumps over the lazy dog. " * 24
-"""One window of tokens, where a token is a byte."""
+"""One window of tokens, since a token is a byte."""
 HALF = {"explicit": {"key_heads": "50%", "value_heads": "50%"}}
 MIXERS: Mapping[str, dict[str, Any]] = {"neutral": {"knocking": {}}, "calibration": HALF, "virtual-heads": HALF}
-"""What is measured -> the mechanisms that are asked for."""
+"""Case -> mechanisms."""
 STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """A Llama-shaped bf16 checkpoint of about so many gigabytes, in a folder where everything else lies beside it."""
+    """A Llama-shaped bf16 checkpoint of about this size; `folder` contains it and all other files."""
 
     folder: Path
     gigabytes: float
@@ -64,32 +64,28 @@ class Synthetic:
     @cached_property
     def config(self) -> Any:
         """Its configuration."""
-        shape = next(shape for least, shape in SHAPES if self.gigabytes >= least)
-        sizes = [_size(_config(shape, layers)) for layers in (1, 2)]
+        shape = next(shape for minimum, shape in SHAPES if self.gigabytes >= minimum)
+        sizes = [sum(entry.size for entry in _entries(_config(shape, layers)).values()) for layers in (1, 2)]
         return _config(shape, 1 + max(0, round((self.gigabytes * 1e9 - sizes[0]) / (sizes[1] - sizes[0]))))
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
-        return _size(self.config)
+        """Size of its tensors in bytes."""
+        return sum(entry.size for entry in _entries(self.config).values())
 
     def write(self, write_tokenizer: Callable[[Path], object]) -> None:
-        """Make it, in shards; `ConversionError` where the disk is too small for what follows."""
-        free = shutil.disk_usage(self.folder).free
-        if free < ROOM * self.size:
+        """Write it, in shards; `ConversionError` if the disk lacks space for it and for the conversions."""
+        free, needed = shutil.disk_usage(self.folder).free, DISK_SPACE * self.size
+        if free < needed:
             raise ConversionError(
-                f"{ROOM * self.size / 1e9:.3g} GB are needed in {self.folder.parent}, where {free / 1e9:.3g} GB are "
-                "free: name another place in TMPDIR, or a smaller --gigabytes"
+                f"{self.folder.parent} needs {needed / 1e9:.3g} GB, but has {free / 1e9:.3g} GB free: name another "
+                "folder in TMPDIR, or use a smaller --gigabytes"
             )
         self.source.mkdir()
         self.config.save_pretrained(self.source)
         write_tokenizer(self.source)
-        groups: list[list[Entry]] = [[]]
-        for entry in _entries(self.config):
-            if sum(other.size for other in groups[-1]) + entry.size > SHARD:
-                groups.append([])
-            groups[-1].append(entry)
-        shards = {f"model-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}
+        by_name = _entries(self.config)
+        shards = {file: [by_name[name] for name in names] for file, names in shard_names(by_name, SHARD).items()}
         for file, entries in shards.items():
             items = [(entry, lambda entry=entry: tensor_chunks(_random(entry))) for entry in entries]
             write_shard(self.source / file, items)
@@ -104,21 +100,26 @@ class Synthetic:
         return seconds
 
     def convert(self, name: str) -> dict[str, float]:
-        """Seconds, and the peak of the process's memory: of a conversion, or of the calibration before it alone."""
+        """Seconds and peak memory of a conversion, or of its calibration alone."""
         saved = self.folder / "calibration.safetensors"
         if name == "calibration":
             saved.unlink(missing_ok=True)
         elif name == "virtual-heads" and not saved.exists():
             self.convert("calibration")
-        job: dict[str, Any] = {"name": name, "source": str(self.source), "saved": str(saved)}
-        job["out"] = str(self._fresh("out"))
-        job |= {"mixers": MIXERS[name], "threads": torch.get_num_threads()}
-        found: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
+        job: dict[str, Any] = {
+            "name": name,
+            "source": str(self.source),
+            "saved": str(saved),
+            "out": str(self._fresh("out")),
+            "mixers": MIXERS[name],
+            "threads": torch.get_num_threads(),
+        }
+        figures: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
         self._fresh("out")
-        return found
+        return figures
 
     def _fresh(self, name: str) -> Path:
-        """A path where nothing is."""
+        """A path in the folder, after removing what it contained."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return self.folder / name
 
@@ -129,12 +130,8 @@ def _config(shape: Mapping[str, Any], layers: int) -> Any:
     return config
 
 
-def _entries(config: Any) -> list[Entry]:
-    return [Entry(name, "BF16", shape) for name, shape in stock_shapes(config).items()]
-
-
-def _size(config: Any) -> int:
-    return sum(entry.size for entry in _entries(config))
+def _entries(config: Any) -> dict[str, Entry]:
+    return {name: Entry(name, "BF16", shape) for name, shape in tensor_shapes(config).items()}
 
 
 def _random(entry: Entry) -> torch.Tensor:
@@ -144,32 +141,32 @@ def _random(entry: Entry) -> torch.Tensor:
 
 
 def _run(command: list[str]) -> bytes:
-    """What a process says."""
-    # In a group of its own, so that Ctrl-C reaches this process alone, which then ends that one.
+    """Run a process and return its stdout."""
+    # In its own process group, so that Ctrl-C reaches only this process, which then kills the other one.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as process:
         try:
-            said, complaint = process.communicate()
+            stdout, stderr = process.communicate()
         finally:
             process.kill()
             process.wait()
     if process.returncode:
-        reason = (complaint.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
+        reason = (stderr.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
         raise ConversionError(f"{Path(command[0]).name} ended with status {process.returncode}: {reason}")
-    return said
+    return stdout
 
 
 def main(job: dict[str, Any]) -> dict[str, float]:
-    """One conversion, or what comes before its first byte."""
+    """Run one job: a conversion, or its calibration."""
     torch.set_num_threads(job["threads"])
     saved, text = Path(job["saved"]), Path(job["saved"]).with_name("text.txt")
     text.write_text(TEXT, encoding="utf-8")
     start = time.perf_counter()
     if job["name"] == "calibration":
         with TemporaryDirectory() as scratch:
-            source = open_source(job["source"], None, scratch=Path(scratch))
-            resolve(source, job["mixers"], Options(calibration=text)).calibrate(
-                lambda name: saved, silent, dry_run=False
+            request = resolve(
+                open_source(job["source"], scratch=Path(scratch)), job["mixers"], Options(calibration=text)
             )
+            request.calibrate(saved.parent, silent, dry_run=False)
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)
@@ -177,7 +174,7 @@ def main(job: dict[str, Any]) -> dict[str, float]:
 
 
 def _peak() -> int:
-    """Of resident memory; as the system counts it for a process and not, as `getrusage` does, for its parent too."""
+    """Peak resident memory of this process; `getrusage` would include the parent's memory before `exec`."""
     lines = STATUS.read_text(encoding="utf-8").splitlines() if STATUS.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
 

@@ -3,24 +3,23 @@
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
 
-from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, stock_shapes
-from .architectures.mixer_tensors import mixed_shapes
+from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, tensor_shapes
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.budget_search import AutoLayers
-from .compress.mix_layers import active_heads, component_pairs, mix_layers, needed_observations
+from .compress.convert_layers import active_heads, component_pairs, convert_layers, needed_observations
 from .options import MixerRequest, Options, read_mixers
-from .plan import Plan, check_source, least_size, make_plan
+from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
-from .stages import Cached, Request, dry_run, run
+from .stages import Request, run
 from .verification.tolerances import Tolerance, starts_neutral, tolerance
 from .writing.writer import check_vocabulary
 
@@ -37,102 +36,92 @@ def convert(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Give a checkpoint mechanisms; returns the report, which the folder holds as `conversion.json`.
+    """Add mechanisms to a checkpoint; returns the report, which the folder contains as `conversion.json`.
 
-    `mixers` maps mechanisms to options, as in a config; a value may be text as on the command line. `overwrite`
-    replaces a model in `out`. A run continues an unfinished one of the same conversion in `out`, unless `restart`
-    discards its work. With `plan_only` nothing is written, and the report is the plan. `options` are the fields of
-    `Options`.
+    `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line. `overwrite`
+    replaces a model in `out`. A run continues an unfinished run of the same conversion, unless `restart` discards it.
+    With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`.
     """
-    asked = Options.of(options)
+    how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
+    given = Options.of(options)
     with tempfile.TemporaryDirectory() as scratch:
-        request = resolve(open_source(source, asked.revision, scratch=Path(scratch)), mixers, asked)
-        if plan_only:
-            return dry_run(request, Path(out), overwrite=overwrite, progress=progress)
-        return run(request, Path(out), overwrite=overwrite, restart=restart, verify=verify, progress=progress)
-
-
-@dataclass(frozen=True)
-class Observed:
-    """The result of running the source on text."""
-
-    target: Any
-    """The target's configuration, with the layers that were chosen."""
-    mixers: MixerRequest
-    calibration: Calibration | None
-    decisions: Mapping[str, Any]
-    """For the record: the text, and the choices that were made on it."""
+        request = resolve(open_source(source, given.revision, scratch=Path(scratch)), mixers, given)
+        return run(request, Path(out), **how, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismRequest(Request):
     """A conversion of a stock checkpoint to a model with mechanisms."""
 
-    asked: Options
+    given: Options
     target: Any
-    """The target's configuration; `--layers auto` changes its mechanisms."""
+    """The target's configuration; `--layers auto` changes its component heads."""
     mixers: MixerRequest
     text: Text
     observers: Observers
     auto: AutoLayers | None
     dropped: Mapping[str, str]
-    """Tensors of the source that are not written -> the reason."""
+    """Source tensors that are not written -> the reason."""
+    calibration: Calibration | None = None
+    decisions: Mapping[str, Any] = field(default_factory=dict)
+    """For the record: the text, and the choices that depend on it."""
 
-    def calibrate(self, cached: Cached, progress: Progress, dry_run: bool) -> Observed:
-        """Record the source's attention heads on a text, and choose layers with `--layers auto`."""
-        target, mixers, decisions, calibration = self.target, self.mixers, dict[str, Any](), None
-        if self.observers.wanted and not (dry_run and self.auto is None):
-            decisions["calibration"] = self.text.described()
-            path = cached("calibration.safetensors")
-            calibration = observe(self.source, self.source_config, self.text, self.observers, path, progress)
-            if self.asked.save_calibration is not None and not dry_run:
-                _copy_whole(calibration.path, self.asked.save_calibration)
+    def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
+        """Record statistics of the source's attention heads on a text, and execute `--layers auto`."""
+        request = self
+        if self.observers.kinds and not (dry_run and self.auto is None):
+            file = cache / "calibration.safetensors"
+            calibration = observe(self.source, self.source_config, self.text, self.observers, file, progress)
+            if self.given.save_calibration is not None and not dry_run:
+                _save_calibration(calibration.path, self.given.save_calibration)
+            request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
         if self.auto is not None:
-            mixers, decisions["chosen"] = self.auto.resolve(calibration, cached("chosen.json"), progress)
-            target = _target_config(self.source.config, self.source_config, mixers, self.asked)
-        return Observed(target, mixers, calibration, decisions)
+            mixers, chosen = self.auto.resolve(request.calibration, cache / "chosen.json", progress)
+            target = _target_config(self.source.config, self.source_config, mixers, self.given)
+            decisions = {**request.decisions, "chosen": chosen}
+            request = replace(request, target=target, mixers=mixers, decisions=decisions)
+        return request
 
-    def plan(self, calibration: Observed) -> Plan:
+    def plan(self) -> Plan:
         """Decide the action for every tensor."""
-        target, store = calibration.target, self.source.store
-        shapes = mixed_shapes(target, stock_shapes(target))
-        rewrites = mix_layers(store, target, shapes, calibration.mixers, calibration.calibration, self.asked.seed)
-        dtype = self.asked.stored_dtype
-        return make_plan(store, target, shapes, self.dropped, rewrites, dtype, calibration.decisions)
+        target, store = self.target, self.source.store
+        shapes = tensor_shapes(target)
+        rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
+        return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
 
 
-def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> MechanismRequest:
-    """Check the request: everything that can be refused before the source is run or anything is written."""
-    stock = read_config(origin.config, "stock", origin.origin["name"])
-    check_plain(origin.config, origin.origin["name"])
-    dropped = check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
-    request = read_mixers(mixers, _mixed_config(origin.config, {"mixers": {}}).layouts())
-    if not request.mixers and asked.vocab_size is None:
-        raise ConversionError("no mechanism is asked for: name one with --mixer, such as --mixer knocking")
-    target = _target_config(origin.config, stock, request, asked)
-    neutral = starts_neutral(target, asked.allow_inexact) and asked.budget is None
-    text = Text.of(asked.calibration, origin)
-    auto = None if asked.budget is None else AutoLayers(asked.budget, origin, stock, target, request, text)
+def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> MechanismRequest:
+    """Check the request, before the source is run or anything is written."""
+    stock = read_config(source.config, "stock", source.origin["name"])
+    check_plain(source.config, source.origin["name"])
+    dropped = check_source(source.store, tensor_shapes(stock), stock.tie_word_embeddings)
+    request = read_mixers(mixers, _mixed_config(source.config, {"mixers": {}}).layouts())
+    if not request.mixers and given.vocab_size is None:
+        raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
+    target = _target_config(source.config, stock, request, given)
+    is_neutral = starts_neutral(target, given.allow_inexact) and given.budget is None
+    text = Text.of(given.calibration, source)
+    auto = None if given.budget is None else AutoLayers(given.budget, source, stock, target, request, text)
     if auto is not None:
         auto.check()
     wanted = needed_observations(target, request, auto is not None)
-    reads = bool(wanted) or auto is not None
-    _check_calibration(asked, text, bool(wanted), reads)
+    runs_source = bool(wanted) or auto is not None
+    _check_calibration(given, text, bool(wanted), runs_source)
     components = [] if auto is not None else component_pairs(target)
-    biased = family_of(stock).qkv_bias(stock)
+    biased = bool(family_of(stock).qkv_bias(stock))
     observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
-    _check_saved(asked.save_calibration, observers)
-    described = text.described() if reads else {}
+    _check_saved(given.save_calibration, observers)
+    described = text.described() if runs_source else {}
     return MechanismRequest(
         command="convert",
-        source=origin,
+        source=source,
         source_config=stock,
-        options=asked.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described},
-        least_bytes=least_size(origin.store, dropped, asked.stored_dtype),
+        options=given.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described},
+        minimum_bytes=minimum_size(source.store, dropped, given.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
-        computes=reads or "explicit" in request.mixers,
-        tolerance=_tolerance(origin, target, request, asked, bool(wanted)) if neutral else None,
-        asked=asked,
+        computes=runs_source or "explicit" in request.mixers,
+        tolerance=_tolerance(source, target, request, given, bool(wanted)) if is_neutral else None,
+        given=given,
         target=target,
         mixers=request,
         text=text,
@@ -142,28 +131,31 @@ def resolve(origin: Source, mixers: Mapping[str, Any], asked: Options) -> Mechan
     )
 
 
-def _check_calibration(asked: Options, text: Text, observed: bool, reads: bool) -> None:
-    """`ConversionError` where an option of calibration has no effect."""
-    for option, used in (("calibration", reads), ("save_calibration", observed)):
-        if not used and getattr(asked, option) is not None:
+def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_source: bool) -> None:
+    """`ConversionError` if an option of calibration has no effect."""
+    for option, is_used in (("calibration", runs_source), ("save_calibration", needs_statistics)):
+        if not is_used and getattr(given, option) is not None:
             name = option.replace("_", "-")
-            raise ConversionError(f"--{name} has no use here: nothing in this conversion depends on text")
-    if text.is_saved and not observed:
+            raise ConversionError(f"--{name} has no effect: this conversion does not run the source on text; omit it")
+    if text.is_saved and not needs_statistics:
         raise ConversionError(
-            f"--calibration {asked.calibration} has no use here: layers are chosen on a text; name a file of text"
+            f"--calibration {given.calibration} has no effect: --layers auto needs a text; name a text file"
         )
 
 
-def _tolerance(origin: Source, target: Any, request: MixerRequest, asked: Options, observed: bool) -> Tolerance:
-    # Heads in another order add up in another order, and normed keys are divided in another place.
-    rounded_to, dtype = {"F32"} if observed or "explicit" in request.mixers else set(), asked.stored_dtype
-    if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in origin.store.entries.values()):
+def _tolerance(
+    source: Source, target: Any, request: MixerRequest, given: Options, needs_statistics: bool
+) -> Tolerance:
+    # Reordered heads are summed in another order, and keys with a norm are divided at another place.
+    rounded_to = {"F32"} if needs_statistics or "explicit" in request.mixers else set()
+    dtype = given.stored_dtype
+    if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in source.store.entries.values()):
         rounded_to.add(dtype)
     return tolerance(target, rounded_to)
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-    """The target's configuration; `ConversionError` where the mechanisms cannot work in this model."""
+    """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
     family = FAMILIES[content["model_type"]]
     architecture = PREFIX.removesuffix("_").capitalize() + family.architecture
     try:
@@ -172,31 +164,31 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
         raise ConversionError(one_line(error)) from None
 
 
-def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, asked: Options) -> Any:
+def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, given: Options) -> Any:
     changes: dict[str, Any] = {"mixers": request.mixers}
-    if asked.vocab_size is not None:
-        check_vocabulary(asked.vocab_size, stock.vocab_size)
-        changes["vocab_size"] = asked.vocab_size
-    if asked.dtype is not None:
-        changes["dtype"] = asked.dtype
+    if given.vocab_size is not None:
+        check_vocabulary(given.vocab_size, stock.vocab_size)
+        changes["vocab_size"] = given.vocab_size
+    if given.dtype is not None:
+        changes["dtype"] = given.dtype
     return _mixed_config(content, changes)
 
 
 def _check_saved(path: Path | None, observers: Observers) -> None:
-    """`ConversionError` where something else would be overwritten, such as the weights of a model."""
+    """Refuse to overwrite a file that is not a calibration, such as a model's weights."""
     if path is None or not path.exists():
         return
     try:
         Calibration(path).check(observers)
     except ConversionError:
         raise ConversionError(
-            f"--save-calibration {path} is not allowed: it is there already and is no calibration for this "
-            "conversion; name another file"
+            f"--save-calibration {path} is not allowed: the file exists and is not a calibration for this conversion; "
+            "name another file"
         ) from None
 
 
-def _copy_whole(path: Path, target: Path) -> None:
-    """Copy a file so that there is never half of one."""
+def _save_calibration(path: Path, target: Path) -> None:
+    """Copy a calibration file atomically."""
     partial = target.with_name(f".{target.name}.partial")
     try:
         shutil.copyfile(path, partial)
@@ -204,5 +196,5 @@ def _copy_whole(path: Path, target: Path) -> None:
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConversionError(
-            f"--save-calibration {target} cannot be written ({error.strerror}): make room, or name another folder"
+            f"--save-calibration {target} cannot be written ({error.strerror}): free some space, or use another folder"
         ) from error

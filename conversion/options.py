@@ -1,7 +1,7 @@
-"""What a user asks of a conversion: mechanisms and options, from the command line, a YAML recipe or Python.
+"""Options of a conversion: mechanisms and settings, from the command line, a YAML recipe or Python.
 
-Values may be text, as in `mixture:active_heads=75%` or `knocking:on=query+value`: the kind of each option says how
-it is read. Options that only a conversion knows (`method`, `shared`) are kept apart from those a config stores.
+Values may be strings, as in `mixture:active_heads=75%` or `knocking:on=query+value`; the type of each option decides
+how they are parsed. Options that only a conversion has (`method`, `shared`) are separate from those of a config.
 """
 
 import os
@@ -21,10 +21,10 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
 
 CALIBRATION_SUFFIX = ".safetensors"
-"""Of a saved calibration."""
-LARGEST = 2**32 - 1
+"""Suffix of a saved calibration."""
+MAX_INTEGER = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""The dtypes of a conversion -> their names in safetensors."""
+"""The dtypes of the option --dtype -> their names in safetensors."""
 PATHS = ("calibration", "save_calibration")
 
 
@@ -34,18 +34,18 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     revision: str | None = None
-    vocab_size: Annotated[int, Field(ge=1, le=LARGEST)] | None = None
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     calibration: Path | None = None
     save_calibration: Path | None = None
     layers: Literal["auto"] | None = None
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
-    seed: Annotated[int, Field(ge=0, le=LARGEST)] = 0
+    seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
 
     @classmethod
     def of(cls, options: Mapping[str, Any], where: str = "--") -> Self:
-        """The checked options; `ConversionError` with one line, which begins with `where`."""
+        """The checked options; `ConversionError` with one line that begins with `where`."""
         try:
             return cls.model_validate(options)
         except ValidationError as error:
@@ -54,7 +54,7 @@ class Options(BaseModel):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.layers is None) != (self.budget is None):
-            raise ValueError("--layers auto and --budget go together: give both or neither")
+            raise ValueError("--layers auto and --budget must be given together: give both or neither")
         saved = self.save_calibration
         if saved is not None and (saved.suffix != CALIBRATION_SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
             raise ValueError(
@@ -66,69 +66,74 @@ class Options(BaseModel):
 
     @property
     def stored_dtype(self) -> str | None:
-        """The dtype in safetensors' spelling."""
+        """The dtype's name in safetensors."""
         return DTYPES[self.dtype] if self.dtype else None
 
     def recorded(self) -> dict[str, Any]:
-        """The options that were given, without paths of this machine."""
+        """The given options, without paths of this machine."""
         given = self.model_dump(exclude=set(PATHS)).items()
         return {key: value for key, value in given if value is not None and value is not False}
 
 
-ONLY_HERE: dict[str, dict[str, Choice]] = {
+CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},
     "mixture": {"shared": Choice(("first", "calibrated"))},
 }
-"""Options of a conversion that no config stores."""
+"""Options of mechanisms that only a conversion has; a config does not contain them."""
 DEFAULTS: dict[str, dict[str, Any]] = {
     "explicit": {"norm": False},
     "mixture": {"router": "query_norm", "gate": "binary"},
 }
-"""Where a pretrained model wants another default than a fresh one."""
+"""Defaults for a pretrained model that differ from those of a new one."""
 Mixers = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class MixerRequest:
-    """What was asked for."""
+    """The requested mechanisms."""
 
     mixers: Mixers
-    """For the config."""
+    """Options for the config."""
     choices: dict[str, dict[str, str]]
-    """For the conversion: mechanism -> option -> value."""
+    """Options of the conversion: mechanism -> option -> value."""
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
-    """`NAME[:key=value,...]` as name and options."""
+    """Split `NAME[:key=value,...]` into name and options."""
     name, _, rest = argument.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not key:
-            raise ConversionError(f"--mixer {argument!r}: {part!r} is not key=value; lists are joined by +, as in a+b")
+            raise ConversionError(f"--mixer {argument!r}: {part!r} is not key=value; join lists by +, as in a+b")
         if key in options:
-            raise ConversionError(f"--mixer {argument!r} gives {key!r} twice")
+            raise ConversionError(f"--mixer {argument!r} gives {key!r} twice: give it once")
         options[key] = value
     return name, options
 
 
-def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
-    """Typed values for every option; whether they suit the model, the config checks."""
+def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
+    """Typed values of every option; the config checks whether they fit the model."""
     mixers: Mixers = {}
     choices: dict[str, dict[str, str]] = {}
-    for name, options in asked.items():
+    for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
         given = {} if options is None else options
         if not isinstance(given, Mapping):
             raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")
-        here = ONLY_HERE.get(name, {})
-        choices[name] = {key: _choice(name, key, kind, given.get(key), len(layouts)) for key, kind in here.items()}
-        kinds: dict[str, Option] = {**RULES[name].options, LAYERS: Layers()}
+        own: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
+        extra = CONVERSION_OPTIONS.get(name, {})
         for key in given:
-            if key not in kinds and key not in here:
-                raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*kinds, *here])))
-        values = {key: _typed(name, key, kinds[key], given[key], layouts) for key in given if key in kinds}
+            if key not in own and key not in extra:
+                raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
+        try:
+            choices[name] = {
+                key: kind.parse(f"mixers.{name}.{key}", given.get(key), len(layouts)) for key, kind in extra.items()
+            }
+        except ValueError as error:
+            raise ConversionError(str(error)) from None
+        values = {key: _parse(name, key, own[key], given[key], layouts) for key in given if key in own}
         mixers[name] = DEFAULTS.get(name, {}) | values
     if "mixture" in mixers:
         _share_half(mixers["mixture"], layouts[0].query_heads)
@@ -136,27 +141,21 @@ def read_mixers(asked: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerReq
 
 
 def _share_half(options: dict[str, Any], heads: int) -> None:
-    """The paper's continued training shares half of all heads; layers with fewer active heads share half of those."""
+    """By default share half of all heads, as in the paper's continued training; at most half of the active heads."""
     active, half = options.get("active_heads"), heads // 2
     counts: list[Any] = active if isinstance(active, list) else [active]
     if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):
-        return  # the config refuses a wrong count by its own name
+        return  # the config's own check reports wrong counts
     if max(counts, default=0) > half:
         shared = [half if count > half else count // 2 for count in counts]
         options["shared_heads"] = shared if isinstance(active, list) else shared[0]
 
 
-def _choice(name: str, key: str, kind: Choice, value: Any, layers: int) -> str:
-    try:
-        return kind.parse(f"mixers.{name}.{key}", value, layers)
-    except ValueError as error:
-        raise ConversionError(str(error)) from None
-
-
-def _typed(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
-    """Text as the kind of option it stands for; anything else as it is."""
+def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
+    """A string as a value of the option's type; other values unchanged."""
     if isinstance(kind, Count):
-        return _counts(f"mixers.{name}.{key}", value, _whole(name, key, layouts[0]))
+        heads = layouts[0].query_heads if name == "mixture" else layouts[0].key_value_heads
+        return _parse_counts(f"mixers.{name}.{key}", value, heads)
     if isinstance(kind, Layers | Subset):
         parts = value.split("+") if isinstance(value, str) else value
         return [_number(part) for part in parts] if isinstance(kind, Layers) and isinstance(parts, list) else parts
@@ -168,64 +167,60 @@ def _typed(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
 
 
 def _number(text: Any) -> Any:
-    """Text as an int or a float where it is one."""
-    for read in (int, float) if isinstance(text, str) else ():
+    """A string as an int or a float, if it is one."""
+    for number in (int, float) if isinstance(text, str) else ():
         try:
-            return read(text)
+            return number(text)
         except ValueError:
             continue
     return text
 
 
-def _whole(name: str, key: str, layout: HeadLayout) -> int:
-    """What a percentage of heads is a percentage of."""
-    return layout.query_heads if name == "mixture" else layout.key_value_heads
-
-
-def _counts(name: str, value: Any, whole: int) -> Any:
-    """Counts as numbers: one or a list, each a number or a percentage."""
+def _parse_counts(name: str, value: Any, heads: int) -> Any:
+    """One count or a list of counts; each may be a percentage of `heads`."""
     if isinstance(value, str) and "+" in value:
         value = value.split("+")
     if isinstance(value, list | tuple):
-        return [_counts(name, part, whole) for part in value]
+        return [_parse_counts(name, part, heads) for part in value]
     if not (isinstance(value, str) and value.endswith("%")):
         return _number(value)
-    share = _number(value[:-1])
-    if not isinstance(share, int | float) or not 0 <= share <= 100:
-        raise ConversionError(f"{name}={value!r} is not allowed: a percentage goes from 0% to 100%")
-    return max(round(whole * share / 100), 1 if share else 0)
+    percentage = _number(value[:-1])
+    if not isinstance(percentage, int | float) or not 0 <= percentage <= 100:
+        raise ConversionError(f"{name}={value!r} is not allowed: use a percentage from 0% to 100%")
+    return max(round(heads * percentage / 100), 1 if percentage else 0)
 
 
 def with_recipe(
     recipe: Path | None, arguments: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Mixers and options: what the command line gives, else what the recipe says.
+    """Mechanisms and options of the command line and of a recipe; the command line has precedence.
 
-    Mechanisms on the command line replace the recipe's as a whole.
+    Mechanisms on the command line replace all mechanisms of the recipe.
     """
     content = {} if recipe is None else read_recipe(recipe)
     mixers = content.pop("mixers", {})
-    named = [split_argument(argument) for argument in arguments]
-    for index, (name, _) in enumerate(named):
-        if name in dict(named[:index]):
+    requested: dict[str, Any] = {}
+    for name, options in map(split_argument, arguments):
+        if name in requested:
             raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
+        requested[name] = options
     chosen = {key: value for key, value in given.items() if value is not None and value is not False}
-    return dict(named) or mixers, content | chosen
+    return requested or mixers, content | chosen
 
 
-class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml brings no types
-    """Every scalar stays text, as YAML 1.1 would read the key `on` as true; and no key stands twice."""
+class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
+    """Loads every scalar as a string, since YAML 1.1 reads the key `on` as true; duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping; the base class would let the last value of a key win."""
+        """A mapping with unique keys."""
         content = super().construct_mapping(node, deep)
         if len(content) < len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "a key stands twice", node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, "duplicate key", node.start_mark)
         return content
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mixers and options of a recipe; its relative paths start at the folder of the file."""
+    """The mechanisms and options of a recipe; relative paths start at the recipe's folder."""
     try:
         content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -233,7 +228,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, RecursionError) as error:
         raise ConversionError(f"--recipe {path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(content, dict):
-        raise ConversionError(f"--recipe {path} holds no options: use `mixers:` and options, one a line")
+        raise ConversionError(f"--recipe {path} has no options: use `mixers:` and options, one per line")
     mixers = content.pop("mixers", None) or {}
     if not isinstance(mixers, dict):
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")

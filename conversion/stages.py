@@ -1,15 +1,15 @@
 """The stages of a conversion in either direction: calibrate and fit, plan, write, verify, publish.
 
-`convert.resolve` and `fold.resolve` check what a user asks for and return a `Request`; `run` takes it from there.
+`convert.resolve` and `fold.resolve` check the user's request and return a `Request`; `run` executes it.
 """
 
 import json
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,12 +19,9 @@ from .plan import Plan
 from .sources.model_folder import RECORD, check_record, record_file, store_digest, versions, write_json
 from .sources.resolve import Source
 from .verification.tolerances import Tolerance
-from .verification.verify import cache_of, verifier
+from .verification.verify import cache_of, read_sample, verify_folder
 from .writing.atomic_output import atomic_output, check_apart, check_target
 from .writing.writer import write_model
-
-Cached = Callable[[str], Path]
-"""The path of a file by its name, which a later run of the same request finds again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,20 +32,24 @@ class Request:
     source: Source
     source_config: Any
     options: Mapping[str, Any]
-    """As given, for the record; together with the source they determine the result."""
-    least_bytes: int
+    """The options in the record; together with the source they determine the result."""
+    minimum_bytes: int
     """Minimum size of the result."""
     cached_bytes: int
     """Maximum size of the files that are cached until the result is complete."""
     computes: bool
-    """Whether values are computed, and not only copied, created or cast."""
+    """Whether new values are computed, not only copied, initialised or cast."""
     tolerance: Tolerance | None
-    """Maximum difference from the source; None where any difference may be right."""
+    """Maximum difference from the source; None if the result may differ by any amount."""
 
-    def calibrate(self, cached: Cached, progress: Progress, dry_run: bool) -> Any:
-        """Run the source on text where the result depends on it; a dry run leaves out what the plan does not need."""
+    def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
+        """Run the source on text if the result depends on it, and return the request with the results.
 
-    def plan(self, calibration: Any) -> Plan:
+        Files in the folder `cache` are reused. A dry run skips statistics that the plan does not need.
+        """
+        return self
+
+    def plan(self) -> Plan:
         """Decide the action for every tensor."""
         raise NotImplementedError
 
@@ -67,77 +68,72 @@ class Request:
 
 
 def run(
-    request: Request, out: Path, *, overwrite: bool, restart: bool, verify: bool, progress: Progress
+    request: Request, out: Path, *, overwrite: bool, restart: bool, verify: bool, plan_only: bool, progress: Progress
 ) -> dict[str, Any]:
-    """Run all stages; returns the record.
+    """Run all stages and return the record; with `plan_only`, return the plan and write nothing.
 
-    The target is prepared in a working directory. The files of an unfinished run of the same request are used again,
+    The target is prepared in a working directory. The files of an unfinished run of the same request are reused,
     unless `restart` discards them.
     """
-    out = _apart(request, out)
-    verify_model = verifier(request.source) if verify else None
+    source, out = request.source, Path(os.path.expanduser(out))
+    for place in source.store.places:
+        check_apart(place, out)
+    if plan_only:
+        return _dry_run(request, out, overwrite, progress)
+    sample = read_sample(source, None) if verify else None  # now, because a broken tokenizer is an error
     with atomic_output(out, request.fingerprint, overwrite, restart) as output:
         if request.command == "fold":
             check_record(out, overwrite)
-        output.check_room(request.least_bytes, request.cached_bytes)
-        calibration = request.calibrate(output.cached, progress, dry_run=False)
-        plan = request.plan(calibration)
-        digests, left_out = write_model(request.source, plan, output, progress)
+        output.check_space(request.minimum_bytes, request.cached_bytes)
+        request = request.calibrate(output.work, progress, dry_run=False)
+        plan = request.plan()
+        digests, left_out = write_model(source, plan, output, progress)
         content = record(request, plan, digests) | {"left_out": left_out}
-        if verify_model is not None:
-            with output.verifying():
-                content["verification"] = verify_model(output.folder, request.tolerance, progress)
+        if sample is not None:
+            content["verification"] = verify_folder(source, output.folder, sample, request.tolerance, progress)
         place = record_file(out, plan.is_stock)
         write_json(output.folder / RECORD if place.name == RECORD else output.sibling(place.name), content)
         others = output.publish()
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 
 
-def dry_run(request: Request, out: Path, *, overwrite: bool, progress: Progress) -> dict[str, Any]:
-    """Check the request and the target and make the plan, without writing; returns the plan."""
-    out = _apart(request, out)
+def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -> dict[str, Any]:
     check_target(out, overwrite)
     if request.command == "fold":
         check_record(out, overwrite)
     with tempfile.TemporaryDirectory() as scratch:
-        plan = request.plan(request.calibrate(lambda name: Path(scratch, name), progress, dry_run=True))
-    tensors = {
-        step.entry.name: {"fate": step.action, "dtype": step.entry.dtype, "shape": list(step.entry.shape)}
-        for step in plan.steps
+        plan = request.calibrate(Path(scratch), progress, dry_run=True).plan()
+    entries = {step.entry.name: step.entry for step in plan.steps}
+    return summary(request, plan) | {
+        "bytes": plan.size,
+        "kv_bytes_per_token_before": cache_of(request.source_config, request.source.store.entries),
+        "kv_bytes_per_token_after": cache_of(plan.config, entries),
+        "tensors": {
+            step.entry.name: {"fate": step.action, "dtype": step.entry.dtype, "shape": list(step.entry.shape)}
+            for step in plan.steps
+        },
     }
+
+
+def summary(request: Request, plan: Plan) -> dict[str, Any]:
+    """The fields that the report of a dry run and the record have in common."""
     return {
         "command": request.command,
         "source": request.source.origin,
         "options": dict(request.options),
         **plan.decisions,
         "counts": plan.counts,
-        "bytes": plan.size,
-        "kv_bytes_per_token_before": cache_of(request.source_config, request.source.store.entries),
-        "kv_bytes_per_token_after": cache_of(plan.config, {step.entry.name: step.entry for step in plan.steps}),
-        "tensors": tensors,
         "dropped": {**plan.dropped, **request.source.dropped},
     }
 
 
-def _apart(request: Request, out: Path) -> Path:
-    """The target's path; `ConversionError` where it is not apart from the source."""
-    out = Path(os.path.expanduser(out))
-    for place in request.source.store.places:
-        check_apart(place, out)
-    return out
-
-
 def record(request: Request, plan: Plan, digests: Mapping[str, str]) -> dict[str, Any]:
-    """The content of `conversion.json`, verification apart."""
+    """The content of `conversion.json`, without the verification."""
+    content = summary(request, plan)
     copied = {step.entry.name: digests[step.entry.name] for step in plan.steps if step.action == "copied"}
-    return {
-        "command": request.command,
+    return content | {
         "versions": versions(),
-        "source": {**request.source.origin, "digest": store_digest(request.source.store, copied)},
-        "options": dict(request.options),
-        **plan.decisions,
+        "source": content["source"] | {"digest": store_digest(request.source.store, copied)},
         "tolerance": None if request.tolerance is None else asdict(request.tolerance),
-        "counts": plan.counts,
         "tensors": {step.entry.name: {"fate": step.action, "crc32": digests[step.entry.name]} for step in plan.steps},
-        "dropped": {**plan.dropped, **request.source.dropped},
     }

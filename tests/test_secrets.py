@@ -28,21 +28,21 @@ def test_a_token_in_a_text_is_refused(file, tmp_path):
     source = write_stock(tmp_path / "source")
     (source / file).parent.mkdir(exist_ok=True)
     (source / file).write_text(f"key: {PLANTED}")
-    refused(source, f"{Path(file).name} of {source} holds an access token: take it out")
+    refused(source, f"{Path(file).name} of {source} contains an access token: remove it")
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
 def test_a_token_in_a_key_is_refused(file, tmp_path):
     source = write_stock(tmp_path / "source")
     (source / file).write_text(json.dumps(json.loads((source / file).read_text()) | {PLANTED: 1}))
-    refused(source, f"{file} of {source} holds an access token")
+    refused(source, f"{file} of {source} contains an access token")
 
 
 def test_a_token_in_the_template_of_a_gguf_file_is_refused(tmp_path):
     gguf_toys = pytest.importorskip("gguf_toys", reason="gguf is not installed", exc_type=ImportError)
     said = {"tokenizer.chat_template": f"{{# {PLANTED} #}}"}
     source = gguf_toys.write_model(tmp_path / "toy.gguf", gguf_toys.model("Llama"), "Llama", **said)
-    refused(source, f"chat_template.jinja of {source} holds an access token")
+    refused(source, f"chat_template.jinja of {source} contains an access token")
 
 
 def refused(source, words):

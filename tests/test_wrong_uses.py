@@ -32,7 +32,7 @@ CASES = {
     "fold made": (2, "Missing argument 'out'"),
     "fold source out": (1, "crosshead convert"),
     "fold trained out": (1, "form='mlp' is not linear"),
-    "fold made made": (1, "are not apart"),
+    "fold made made": (1, "overlaps with"),
     "verify source": (2, "Missing argument 'model'"),
     "verify source none": (1, "none"),
     "verify source made --text none.txt": (1, "none.txt"),

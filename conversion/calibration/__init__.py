@@ -1,1 +1,1 @@
-"""Running the source on text, and what is recorded of its heads."""
+"""Statistics of attention heads, recorded while the source runs on text."""

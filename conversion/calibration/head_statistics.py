@@ -1,17 +1,18 @@
-"""What calibration remembers of one attention layer: how much an error in a key or a value matters.
+"""Statistics of one attention layer for method `aligned`: how much errors in keys and values affect its output.
 
-To first order an error `e` in a key or value head costs `sum (y . e)^2`, where `y` says which way the layer's output
-moves. Errors are linear in the layer's own keys (values), all heads of a token beside each other: `e = D x`. The sum
-is kept in parts, each as two matrices, so that it is about `sum tr(metric D gram D^T) / weight`. Nothing grows with
-the text, and windows add up.
+To first order an error `e` in a key or value head costs `sum (y . e)^2`, where `y` is the direction in which the
+layer's output changes. Errors are linear in the layer's own keys (values) `x`, all heads concatenated: `e = D x`. The
+sum is stored in parts, each as two matrices whose product approximates it: `sum tr(metric D gram D^T) / weight`. The
+size does not depend on the text, and windows are added up.
 
-- A key's error changes a score, the score the weights, the weights the output: `y` is the query, turned back by the
-  key's position, times `A |(v - o) W_O|`. Parts: a window's first key, where attention rests when it has nothing to
-  look at; a query's last few keys; all others. The sum of `y y^T` over queries is estimated by one sum of all `y`
-  with random signs: the same in the mean, and many times cheaper.
-- Values act through their attention-weighted average, so that is what `x` is; `y` are the rows of `W_O`.
+- A key's error changes a score, the score the attention weights, the weights the output: `y` is the query, rotated
+  back by the key's position, times `A |(v - o) W_O|`. Parts: a window's first key, which is an attention sink; a
+  query's last few keys; all others. The sum of `y y^T` over queries is estimated by one sum of all `y` with random
+  signs, which is unbiased and much cheaper.
+- Values affect the output through their attention-weighted average, which is `x`; `y` are the rows of `W_O`.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,41 +23,44 @@ from transformers.models.llama.modeling_llama import rotate_half
 from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.ops import inverse_rms
 
+from ..architectures.families import Shapes
+
+QUERIES = 128
+"""Maximum number of queries of a window that are used, evenly spaced."""
+NEAR = 8
+"""The number of a query's last keys that count as near."""
+PARTS = {"key": 3, "value": 1}
+"""First key, far keys, near keys; all values."""
+KINDS = ("metric", "gram", "weight")
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""The cos and sin of RoPE: (T, d) each."""
+
 
 def fast_dtype() -> torch.dtype:
-    """What matrix products are computed in fastest."""
+    """The dtype with the fastest matrix products on this CPU."""
     in_hardware = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if in_hardware else torch.float32
 
 
 def fast_products() -> torch.autocast:
-    """A context in which matrix products are computed so, and all else as it is."""
+    """A context in which matrix products use `fast_dtype`."""
     dtype = fast_dtype()
     return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
 
 def full_products() -> torch.autocast:
-    """A context in which `fast_products` around it has no effect."""
+    """A context that switches off an outer `fast_products`."""
     return torch.autocast("cpu", enabled=False)
-
-
-QUERIES = 128
-"""Of one window; evenly spaced ones where it has more."""
-NEAR = 8
-"""So many last keys of a query are near."""
-PARTS = {"key": 3, "value": 1}
-"""First key, far keys, near keys; all values."""
-KINDS = ("metric", "gram", "weight")
 
 
 @dataclass(frozen=True)
 class _Window:
-    """One window of tokens as the layer sees it; heads before tokens."""
+    """One window of tokens; heads before tokens."""
 
     query: torch.Tensor
-    """Rotated, chosen ones: (h, group, Q, d)."""
+    """Selected queries after RoPE: (h, group, Q, d)."""
     key: torch.Tensor
-    """Neither normed nor rotated: (h, T, d)."""
+    """Before norm and RoPE: (h, T, d)."""
     value: torch.Tensor
     """(h, T, d)."""
     weights: torch.Tensor
@@ -64,44 +68,43 @@ class _Window:
     output: torch.Tensor
     """`W_O` by head: (h, group, hidden, d)."""
     positions: torch.Tensor
-    """Of the chosen queries: (Q,)."""
+    """Of the selected queries: (Q,)."""
 
 
 class HeadStatistics:
     """Sums over windows: "key.metric" (h, parts, d, d), "key.gram" (h, parts, n, n), "key.weight" (h, parts).
 
-    The same for "value". `n` is `h d`, and one more where the projection has a bias: the number 1.
+    The same for "value". `n` is `h d`, plus one if the projection has a bias: the last feature then is the number 1.
     """
 
-    def __init__(self, layout: HeadLayout) -> None:
+    def __init__(self, layout: HeadLayout, sums: Mapping[str, torch.Tensor] | None = None) -> None:
         self.layout = layout
-        self.sums: dict[str, torch.Tensor] = {}
+        self.sums = dict(sums or {})
         self.windows = 0
 
-    @classmethod
-    def from_tensors(cls, tensors: dict[str, torch.Tensor], layout: HeadLayout) -> "HeadStatistics":
-        """From a file."""
-        statistics = cls(layout)
-        statistics.sums = dict(tensors)
-        return statistics
-
     def as_tensors(self) -> dict[str, torch.Tensor]:
-        """For a file."""
+        """The sums, for a calibration file."""
         return {name: tensor.contiguous() for name, tensor in self.sums.items()}
 
+    @staticmethod
+    def shapes(layout: HeadLayout, biased: bool) -> Shapes:
+        """The names and shapes of these tensors."""
+        heads, size = layout.key_value_heads, layout.head_dim
+        features = heads * size + biased
+        tails = {"metric": (size, size), "gram": (features, features), "weight": ()}
+        return {f"{side}.{kind}": (heads, parts, *tails[kind]) for side, parts in PARTS.items() for kind in KINDS}
+
     @torch.no_grad()
-    def observe(
-        self, attention: nn.Module, hidden_states: torch.Tensor, position_embeddings: tuple[torch.Tensor, torch.Tensor]
-    ) -> None:
-        """Add windows without padding, given a stock attention's input (B, T, hidden) and its (cos, sin)."""
+    def observe(self, attention: nn.Module, hidden_states: torch.Tensor, position_embeddings: Rotation) -> None:
+        """Add windows without padding, given a stock attention's input (B, T, hidden)."""
         cos, sin = (part.expand(hidden_states.shape[0], -1, -1) for part in position_embeddings)
-        for hidden, turn in zip(hidden_states, zip(cos, sin, strict=True), strict=True):
-            window = self._window(attention, hidden, turn)
-            self._add_keys(attention, window, turn)
+        for hidden, rotation in zip(hidden_states, zip(cos, sin, strict=True), strict=True):
+            window = self._window(attention, hidden, rotation)
+            self._add_keys(attention, window, rotation)
             self._add_values(attention, window)
             self.windows += 1
 
-    def _window(self, attention: Any, hidden: torch.Tensor, turn: tuple[torch.Tensor, torch.Tensor]) -> _Window:
+    def _window(self, attention: Any, hidden: torch.Tensor, rotation: Rotation) -> _Window:
         heads, length = self.layout.key_value_heads, hidden.shape[0]
         step = -(-length // QUERIES)
         positions = torch.arange(self.windows % step, length, step)
@@ -113,37 +116,36 @@ class HeadStatistics:
                 (attention.v_proj, hidden),
             )
         )
-        normed = self.layout.key_norm_eps is not None
-        query, placed = (attention.q_norm(query), attention.k_norm(key)) if normed else (query, key)
-        query = _turned(query, *(part[positions] for part in turn)).unflatten(0, (heads, -1))
-        scores = query @ _turned(placed, *turn).unsqueeze(1).mT * attention.scaling
+        has_norm = self.layout.key_norm_eps is not None
+        query, normed_key = (attention.q_norm(query), attention.k_norm(key)) if has_norm else (query, key)
+        query = _rotate(query, *(part[positions] for part in rotation)).unflatten(0, (heads, -1))
+        scores = query @ _rotate(normed_key, *rotation).unsqueeze(1).mT * attention.scaling
         distance = positions[:, None] - torch.arange(length)
-        reach = getattr(attention, "sliding_window", None) or length
-        scores.masked_fill_((distance < 0) | (distance >= reach), -torch.inf)
+        maximum = getattr(attention, "sliding_window", None) or length
+        scores.masked_fill_((distance < 0) | (distance >= maximum), -torch.inf)
         output = attention.o_proj.weight.unflatten(1, (heads, -1, attention.head_dim)).permute(1, 2, 0, 3)
         return _Window(query, key, value, scores.softmax(-1), output, positions)
 
-    def _add_keys(self, attention: Any, window: _Window, turn: tuple[torch.Tensor, torch.Tensor]) -> None:
-        parts = _moves(window, seed=self.windows)
+    def _add_keys(self, attention: Any, window: _Window, rotation: Rotation) -> None:
         features = _with_one(window.key.transpose(0, 1).flatten(1), attention.k_proj.bias)
         scaled = features.expand(len(window.key), -1, -1)
         if self.layout.key_norm_eps is not None:
             scaled = scaled * inverse_rms(window.key, self.layout.key_norm_eps)
-        cos, sin = turn
-        for index, (tokens, moves, masses) in enumerate(parts):
-            turned_back = _turned(moves, cos[tokens], -sin[tokens])
-            of_keys = self._through_norm(attention, turned_back, window.key[:, tokens]).flatten(1, 2)
-            masses = masses[:, tokens].clamp_min(0)
-            x = scaled[:, tokens].double()  # in float32, a Gram matrix may come out indefinite
-            self._add("key", index, of_keys.mT @ of_keys, (x * masses.unsqueeze(-1)).mT @ x, masses.sum(1))
+        cos, sin = rotation
+        for index, (tokens, directions, importance) in enumerate(_key_parts(window, seed=self.windows)):
+            rotated_back = _rotate(directions, cos[tokens], -sin[tokens])
+            of_keys = self._through_norm(attention, rotated_back, window.key[:, tokens]).flatten(1, 2)
+            importance = importance[:, tokens].clamp_min(0)
+            x = scaled[:, tokens].double()  # in float32, a Gram matrix may become indefinite
+            self._add("key", index, of_keys.mT @ of_keys, (x * importance.unsqueeze(-1)).mT @ x, importance.sum(1))
 
-    def _through_norm(self, attention: Any, moves: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """What moves a normed key, as what moves the key before its norm, up to the norm's `1 / rms`."""
+    def _through_norm(self, attention: Any, directions: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Directions of keys after the norm, transformed to keys before it, without the norm's factor `1 / rms`."""
         eps = self.layout.key_norm_eps
         if eps is None:
-            return moves
-        moves, along = moves * attention.k_norm.weight, (key * inverse_rms(key, eps)).unsqueeze(1)
-        return moves - along * (moves * along).mean(-1, keepdim=True)
+            return directions
+        directions, along = directions * attention.k_norm.weight, (key * inverse_rms(key, eps)).unsqueeze(1)
+        return directions - along * (directions * along).mean(-1, keepdim=True)
 
     def _add_values(self, attention: Any, window: _Window) -> None:
         features = _with_one(window.value.transpose(0, 1).flatten(1), attention.v_proj.bias)
@@ -159,8 +161,8 @@ class HeadStatistics:
             total[:, part] += tensor
 
 
-def _turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """RoPE; with `-sin`, its transpose."""
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE; its inverse with `-sin`."""
     return x * cos + rotate_half(x) * sin
 
 
@@ -168,12 +170,12 @@ def _with_one(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return x if bias is None else torch.cat([x, x.new_ones(x.shape[0], 1)], dim=1)
 
 
-def _moves(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Each part of the keys: which they are, what moves them (h, group, any, d), and how much each matters (h, T)."""
-    root = _output_change(window).mul_(window.weights)  # the roots of each query's weights: (h, group, Q, T)
+def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, torch.Tensor]]:
+    """Each part of the keys: their positions, the directions `y` (h, group, any, d), the importance of keys (h, T)."""
+    root = _output_change(window).mul_(window.weights)  # (h, group, Q, T)
     nearest, keys = _nearest(root, window.positions)
-    near_mass = torch.zeros_like(root[:, 0, 0]).index_add_(1, keys, nearest.square().sum(1).flatten(1))
-    mass = torch.linalg.vector_norm(root, dim=(1, 2)).square()
+    near_importance = torch.zeros_like(root[:, 0, 0]).index_add_(1, keys, nearest.square().sum(1).flatten(1))
+    importance = torch.linalg.vector_norm(root, dim=(1, 2)).square()
     first = root[..., :1] * window.query
     generator = torch.Generator().manual_seed(seed)
     root *= torch.randint(0, 2, root.shape[1:], generator=generator, dtype=torch.int8).mul_(2).sub_(1)
@@ -184,14 +186,14 @@ def _moves(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, torch.
     )
     head, rest = slice(0, 1), slice(1, None)
     return [
-        (head, first, mass),
-        (rest, (every - near)[:, :, rest], mass - near_mass),
-        (rest, near[:, :, rest], near_mass),
+        (head, first, importance),
+        (rest, (every - near)[:, :, rest], importance - near_importance),
+        (rest, near[:, :, rest], near_importance),
     ]
 
 
 def _nearest(root: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of (h, group, Q, T), each query's last keys (h, group, Q, NEAR), zero where there are fewer; which: (Q NEAR)."""
+    """The values of each query's last keys (h, group, Q, NEAR), 0 before the first key; and their positions."""
     keys = positions[:, None] - torch.arange(NEAR)
     chosen = root.gather(-1, keys.clamp_min(0).expand(*root.shape[:2], -1, -1))
     return chosen.where(keys >= 0, 0), keys.clamp_min(0).flatten()

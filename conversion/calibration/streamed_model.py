@@ -1,8 +1,8 @@
-"""A model that runs layer by layer, each layer's weights read from a store when its turn comes and freed after it.
+"""A model that runs layer by layer: each layer's weights are read from a store before it runs, and freed after it.
 
-The caller drives: `embed`, then each of `layers` through `call`, then `head`. In memory are one layer, the hidden
-states that the caller keeps, and nothing else of the model. The modules are the library's and ours, so that the
-numbers are those of the model loaded whole.
+The caller drives: `embed`, then each of `layers` through `call`, then `head`. The memory holds one layer, and the
+hidden states that the caller keeps. The modules are those of transformers and crosshead, so that the outputs equal
+those of the model loaded as a whole.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,42 +16,16 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from crosshead.common.errors import ConversionError
-
-from ..architectures.families import PREFIX, layer_prefix
-from ..plan import EMBEDDING, HEAD
-from ..sources.tensor_store import TensorStore
+from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, HEAD, layer_prefix
+from ..sources.tensor_store import TensorStore, checked_entry
 
 NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
-FUSED = {"mlp.experts.gate_up_proj": ("gate_proj", "up_proj"), "mlp.experts.down_proj": ("down_proj",)}
-"""What the model holds for all experts at once -> what is stored of each expert, in the order of its rows."""
-
-
-def _never(config: Any, layer: int) -> bool:
-    return False
-
-
-def _by_layer_type(config: Any, layer: int) -> bool:
-    return bool(config.layer_types[layer] == "sliding_attention")
-
-
-def _by_window(config: Any, layer: int) -> bool:
-    return config.sliding_window is not None
-
-
-SLIDES: dict[str, Callable[[Any, int], bool]] = {
-    "llama": _never,
-    "qwen2": _by_layer_type,
-    "qwen3": _by_layer_type,
-    "qwen3_moe": _by_window,
-}
-"""The family -> whether a layer attends within a sliding window."""
 
 
 class StreamedModel:
-    """A causal language model over a store, for a stock config or one of ours.
+    """A causal language model over a store, for a stock or crosshead config.
 
-    Without `attn_implementation`, attention is what `from_pretrained` would choose. `attention` says which.
+    Without `attn_implementation`, attention is the one that `from_pretrained` would choose.
     """
 
     def __init__(
@@ -63,33 +37,30 @@ class StreamedModel:
     ) -> None:
         self._store, self._dtype = store, dtype
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        with torch.device("meta"):  # copied, because the library writes its choices into the config
+        with torch.device("meta"):  # a copy, because transformers writes the attention implementation into the config
             model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options)
         self._model = model.requires_grad_(False).eval()
         self.config = model.config
-        self.attention: str = model.config._attn_implementation
-        self._slides = SLIDES[model.config.model_type.removeprefix(PREFIX)]
         self._head_prefix = EMBEDDING_PREFIX if model.config.tie_word_embeddings else HEAD.removesuffix("weight")
-        # The one part that is computed, not stored.
+        # The only module whose tensors are computed instead of stored.
         self._rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all."""
+        """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all tokens."""
         rows = self._stored(EMBEDDING, self._model.model.embed_tokens.weight.shape)
         return functional.embedding(tokens, rows).to(self._dtype)
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each decoder layer in turn with its weights, which are gone when the next one is asked for."""
+        """Each decoder layer with its weights, which are freed when the next layer is requested."""
         for index, layer in enumerate(self._model.model.layers):
             with self._weights(layer, layer_prefix(index)):
                 yield index, layer
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """One of `layers` on hidden states (B, T, hidden), whole sequences without padding."""
-        attention: Any = layer.self_attn
+        """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
         positions = torch.arange(hidden.shape[1]).unsqueeze(0)
-        slides = self._slides(self.config, attention.layer_idx)
-        mask = (create_sliding_window_causal_mask if slides else create_causal_mask)(
+        is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
+        mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
             config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
         )
         return layer(
@@ -101,12 +72,12 @@ class StreamedModel:
         )
 
     def step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
-        """Put hidden states (B, T, hidden) through one of `layers`, in place and one sequence at a time."""
+        """Run one of `layers` on hidden states (B, T, hidden), in place and one sequence at a time."""
         for sequence in hidden.split(1):
             sequence.copy_(self.call(layer, sequence))
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
-        """All layers on token ids (B, T), one sequence at a time; `advance` is called after every layer."""
+        """Run all layers on token ids (B, T), one sequence at a time; `advance` is called after every layer."""
         hidden = self.embed(tokens)
         for _, layer in self.layers():
             self.step(layer, hidden)
@@ -122,29 +93,29 @@ class StreamedModel:
 
     @contextmanager
     def whole(self, resident: bool = True) -> Iterator[Any]:
-        """The library's own model, for as long as the context.
+        """The model as a module, within the context.
 
-        All its weights are in memory; where it is not `resident`, each layer's are read whenever it is called. Both
-        compute the same numbers.
+        If it is `resident`, all weights are in memory; if not, each layer's weights are read whenever it is called.
+        The outputs are the same.
         """
         model = self._model
         rotary, model.model.rotary_emb = model.model.rotary_emb, self._rotary
         with ExitStack() as loaded:
             loaded.callback(setattr, model.model, "rotary_emb", rotary)
-            loaded.enter_context(self._weights(model.model.embed_tokens, EMBEDDING.removesuffix("weight")))
+            loaded.enter_context(self._weights(model.model.embed_tokens, EMBEDDING_PREFIX))
             loaded.enter_context(self.head())
             for index, layer in enumerate(model.model.layers):
-                weights = self._weights if resident else self._weights_of_a_call
+                weights = self._weights if resident else self._weights_during_calls
                 loaded.enter_context(weights(layer, layer_prefix(index)))
             yield model
 
     @contextmanager
-    def _weights_of_a_call(self, module: nn.Module, prefix: str) -> Iterator[None]:
-        """Let a module have its weights only while it is called."""
-        held = ExitStack()
+    def _weights_during_calls(self, module: nn.Module, prefix: str) -> Iterator[None]:
+        """Load a module's weights before each call, and free them after it."""
+        loaded = ExitStack()
         handles = [
-            module.register_forward_pre_hook(lambda *_: held.enter_context(self._weights(module, prefix))),
-            module.register_forward_hook(lambda *_: held.close(), always_call=True),
+            module.register_forward_pre_hook(lambda *_: loaded.enter_context(self._weights(module, prefix))),
+            module.register_forward_hook(lambda *_: loaded.close(), always_call=True),
         ]
         try:
             yield
@@ -154,33 +125,26 @@ class StreamedModel:
 
     @contextmanager
     def _weights(self, module: nn.Module, prefix: str) -> Iterator[None]:
-        """Weights in a module for a while; `prefix` is what their stored names start with."""
+        """Load a module's weights within the context; `prefix` is the prefix of their stored names."""
         empty = module.state_dict()
-        # A model of any dtype may hold some tensors in float32.
-        filled = {name: self._tensor(prefix + name, old.shape).to(old.dtype) for name, old in empty.items()}
-        module.load_state_dict(filled, assign=True)
+        # A model of any dtype may have some tensors in float32.
+        loaded = {name: self._tensor(prefix + name, old.shape).to(old.dtype) for name, old in empty.items()}
+        module.load_state_dict(loaded, assign=True)
         try:
             yield
         finally:
             module.to("meta")
 
     def _tensor(self, name: str, shape: torch.Size) -> torch.Tensor:
-        suffix = next((suffix for suffix in FUSED if name.endswith(suffix)), None)
-        if suffix is None:
+        match = FUSED_EXPERTS.fullmatch(name)
+        if match is None:
             return self._stored(name, shape)
-        fused = torch.empty(shape, dtype=self._dtype)  # (experts, rows of all parts, columns)
-        prefix = name.removesuffix(suffix) + "mlp.experts."
+        fused, parts = torch.empty(shape, dtype=self._dtype), FUSED[match[2]]  # (experts, rows of all parts, columns)
         for expert, rows in enumerate(fused):
-            for part, target in zip(FUSED[suffix], rows.chunk(len(FUSED[suffix])), strict=True):
-                target.copy_(self._stored(f"{prefix}{expert}.{part}.weight", target.shape))
+            for part, target in zip(parts, rows.chunk(len(parts)), strict=True):
+                target.copy_(self._stored(f"{match[1]}{expert}.{part}.weight", target.shape))
         return fused
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
-        entry = self._store.entries.get(name)
-        if entry is None:
-            raise ConversionError(f"the tensor {name} is missing: the config asks for it in the shape {list(shape)}")
-        if entry.shape != tuple(shape):
-            raise ConversionError(
-                f"the tensor {name} has the shape {list(entry.shape)}, but the config asks for {list(shape)}"
-            )
+        checked_entry(self._store, name, tuple(shape))
         return self._store.read(name)

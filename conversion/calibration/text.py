@@ -1,6 +1,5 @@
-"""Sample text for calibration and comparison: a file, or the default text with sequences sampled from the model."""
+"""Text for calibration and comparison: a file, or the default text with sequences sampled from the model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
@@ -12,11 +11,11 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Advance, Progress
 
 from ..options import CALIBRATION_SUFFIX
 from ..sources.model_folder import file_digest
@@ -26,78 +25,83 @@ from .streamed_model import StreamedModel
 
 WINDOW_LENGTH = 1024
 WINDOWS = 16
-PROSE, REPLACED, WRITTEN = 12, 0.3, (128, WINDOW_LENGTH // 8)
-"""Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and sequences
-that the model writes."""
-LARGEST_SAMPLED = 4 * 10**9
-"""A model with more parameters writes nothing: it would take longer than all else. The amount of text depends on the
-model alone, never on the memory."""
+DEFAULT_WINDOWS, RANDOM_PART, SAMPLED_SHAPE = 12, 0.3, (128, WINDOW_LENGTH // 8)
+"""Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and the
+number and length of sequences that are sampled from the model."""
+MAX_SAMPLED_PARAMETERS = 4 * 10**9
+"""Larger models are not sampled from, because it would take longer than the rest. The amount of text depends on the
+model, never on the memory."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
 DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
-
-
-SHORTEST_WINDOW = 32
-"""Tokens: less context than this says little about a model."""
+MIN_WINDOW = 32
+"""Minimum number of tokens: a shorter context says little about a model."""
 CHARACTERS_PER_TOKEN = 32
-"""More than any tokenizer needs on average: how much of a long text is tokenised at all."""
+"""More than any tokenizer needs on average; limits the part of a long text that is tokenised."""
+SEED = 0
 
 
 def default_text() -> str:
-    """The prose that every CPython carries: the texts of `help()` on the language."""
+    """The texts of Python's `help()` on the language, which are part of every CPython."""
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+def held_out_text() -> str:
+    """The part of the default text that calibration does not read."""
+    text = default_text()
+    return text[int(len(text) * HELD_OUT) :]
+
+
 def read_text(path: Path) -> str:
-    """The content of a text file; `ConversionError` where it is none."""
+    """The content of a text file; `ConversionError` for other files."""
     try:
         text = path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ConversionError(f"the text {path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConversionError(f"{path} is no UTF-8 text (byte {error.start} is not): give plain text") from error
+        raise ConversionError(f"{path} is not UTF-8 text (at byte {error.start}): give plain text") from error
     if "\0" in text:
-        raise ConversionError(f"{path} is a binary file (it holds zero bytes): give plain text")
+        raise ConversionError(f"{path} is a binary file (it contains zero bytes): give plain text")
     if not text.strip():
-        raise ConversionError(f"the text {path} is empty")
+        raise ConversionError(f"the text {path} is empty: give a file with text")
     return text
 
 
 def start_tokens(tokenizer: Any) -> list[int]:
-    """The tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
+    """The special tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
     return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
 
 def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int) -> torch.Tensor:
-    """Token ids (count, length) of windows that do not overlap, spread evenly over the text; fewer where it is short.
+    """Token ids (count, length) of windows that do not overlap, evenly spaced over the text; fewer for a short text.
 
-    Each begins with the tokenizer's start tokens, because the model was trained on sequences that do. A text too short
-    for one window is one shorter window. `vocabulary` is how many tokens the model knows.
+    Each begins with the tokenizer's start tokens, as in the model's training. A text too short for one window gives
+    one shorter window. `vocabulary` is the size of the model's vocabulary.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
     tokens = torch.tensor(tokenizer(excerpt, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
-    if len(tokens) < min(length, SHORTEST_WINDOW):
+    if len(tokens) < min(length, MIN_WINDOW):
         raise ConversionError(
-            f"the text has {len(tokens)} tokens, too few to run a model on: give at least {SHORTEST_WINDOW}"
+            f"the text has {len(tokens)} tokens, too few to run a model on: give at least {MIN_WINDOW}"
         )
     start = torch.tensor(start_tokens(tokenizer), dtype=torch.long)[: length - 1]
     largest = int(torch.cat([start, tokens]).max())
     if largest >= vocabulary:
         raise ConversionError(
             f"the tokenizer gives the token {largest}, but the model's vocabulary ends at {vocabulary - 1}: "
-            "they do not belong together"
+            "use the model's own tokenizer"
         )
-    room = length - len(start)
-    whole = tokens[: max(1, len(tokens) // room) * room].view(-1, min(room, len(tokens)))
-    chosen = min(count, len(whole))
-    picked = whole[torch.arange(chosen) * len(whole) // chosen]
-    return torch.cat([start.expand(chosen, -1), picked], dim=1)
+    size = length - len(start)
+    candidates = tokens[: max(1, len(tokens) // size) * size].view(-1, min(size, len(tokens)))
+    count = min(count, len(candidates))
+    selected = candidates[torch.arange(count) * len(candidates) // count]
+    return torch.cat([start.expand(count, -1), selected], dim=1)
 
 
 def _excerpts(text: str, size: int, count: int) -> str:
-    """The text, or as many pieces of it as asked for where they are less."""
+    """`count` evenly spaced pieces of `size` characters; the whole text if it is shorter than that."""
     if len(text) <= size * count:
         return text
     starts = [index * len(text) // count for index in range(count)]
@@ -105,13 +109,11 @@ def _excerpts(text: str, size: int, count: int) -> str:
 
 
 def load_tokenizer(source: Source) -> Any:
-    """The source's tokenizer; no code of the source runs."""
-    from transformers import AutoTokenizer
-
+    """The source's tokenizer, loaded without remote code."""
     folder = source.files[0].parent
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # a tokenizer's files may be broken in many ways
+    except Exception as error:  # damaged tokenizer files raise many types of errors
         reason = one_line(error)
         if not (folder / "tokenizer.json").exists() and find_spec("sentencepiece") is None:
             reason = "it is a SentencePiece model: pip install sentencepiece protobuf"
@@ -119,107 +121,77 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def parameters(source: Source) -> int:
-    """How many numbers the source's tensors hold."""
+    """The number of parameters of a checkpoint."""
     return sum(prod(entry.shape) for entry in source.store.entries.values())
 
 
 @dataclass(frozen=True)
 class Text:
-    """What a conversion runs the source on: a file of text, a saved calibration, or the default text."""
+    """The input of calibration: a text file, a saved calibration, or the default text."""
 
     given: Path | None
-    written: bool = False
-    """Beside the default text, the model writes some itself: it is no larger than `LARGEST_SAMPLED`."""
+    is_sampled: bool = False
+    """Whether sequences sampled from the model are added to the default text."""
 
     @classmethod
     def of(cls, given: Path | None, source: Source) -> "Text":
-        """What is given, or what there is without it."""
-        return cls(given, given is None and parameters(source) <= LARGEST_SAMPLED)
+        """The given file; without one, the default text."""
+        return cls(given, given is None and parameters(source) <= MAX_SAMPLED_PARAMETERS)
 
     @property
     def is_saved(self) -> bool:
-        """It is no text, but what was observed on some."""
+        """Whether it is a saved calibration."""
         return self.given is not None and self.given.suffix == CALIBRATION_SUFFIX
 
     def described(self) -> dict[str, str | bool]:
-        """For the record: name and digest."""
+        """Name and digest, for the record."""
         if self.given is None:
-            written = ", and what the model writes" if self.written else ""
-            name = f"{DEFAULT_NAME}, with random tokens in it{written}"
-            return {"text": name, "default": True, "sha256": self.digest_read()}
+            sampled = ", and sequences sampled from the model" if self.is_sampled else ""
+            name = f"{DEFAULT_NAME}, with random tokens in it{sampled}"
+            return {**self.of_windows(), "text": name, "default": True}
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
-    @property
-    def read_as(self) -> str:
-        """What `windows` reads, by name: a saved calibration has no text in it."""
-        return DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
-
     def windows(self, source: Source, length: int, count: int, vocabulary: int) -> torch.Tensor:
-        """Windows of tokens (count, length); of the default text where there is none."""
-        return windows(load_tokenizer(source), self._prose(), length, count, vocabulary)
+        """Windows of tokens (count, length) of the text file, or else of the default text."""
+        return windows(load_tokenizer(source), self._content(), length, count, vocabulary)
 
-    def digest_read(self) -> str:
-        """The SHA-256 of what `windows` reads."""
-        return sha256(self._prose().encode()).hexdigest()
+    def of_windows(self) -> dict[str, str]:
+        """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
+        name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
+        return {"text": name, "sha256": sha256(self._content().encode()).hexdigest()}
 
-    def _prose(self) -> str:
+    def _content(self) -> str:
         if self.given is not None and not self.is_saved:
             return read_text(self.given)
-        prose = default_text()
-        return prose[: int(len(prose) * HELD_OUT)]
+        text = default_text()
+        return text[: int(len(text) * HELD_OUT)]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
-        """Windows of the text; beside those of the default text, others.
+        """Windows of the text file; or of the default text with random tokens, and of sampled sequences.
 
-        The default text is all of one kind, and what is fitted to it alone is fitted less well to other text. Random
-        tokens in it bring the rest of the vocabulary, and what the model writes is of the kind that it knows.
+        The default text covers one subject, and a fit to it alone generalises less well. Random tokens cover the rest
+        of the vocabulary, and sampled sequences resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
         if self.given is not None:
             return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
-        prose = self.windows(source, WINDOW_LENGTH, PROSE, vocabulary)
+        text = self.windows(source, WINDOW_LENGTH, DEFAULT_WINDOWS, vocabulary)
         tokenizer = load_tokenizer(source)
         known, start = min(len(tokenizer), vocabulary), start_tokens(tokenizer)
-        generator = torch.Generator().manual_seed(0)
-        is_replaced = torch.rand(prose.shape, generator=generator) < REPLACED
+        generator = torch.Generator().manual_seed(SEED)
+        is_replaced = torch.rand(text.shape, generator=generator) < RANDOM_PART
         is_replaced[:, : len(start)] = False
-        found = [torch.where(is_replaced, torch.randint(known, prose.shape, generator=generator), prose)]
-        if self.written:
-            writer = StreamedModel(source.store, model.config, fast_dtype())
+        parts = [torch.where(is_replaced, torch.randint(known, text.shape, generator=generator), text)]
+        if self.is_sampled:
+            sampler = StreamedModel(source.store, model.config, fast_dtype())
             resident = fits_in_memory(4 * parameters(source))
             advance = partial(progress, "sampling")
-            written = sampled_text(writer, WRITTEN, start, known, advance, resident).flatten()
-            found.append(written[: len(written) // prose.shape[1] * prose.shape[1]].view(-1, prose.shape[1]))
-        return torch.cat(found)
-
-
-SEED = 0
-
-
-class _Reserved(DynamicLayer):
-    """The cache of one layer in room for the whole sequence: the library's own is copied at every token."""
-
-    def __init__(self, length: int) -> None:
-        super().__init__()
-        self._length, self._room = length, torch.empty(0)
-
-    def update(
-        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add keys and values (B, h, T, d); returns all there are."""
-        if not self.is_initialized:
-            batch, heads, _, size = key_states.shape
-            self._room = key_states.new_empty(2, batch, heads, self._length, size)
-            self.lazy_initialization(key_states, value_states)
-        start = self.get_seq_length()
-        end = start + key_states.shape[-2]
-        for room, states in zip(self._room, (key_states, value_states), strict=True):
-            room[:, :, start:end] = states
-        self.keys, self.values = self._room[:, :, :, :end]
-        return self.keys, self.values
+            sampled = sampled_text(sampler, SAMPLED_SHAPE, start, known, advance, resident).flatten()
+            parts.append(sampled[: len(sampled) // text.shape[1] * text.shape[1]].view(-1, text.shape[1]))
+        return torch.cat(parts)
 
 
 @torch.no_grad()
@@ -228,30 +200,30 @@ def sampled_text(
     shape: tuple[int, int],
     start: list[int],
     known: int,
-    advance: Callable[[int, int], None],
+    advance: Advance,
     resident: bool = True,
 ) -> torch.Tensor:
-    """Token ids of sequences (B, T), sampled from the model as it is.
+    """Token ids of sequences (B, T) that are sampled from the model.
 
-    Each begins with the tokens of `start` and a random one of `known` tokens. Whether the model is `resident` in
-    memory decides on the time alone.
+    Each begins with the tokens `start` and a random one of `known` tokens. `resident` loads the whole model into
+    memory, which is faster and gives the same tokens.
     """
     count, length = shape
     generator = torch.Generator().manual_seed(SEED)
     first = torch.randint(known, (count, 1), generator=generator)
     tokens = torch.cat([torch.tensor(start, dtype=torch.long).expand(count, -1), first], dim=1)
-    cache = Cache(layers=[_Reserved(length) for _ in range(model.config.num_hidden_layers)])
+    cache = DynamicCache(config=model.config)
     cached = 0
     with model.whole(resident) as whole:
         while tokens.shape[1] < length:
             logits = whole(tokens[:, cached:], past_key_values=cache, use_cache=True).logits[:, -1, :known]
             cached = tokens.shape[1]
-            tokens = torch.cat([tokens, drawn(logits, torch.rand(count, 1, generator=generator))], dim=1)
+            tokens = torch.cat([tokens, _sample(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(cached + 1, length)
     return tokens
 
 
-def drawn(logits: torch.Tensor, luck: torch.Tensor) -> torch.Tensor:
-    """One token for each row of logits (B, known), by a number in [0, 1) each (B, 1)."""
-    reached = logits.float().softmax(-1).cumsum(-1)
-    return torch.searchsorted(reached, luck * reached[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)
+def _sample(logits: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """One token for each row of logits (B, known), by inverse transform of numbers in [0, 1) (B, 1)."""
+    cumulative = logits.float().softmax(-1).cumsum(-1)
+    return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True).clamp_max(logits.shape[-1] - 1)

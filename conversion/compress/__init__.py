@@ -1,1 +1,1 @@
-"""New attention tensors: fewer key and value heads, reordered heads, folded mechanisms."""
+"""New attention tensors: fewer key and value heads, and reordered heads."""

@@ -1,9 +1,9 @@
-"""Heads as scalar combinations of fewer components, each head seen through a linear map of its own.
+"""Heads as scalar combinations of fewer components, each followed by a linear map of its own.
 
-Head `i` is approximated by `M_i sum_j C_ij T_j x`, where `x` are all heads of a token beside each other: `T_j x` is
-component `j`, `C` are the scalars, and `M_i` disappears into the weights that read the head (`q_proj`, `o_proj`).
-So the maps cost nothing, and heads that are alike up to a map share a component. What is minimised is the error that
-`HeadStatistics` describes, and with it the rounding of 16-bit weights, so that no map is close to singular.
+Head `i` is approximated by `M_i sum_j C_ij T_j x`, where `x` are the concatenated heads of a token: `T_j x` is
+component `j`, `C` are the scalars, and the weights that read the head (`q_proj`, `o_proj`) absorb the map `M_i`. So
+maps cost nothing, and heads that are similar up to a map share a component. The objective is the error that
+`HeadStatistics` describes, plus the rounding error of 16-bit weights, which avoids nearly singular maps.
 """
 
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from functools import cached_property
 import torch
 
 ROUNDING = 4 * (2**-9) ** 2 / 3
-"""The squared relative error of a stored bfloat16 number, once each for component, scalar, map and cache."""
+"""The squared relative error of a bfloat16 number, once each for component, scalar, map and cache."""
 RIDGE = 1e-7
-"""Of a Gram matrix's mean diagonal, for directions that calibration has not seen."""
+"""Relative to a Gram matrix's mean diagonal, for directions that calibration did not cover."""
 HISTORY = 20
 
 Maps = Callable[[torch.Tensor], torch.Tensor]
@@ -37,19 +37,18 @@ class Frame:
         return torch.einsum("ij,jdn->idn", self.scalars, self.components)
 
     def heads(self) -> torch.Tensor:
-        """What each head becomes: (h, d, n)."""
+        """The approximated heads: (h, d, n)."""
         return self.maps @ self.combined()
 
     def out_of_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Frame":
-        """The frame of heads `x_i`, from that of heads `root_i x_i`."""
-        return Frame(
-            self.components @ _block_diagonal(root, self.components.shape[-1]), self.scalars, inverse @ self.maps
-        )
+        """The frame for heads `x_i`, from the frame for heads `root_i x_i`."""
+        components = self.components @ _block_diagonal(root, self.components.shape[-1])
+        return Frame(components, self.scalars, inverse @ self.maps)
 
 
 @dataclass(frozen=True)
 class Errors:
-    """Sums over parts of `tr(metric D gram D^T)`, for each head."""
+    """The error of each head as a sum over parts of `tr(metric D gram D^T)`."""
 
     metric: torch.Tensor
     """(h, parts, d, d)."""
@@ -80,43 +79,42 @@ class Errors:
         return metric, gram / _mean_diagonal(gram)
 
     def of_heads(self, heads: torch.Tensor) -> torch.Tensor:
-        """The error of heads (h, d, n), a number."""
+        """The total error of heads (h, d, n)."""
         count, size, features = heads.shape
         difference = heads - torch.eye(count * size, features).to(heads).unflatten(0, (count, size))
         fixed = difference.detach()
         half_slope = (self.metric @ fixed.unsqueeze(1) @ self.gram).sum(1)
-        # The value is <half_slope, difference>; written so that autograd need not multiply all matrices again.
+        # The value is <half_slope, difference>, written so that autograd does not repeat the matrix products.
         return (half_slope * (2 * difference - fixed)).sum()
 
     def total(self, frame: Frame) -> torch.Tensor:
-        """What is minimised."""
+        """The objective."""
         return self.of_heads(frame.heads()) + self.of_rounding(frame)
 
     def of_rounding(self, frame: Frame) -> torch.Tensor:
-        """About what independent relative errors in the numbers of a frame cost, a number."""
+        """The approximate error due to independent relative errors of the frame's numbers."""
         metric, gram = (self.metric * _mean_diagonal(self.gram)).sum(1), self.pooled[1]
         read = ((metric @ frame.maps) * frame.maps).sum(-2)  # (h, d)
-        components, whole = (((x @ gram) * x).sum(-1) for x in (frame.components, frame.combined()))
-        return ROUNDING * (read * (frame.scalars**2 @ components + whole)).sum()
+        components, combined = (((x @ gram) * x).sum(-1) for x in (frame.components, frame.combined()))
+        return ROUNDING * (read * (frame.scalars**2 @ components + combined)).sum()
 
 
 def _block_diagonal(blocks: torch.Tensor, features: int) -> torch.Tensor:
-    """One block for each head, and ones for features that are no head's."""
+    """One block for each head, and ones for the remaining features."""
     rest = torch.eye(features - len(blocks) * blocks.shape[-1]).to(blocks)
     return torch.block_diag(*blocks, rest)
 
 
 def _mean_diagonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Kept with two dimensions of size 1."""
+    """(..., n, n) -> (..., 1, 1)."""
     return matrices.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
 
 
 def _ridged(matrices: torch.Tensor) -> torch.Tensor:
-    """Never singular; the identity where nothing was seen at all."""
+    """Add a small multiple of the identity; zero matrices become the identity."""
     size = _mean_diagonal(matrices).amax(1, keepdim=True)
-    return matrices + torch.eye(matrices.shape[-1]).to(matrices) * (RIDGE * size).where(
-        size > 0, torch.ones_like(size)
-    )
+    ridge = (RIDGE * size).where(size > 0, torch.ones_like(size))
+    return matrices + torch.eye(matrices.shape[-1]).to(matrices) * ridge
 
 
 def roots(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,40 +125,39 @@ def roots(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def simplex(heads: int) -> torch.Tensor:
-    """Scalars (h, h - 1) whose columns are orthogonal to each other and to the ones."""
+    """Scalars (h, h - 1) with columns that are orthogonal to each other and to the ones."""
     start = torch.cat([torch.ones(heads, 1), torch.eye(heads)[:, :-1]], dim=1).double()
     return torch.linalg.qr(start).Q[:, 1:] * (heads / (heads - 1)) ** 0.5
 
 
 def refine(frame: Frame, errors: Errors, family: Maps, parameters: torch.Tensor | None, steps: int) -> Frame:
-    """Descend from a frame to a better one whose maps are `family(parameters)`, or stay as they are."""
+    """Minimise the error with L-BFGS, starting at a frame. Maps are `family(parameters)`, or constant without them."""
     _, gram = errors.pooled
     root, inverse = roots(gram)
-    white = (frame.components @ root).contiguous().requires_grad_()
+    whitened = (frame.components @ root).contiguous().requires_grad_()
     scalars = frame.scalars.clone(memory_format=torch.contiguous_format).requires_grad_()
-    free = [white, scalars]
+    variables = [whitened, scalars]
     if parameters is not None:
         parameters = parameters.clone(memory_format=torch.contiguous_format).requires_grad_()
-        free.append(parameters)
+        variables.append(parameters)
     scale = errors.of_heads(torch.zeros_like(frame.heads()))
 
     def current() -> Frame:
-        return Frame(white @ inverse, scalars, frame.maps if parameters is None else family(parameters))
+        return Frame(whitened @ inverse, scalars, frame.maps if parameters is None else family(parameters))
 
     def closure() -> torch.Tensor:
         optimiser.zero_grad()
-        now = current()
-        loss = errors.total(now) / scale
+        loss = errors.total(current()) / scale
         loss.backward()
         return loss
 
     optimiser = torch.optim.LBFGS(
-        free, max_iter=steps, history_size=HISTORY, line_search_fn="strong_wolfe", tolerance_change=1e-10
+        variables, max_iter=steps, history_size=HISTORY, line_search_fn="strong_wolfe", tolerance_change=1e-10
     )
     with torch.enable_grad():
         optimiser.step(closure)
     with torch.no_grad():
         final = current()
-        if not errors.total(final) <= errors.total(frame):  # also where the descent has left the numbers
+        if not errors.total(final) <= errors.total(frame):  # also true for NaN
             return frame
         return Frame(final.components.detach(), final.scalars.detach(), final.maps.detach())

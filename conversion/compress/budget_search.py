@@ -1,14 +1,15 @@
-"""Which layers get by with fewer component heads: the loss of each choice is measured, a budget then picks among them.
+"""Chooses component heads for each layer, within a budget for the KV cache, by measured loss.
 
-Every layer, side and count is tried alone, as in figure 8 of the MEA paper, and all in one pass over the model: each
-trial leaves the common path at its layer and goes on beside it. The loss of a trial is against the source's own
-predictions (a KL divergence), which tells small harm from chance on far less text than the loss against the text.
-Harm is taken to add up over layers.
+Every layer, side (keys or values) and count is tried alone, as in figure 8 of the MEA paper, and all in one pass over
+the model: the hidden states of each trial branch off at its layer. The loss of a trial is the KL divergence from the
+source's predictions, which needs much less text than the loss on the text's tokens. Losses are assumed to add up over
+layers.
 """
 
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from math import gcd, inf
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Advance, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..calibration.calibration import Calibration
@@ -30,40 +31,27 @@ from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from .layer_rewrites import Tensors, read_attention, substituted
-from .virtual_heads import PROJECTIONS, approximate
+from .virtual_heads import PROJECTIONS, Counts, approximate
 
 TRIAL_LENGTH, TRIALS = 256, 8
 STRIDE = 2
-"""Every so many positions are judged: neighbours say much the same, and logits are dear."""
+"""Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
 Trial = tuple[int, str, int]
 """Layer, side, component heads."""
 Losses = dict[Trial, float]
-Judge = Callable[[int, torch.Tensor, torch.Tensor], float]
-"""The loss of a trial on one window: its index, the source's logits (T / STRIDE, vocabulary), and the trial's."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Component heads of every layer."""
-
-    key_heads: list[int]
-    value_heads: list[int]
-
-    def layers(self, heads: int) -> list[int]:
-        """The layers with fewer components than heads."""
-        pairs = enumerate(zip(self.key_heads, self.value_heads, strict=True))
-        return [layer for layer, pair in pairs if min(pair) < heads]
+LossFunction = Callable[[int, torch.Tensor, torch.Tensor], float]
+"""The loss of a trial on one window: index, the source's logits (T / STRIDE, vocabulary), and the trial's."""
 
 
 def counts_to_try(heads: int) -> list[int]:
-    """Every smaller count of few heads; quarters of many."""
+    """All smaller counts for up to 4 heads, else quarters."""
     return list(range(1, heads)) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
 
 
 def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
     """The KL divergence from the source's predictions."""
-    before, found = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
-    return float((before.exp() * (before - found)).sum(-1).mean())
+    before, after = functional.log_softmax(expected, dim=-1), functional.log_softmax(logits, dim=-1)
+    return float(functional.kl_div(after, before, reduction="batchmean", log_target=True))
 
 
 @torch.no_grad()
@@ -74,8 +62,8 @@ def measure_losses(
     calibration: Calibration | None,
     method: str,
     tokens: torch.Tensor,
-    advance: Callable[[int, int], None],
-    judge: Judge = divergence,
+    advance: Advance,
+    loss: LossFunction = divergence,
 ) -> Losses:
     """The loss of each trial, the mean over windows of tokens (B, T)."""
     hidden = model.embed(tokens)
@@ -91,62 +79,63 @@ def measure_losses(
         advance(layer + 1, len(layouts))
     losses = dict.fromkeys(trials, 0.0)
     with model.head() as head:
-        for window in range(len(tokens)):  # the logits of all windows at once would be gigabytes
+        for window in range(len(tokens)):  # the logits of all windows together would be gigabytes
             expected = head(hidden[window, ::STRIDE])
             for trial, states in trials.items():
-                losses[trial] += judge(window, expected, head(states[window, ::STRIDE])) / len(tokens)
+                losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
     return losses
 
 
 def _substitutes(
     store: TensorStore, layout: HeadLayout, calibration: Calibration | None, method: str
 ) -> Iterator[tuple[str, int, Tensors]]:
-    """For each side and count of a layer, projections with which the stock layer acts as if compressed."""
+    """For each side and count of a layer, stock projections equivalent to the compressed ones."""
     tensors = read_attention(store, layout.layer_index)
     statistics = None
     if calibration is not None:
-        statistics = HeadStatistics.from_tensors(calibration.observed(layout.layer_index)["statistics"], layout)
+        statistics = HeadStatistics(layout, calibration.layer(layout.layer_index)["statistics"])
     heads = layout.key_value_heads
-    for side, count in product(PROJECTIONS, counts_to_try(heads)):
-        counts = {"key": heads, "value": heads, side: count}
-        changed = approximate(tensors, statistics, layout, counts["key"], counts["value"], method)
-        yield side, count, {name: changed[name] for name in changed if name.startswith(PROJECTIONS[side])}
+    for count in counts_to_try(heads):
+        for side, counts in (("key", (count, heads)), ("value", (heads, count))):
+            changed = approximate(tensors, statistics, layout, counts, method)
+            yield side, count, {name: changed[name] for name in changed if name.startswith(PROJECTIONS[side])}
 
 
-def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
-    """The component heads with the least summed loss whose cache is at most `budget` of the source's.
+def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Counts]:
+    """The component heads of each layer with the minimum total loss and a cache of at most `budget` of the source's.
 
-    A knapsack: each layer takes one pair of counts, at its price in cached numbers.
+    A knapsack problem: each layer has one pair of counts, whose price is the numbers that it caches per token.
     """
     size = layouts[0].head_dim
-    beside = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
-    unit = gcd(size, beside)
-    room = int(budget * sum(2 * layout.key_value_heads * size for layout in layouts) / unit)
-    best: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {0: (0.0, ())}
+    side_data = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
+    unit = gcd(size, side_data)
+    limit = int(budget * sum(2 * layout.key_value_heads * size for layout in layouts) / unit)
+    best: dict[int, tuple[float, tuple[Counts, ...]]] = {0: (0.0, ())}
     for layout in layouts:
-        following: dict[int, tuple[float, tuple[tuple[int, int], ...]]] = {}
-        options = _options(losses, layout, beside)
-        for (spent, (loss, pairs)), (price, rise, pair) in product(best.items(), options):
-            total = spent + price // unit
-            if total <= room and loss + rise < following.get(total, (inf,))[0]:
-                following[total] = (loss + rise, (*pairs, pair))
-        best = following
+        extended: dict[int, tuple[float, tuple[Counts, ...]]] = {}
+        options = _options(losses, layout, side_data)
+        for (price, (loss, counts)), (added_price, added_loss, added) in product(best.items(), options):
+            total = price + added_price // unit
+            if total <= limit and loss + added_loss < extended.get(total, (inf,))[0]:
+                extended[total] = (loss + added_loss, (*counts, added))
+        best = extended
     if not best:
         raise ConversionError(f"--budget {budget} is too small: one component head for each side and layer needs more")
-    _, pairs = min(best.values())
-    return Choice([key for key, _ in pairs], [value for _, value in pairs])
+    return list(min(best.values())[1])
 
 
-def _options(losses: Losses, layout: HeadLayout, beside: int) -> list[tuple[int, float, tuple[int, int]]]:
-    """Price in numbers per token, loss, and the pair of counts, for each pair a layer may have."""
+def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, Counts]]:
+    """Cached numbers per token, loss, and counts, for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
-    counts = counts_to_try(heads)
-    rises = {side: {heads: 0.0} | {count: losses[layer, side, count] for count in counts} for side in PROJECTIONS}
-    found = []
-    for (key, key_rise), (value, value_rise) in product(rises["key"].items(), rises["value"].items()):
-        extra = beside if min(key, value) < heads else 0
-        found.append(((key + value) * layout.head_dim + extra, key_rise + value_rise, (key, value)))
-    return found
+    of_side = {
+        side: {heads: 0.0} | {count: losses[layer, side, count] for count in counts_to_try(heads)}
+        for side in PROJECTIONS
+    }
+    options = []
+    for (key, key_loss), (value, value_loss) in product(of_side["key"].items(), of_side["value"].items()):
+        extra = side_data if min(key, value) < heads else 0
+        options.append(((key + value) * layout.head_dim + extra, key_loss + value_loss, (key, value)))
+    return options
 
 
 def by_layer(losses: Losses) -> dict[str, Any]:
@@ -157,59 +146,57 @@ def by_layer(losses: Losses) -> dict[str, Any]:
     return table
 
 
-def describe(losses: Losses, choice: Choice) -> dict[str, Any]:
-    """For the record: what was measured, by layer, side and count."""
-    return {"losses": by_layer(losses), "key_heads": choice.key_heads, "value_heads": choice.value_heads}
-
-
 CHOSEN = ("key_heads", "value_heads", "layers", "on")
-"""Options of `explicit` that are not asked for but chosen."""
+"""Options of `explicit` that `--layers auto` chooses."""
 
 
 @dataclass(frozen=True)
 class AutoLayers:
-    """What is to be chosen, of what, and on which text."""
+    """The option `--layers auto`: chooses component heads on a text."""
 
     budget: float
     source: Source
     stock: Any
     """The source's configuration."""
     target: Any
-    """The configuration of the result, before anything is chosen."""
+    """The target's configuration, with all heads."""
     request: MixerRequest
     text: Text
 
     def check(self) -> None:
-        """`ConversionError` where there is nothing to choose, or somebody has chosen already."""
+        """`ConversionError` without `explicit`, or if the request sets an option that is to be chosen."""
         explicit = self.request.mixers.get("explicit")
         if explicit is None:
             raise ConversionError("--layers auto chooses component heads of 'explicit': add --mixer explicit")
         for option in CHOSEN:
             if option in explicit:
-                raise ConversionError(f"--layers auto chooses mixers.explicit.{option}: leave one of the two out")
+                raise ConversionError(f"--layers auto chooses mixers.explicit.{option}: omit one of the two")
 
     def resolve(
-        self, calibration: Calibration | None, kept: Path, progress: Progress
+        self, calibration: Calibration | None, cached: Path, progress: Progress
     ) -> tuple[MixerRequest, dict[str, Any]]:
-        """The request with counts and layers, and what was measured: now, or by a run before this, which kept it."""
-        if not kept.exists():
-            write_json(kept, self._measured(calibration, progress))
-        found = json.loads(kept.read_bytes())
-        counts = {side: found[side] for side in ("key_heads", "value_heads")}
-        layers = {"layers": Choice(**counts).layers(self.stock.num_key_value_heads)}
-        mixers = self.request.mixers | {"explicit": self.request.mixers["explicit"] | counts | layers}
-        return replace(self.request, mixers=mixers), found
+        """The request with component heads and layers, and the measured losses (cached by an earlier run)."""
+        if not cached.exists():
+            write_json(cached, self._measure(calibration, progress))
+        chosen = json.loads(cached.read_bytes())
+        counts = {side: chosen[side] for side in ("key_heads", "value_heads")}
+        pairs = zip(*counts.values(), strict=True)
+        layers = [layer for layer, pair in enumerate(pairs) if min(pair) < self.stock.num_key_value_heads]
+        explicit = self.request.mixers["explicit"] | counts | {"layers": layers}
+        return replace(self.request, mixers=self.request.mixers | {"explicit": explicit}), chosen
 
-    def _measured(self, calibration: Calibration | None, progress: Progress) -> dict[str, Any]:
+    def _measure(self, calibration: Calibration | None, progress: Progress) -> dict[str, Any]:
         tokens = self.text.windows(self.source, TRIAL_LENGTH, TRIALS, self.stock.vocab_size)
+        layouts = self.target.layouts()
         losses = measure_losses(
             StreamedModel(self.source.store, self.stock),
             self.source.store,
-            self.target.layouts(),
+            layouts,
             calibration,
             self.request.choices["explicit"]["method"],
             tokens,
-            lambda *done: progress("choosing", *done),
+            partial(progress, "choosing"),
         )
-        read = {"text": self.text.read_as, "sha256": self.text.digest_read()}
-        return read | describe(losses, choose(losses, self.target.layouts(), self.budget))
+        key_heads, value_heads = zip(*choose(losses, layouts, self.budget), strict=True)
+        chosen = {"losses": by_layer(losses), "key_heads": key_heads, "value_heads": value_heads}
+        return self.text.of_windows() | chosen

@@ -1,8 +1,8 @@
-"""An output projection that reads a layer's compressed heads as well as a linear map can.
+"""Fits a layer's output projection to its compressed heads by least squares.
 
-What compressed heads give is not what the heads gave, but all heads together tell more of that than each does alone.
-The projection is fitted to what the layer's attention gave before: least squares, with a pull towards the projection
-that there was, so that little text does not carry it far away.
+A compressed head does not give the original head's output, but all heads together contain more information on it. The
+target is the attention's original output. A ridge penalty on the change keeps the projection near the original one if
+there is little text.
 """
 
 from dataclasses import dataclass, field
@@ -14,51 +14,49 @@ from torch import nn
 from ..calibration.head_statistics import fast_dtype, fast_products, full_products
 from .layer_rewrites import Tensors, substituted
 
-PULL = 0.2
-"""In parts of a head feature's mean square."""
-MOST = 32
-"""Windows that are read at most."""
+RIDGE = 0.2
+"""Relative to a head feature's mean square."""
+MAX_WINDOWS = 32
 
 
 @dataclass
 class AttentionCalls:
-    """What an attention layer was given and gave, in calls that are spread over all; a forward hook."""
+    """A forward hook that records inputs and outputs of an attention layer, for evenly spaced calls."""
 
     calls: int
-    """How many there will be."""
+    """The number of calls that are expected."""
 
-    given: list[torch.Tensor] = field(default_factory=list)
-    gave: list[torch.Tensor] = field(default_factory=list)
-    rest: dict[str, Any] = field(default_factory=dict)
-    """Positions and mask, the same for all."""
-    _seen: int = 0
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    outputs: list[torch.Tensor] = field(default_factory=list)
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """Positions and mask, the same for all calls."""
+    _count: int = 0
 
     def __call__(self, attention: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        """Note one, or pass over it."""
-        is_read = self._seen % -(-self.calls // MOST) == 0
-        self._seen += 1
-        if not is_read:
-            return
-        self.given.append(inputs["hidden_states"].to(fast_dtype()))
-        self.gave.append(output[0].to(fast_dtype()))
-        self.rest = {name: value for name, value in inputs.items() if name != "hidden_states"}
+        """Record or skip one call."""
+        is_recorded = self._count % -(-self.calls // MAX_WINDOWS) == 0
+        self._count += 1
+        if is_recorded:
+            self.inputs.append(inputs["hidden_states"].to(fast_dtype()))
+            self.outputs.append(output[0].to(fast_dtype()))
+            self.arguments = {name: value for name, value in inputs.items() if name != "hidden_states"}
 
 
 @torch.no_grad()
 def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) -> torch.Tensor:
-    """What is to be added to `o_proj.weight` of stock tensors that act as if compressed: (hidden, heads d)."""
+    """The change of `o_proj.weight` (hidden, heads d), given stock tensors equivalent to the compressed ones."""
     heads: list[torch.Tensor] = []
-    handle = attention.o_proj.register_forward_pre_hook(lambda module, given: heads.append(given[0]))
+    handle = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
     weight = attention.o_proj.weight
     gram, product = (weight.new_zeros(rows, weight.shape[1], dtype=torch.float64) for rows in weight.shape[::-1])
     with substituted(attention, compressed):
-        for given, gave in zip(calls.given, calls.gave, strict=True):
+        for hidden, expected in zip(calls.inputs, calls.outputs, strict=True):
             with fast_products():
-                gives = attention(hidden_states=given.to(weight), **calls.rest)[0]
+                output = attention(hidden_states=hidden.to(weight), **calls.arguments)[0]
             with full_products():
-                missing, read = (gave.float() - gives.float()).flatten(0, 1), heads.pop().float().flatten(0, 1)
-                gram += read.mT @ read
-                product += missing.mT @ read
+                error, x = (expected.float() - output.float()).flatten(0, 1), heads.pop().float().flatten(0, 1)
+                gram += x.mT @ x
+                product += error.mT @ x
     handle.remove()
-    pull = PULL * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.solve(gram + pull * torch.eye(len(gram)), product, left=False).float()
+    ridge = RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.linalg.solve(gram + ridge * torch.eye(len(gram)), product, left=False).float()

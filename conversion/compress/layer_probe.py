@@ -1,6 +1,7 @@
-"""What each layer's heads cost when they alone are compressed, in loss against a text (figure 8 of the MEA paper)."""
+"""Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper)."""
 
 import tempfile
+from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -11,7 +12,7 @@ from torch.nn import functional
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
 
-from ..architectures.families import FAMILIES, family_of, read_config, stock_shapes
+from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
@@ -32,31 +33,29 @@ def probe_layers(
     count: int = 1,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """The loss of a stock model, and how much it rises for each layer, side and count of component heads.
+    """The loss of a stock model, and its increase for each layer, side and count of component heads.
 
-    Measured on `count` windows of a text; `calibration` is what `method="aligned"` is fitted on.
+    Losses are measured on `count` windows of `text`; `method="aligned"` is fitted to `calibration`.
     """
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
     with tempfile.TemporaryDirectory() as scratch:
-        origin = open_source(source, revision, scratch=Path(scratch))
-        stock = read_config(origin.config, "stock", origin.origin["name"])
-        check_source(origin.store, stock_shapes(stock), stock.tie_word_embeddings)
+        checkpoint = open_source(source, revision, scratch=Path(scratch))
+        name = checkpoint.origin["name"]
+        stock = read_config(checkpoint.config, "stock", name)
+        check_source(checkpoint.store, tensor_shapes(stock), stock.tie_word_embeddings)
         if stock.num_key_value_heads < 2:
-            raise ConversionError(f"{origin.origin['name']} has one KV head, which cannot be compressed")
-        if length > stock.max_position_embeddings:
-            raise ConversionError(
-                f"--length {length} is more than the context of {origin.origin['name']}: "
-                f"use {stock.max_position_embeddings} at most"
-            )
-        prose = default_text() if text is None else read_text(text)
-        tokens = windows(load_tokenizer(origin), prose, length, count, stock.vocab_size)
-        layouts = FAMILIES[stock.model_type].mixed.from_dict({**origin.config, "mixers": {}}).layouts()
-        read = None
+            raise ConversionError(f"{name} has one KV head, which cannot be compressed")
+        if length > (maximum := stock.max_position_embeddings):
+            raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
+        content = default_text() if text is None else read_text(text)
+        tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
+        layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
+        statistics = None
         if method == "aligned":
             observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
-            kept = Path(scratch, "calibration.safetensors")
-            read = observe(origin, stock, Text.of(calibration, origin), observers, kept, progress)
+            cached = Path(scratch, "calibration.safetensors")
+            statistics = observe(checkpoint, stock, Text.of(calibration, checkpoint), observers, cached, progress)
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -64,12 +63,12 @@ def probe_layers(
                 source_losses[window] = _loss(expected, tokens[window])
             return _loss(logits, tokens[window]) - source_losses[window]
 
-        model = StreamedModel(origin.store, stock)
+        model = StreamedModel(checkpoint.store, stock)
         rises = measure_losses(
-            model, origin.store, layouts, read, method, tokens, lambda *done: progress("measuring", *done), rise
+            model, checkpoint.store, layouts, statistics, method, tokens, partial(progress, "measuring"), rise
         )
     return {
-        "source": origin.origin,
+        "source": checkpoint.origin,
         "method": method,
         "heads": stock.num_key_value_heads,
         "tokens": tokens.numel(),
@@ -79,16 +78,16 @@ def probe_layers(
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
-    """Against the tokens, of one window (T), that follow every position that is judged."""
+    """The cross entropy of the tokens after every evaluated position of one window (T)."""
     following = tokens[1::STRIDE]
     return float(functional.cross_entropy(logits[: len(following)].float(), following))
 
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """What a plot shows: the rise at each layer, for each side and count."""
-    found: dict[str, list[tuple[float, float]]] = {}
-    for layer, sides in report["rises"].items():
-        for side, counts in sides.items():
-            for count, rise in counts.items():
-                found.setdefault(f"{side}: {count} of {report['heads']}", []).append((int(layer), rise))
-    return found
+    """The lines of a plot: layer and rise, for each side and count."""
+    rises = report["rises"]
+    return {
+        f"{side}: {count} of {report['heads']}": [(int(layer), rises[layer][side][count]) for layer in rises]
+        for side, counts in rises["0"].items()
+        for count in counts
+    }

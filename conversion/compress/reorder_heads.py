@@ -1,7 +1,7 @@
-"""Which heads come first: a permutation of query heads that keeps each with its key/value head.
+"""Reorders query heads so that the most used ones come first; each stays with its key/value head.
 
-A mixture's shared heads are the first ones. To share the heads that are used most, whole groups of query heads move,
-and heads move within their group; the layer computes what it did.
+The shared heads of a mixture are the first ones. To share the most used heads, groups of query heads are permuted,
+and heads within their group; the layer's outputs do not change.
 """
 
 import torch
@@ -10,11 +10,14 @@ from torch import nn
 from crosshead.modeling.mechanisms.base import HeadLayout
 from crosshead.modeling.mechanisms.mixture import query_norm_scores
 
-Tensors = dict[str, torch.Tensor]
+from ..architectures.families import Shapes
+from .layer_rewrites import Tensors
+
+_SIDES = {"k_proj": "key", "v_proj": "value"}
 
 
 class HeadUse:
-    """How often the router would select each query head of a layer, were all of them routed."""
+    """How often a query-norm router would select each query head of a layer if it routed all heads."""
 
     def __init__(self, heads: int, active: int) -> None:
         self.active = active
@@ -25,59 +28,61 @@ class HeadUse:
         """Add the tokens of one window, given the attention's input (B, T, hidden)."""
         projected: torch.Tensor = attention.q_proj(hidden)  # type: ignore[operator]
         query = projected.unflatten(-1, (len(self.counts), -1)).transpose(1, 2)
-        chosen = query_norm_scores(query).topk(self.active, dim=-1).indices
-        self.counts += torch.bincount(chosen.flatten(), minlength=len(self.counts)).to(self.counts)
+        selected = query_norm_scores(query).topk(self.active, dim=-1).indices
+        self.counts += torch.bincount(selected.flatten(), minlength=len(self.counts)).to(self.counts)
 
     def as_tensors(self) -> Tensors:
-        """What was counted."""
+        """The counts, for a calibration file."""
         return {"counts": self.counts}
+
+    @staticmethod
+    def shapes(layout: HeadLayout) -> Shapes:
+        """The names and shapes of these tensors."""
+        return {"counts": (layout.query_heads,)}
 
 
 def most_used_first(use: torch.Tensor, groups: int, shared: int) -> list[int]:
-    """The order of query heads whose first `shared` are used most, among the orders that keep groups whole."""
+    """The order of query heads with the maximum total use of the first `shared`, if groups stay together."""
     size = len(use) // groups
     by_group = use.reshape(groups, size)
     order = by_group.argsort(dim=1, descending=True, stable=True)
     ranked = by_group.gather(1, order)
-    full, partial = divmod(shared, size)
+    full, partial = divmod(shared, size)  # complete groups, and heads of one more group
     totals, heads = ranked.sum(1), ranked[:, :partial].sum(1)
+    by_total = totals.argsort(descending=True, stable=True).tolist()
 
-    def lead(split: int) -> list[int]:
-        others = [group for group in totals.argsort(descending=True, stable=True).tolist() if group != split]
+    def with_split(split: int) -> list[int]:
+        others = [group for group in by_total if group != split]
         return [*others[:full], split, *others[full:]]
 
-    def gain(split: int) -> float:
-        return float(totals[lead(split)[:full]].sum() + heads[split])
+    def shared_use(split: int) -> float:
+        return float(totals[with_split(split)[:full]].sum() + heads[split])
 
-    best = max(range(groups), key=gain) if partial else int(totals.argmax())
-    chosen = lead(best) if partial else totals.argsort(descending=True, stable=True).tolist()
-    return [group * size + int(head) for group in chosen for head in order[group]]
+    group_order = with_split(max(range(groups), key=shared_use)) if partial else by_total
+    return [group * size + int(head) for group in group_order for head in order[group]]
 
 
 def reorder(tensors: Tensors, order: list[int], layout: HeadLayout) -> Tensors:
-    """The attention tensors of a layer (names without the layer's prefix) with their heads in another order.
+    """The attention tensors of a layer (names without the attention's prefix) with their heads in another order.
 
-    Where keys or values are combined from components, the combinations move and the components stay.
+    If keys or values are combined from component heads, the combinations are reordered, not the components.
     """
     size = len(order) // layout.key_value_heads
     groups = [order[start] // size for start in range(0, len(order), size)]
-    moved = dict(tensors)
+    reordered = dict(tensors)
     for name, tensor in tensors.items():
         role = name.split(".")[0]
         if role == "q_proj":
-            moved[name] = _rows(tensor, order)
+            reordered[name] = _permute_rows(tensor, order)
         elif name == "o_proj.weight":
-            moved[name] = _rows(tensor.T, order).T.contiguous()
+            reordered[name] = _permute_rows(tensor.T, order).T.contiguous()
         elif name in ("mixers.explicit.key.weight", "mixers.explicit.value.weight"):
-            moved[name] = tensor[groups]
+            reordered[name] = tensor[groups]
         elif role in ("k_proj", "v_proj") and f"mixers.explicit.{_SIDES[role]}.weight" not in tensors:
-            moved[name] = _rows(tensor, groups)
-    return moved
+            reordered[name] = _permute_rows(tensor, groups)
+    return reordered
 
 
-_SIDES = {"k_proj": "key", "v_proj": "value"}
-
-
-def _rows(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Blocks of rows, one block per head, in another order."""
+def _permute_rows(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """Permute blocks of rows, one block per head."""
     return tensor.unflatten(0, (len(order), -1))[order].flatten(0, 1)

@@ -1,8 +1,8 @@
 """Fewer key and value heads: the rewrite of one attention layer for the `explicit` mechanism.
 
 Method `svd` is the paper's: the singular value decomposition of a projection's weights, one column for each head. It
-needs no text, and a model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses far less: see
-`aligned_frame`, `aligned_keys`, `aligned_values` and `fitted_output`. Both leave a side alone that keeps as many
+needs no text, but the model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses much less:
+see `aligned_frame`, `aligned_maps` and `fitted_output`. Both leave keys (values) unchanged that keep as many
 components as heads.
 
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", appendix F.
@@ -24,164 +24,163 @@ from .layer_rewrites import Tensors
 METHODS = ("aligned", "svd")
 PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
 READERS = {"key": "q_proj", "value": "o_proj"}
-"""The projection that takes in the maps of a side's heads."""
+"""The projections that absorb the maps of key and value heads."""
 FRAME = ("components", "scalars", "maps")
+Counts = tuple[int, int]
+"""Component heads of a layer's keys and of its values."""
 
 
 @dataclass(frozen=True)
-class _Side:
-    """Keys or values with fewer components."""
+class _Compressed:
+    """Keys or values as combinations of component heads."""
 
-    weight: torch.Tensor
-    """The components, their biases as a last column where there are biases: (h', d, hidden)."""
+    components: torch.Tensor
+    """(h', d, hidden), and the biases as a last column if there are any."""
     scalars: torch.Tensor
     """(h, h')."""
     maps: torch.Tensor | None
-    """(h, d, d); None where nothing is taken in."""
+    """(h, d, d); None if the reading projection does not change."""
+
+    def heads(self) -> torch.Tensor:
+        """The approximated heads: (h, d, hidden)."""
+        heads = torch.einsum("ij,jdn->idn", self.scalars, self.components)
+        return heads if self.maps is None else self.maps @ heads
 
 
-def rewritten_names(layout: HeadLayout, key_heads: int, value_heads: int, method: str) -> list[str]:
-    """The names of the tensors, within the layer's attention, that `rewrite` changes or creates, biases included."""
+def rewritten_names(layout: HeadLayout, counts: Counts, method: str) -> list[str]:
+    """The tensors, within the layer's attention, that `rewrite` changes or creates; includes possible biases."""
     names = []
-    for side, count in (("key", key_heads), ("value", value_heads)):
+    for side, count in zip(PROJECTIONS, counts, strict=True):
         if count == layout.key_value_heads:
             continue
         names += [f"mixers.explicit.{side}.weight", *_names(PROJECTIONS[side])]
         if method == "aligned" and side == "key" and layout.key_norm_eps is None:
             names += _names(READERS[side])
-    if method == "aligned" and names:  # for the maps of values, and because it may be fitted anew
+    if method == "aligned" and names:  # it absorbs the maps of values, and may be fitted
         names += _names(READERS["value"])
     return names
 
 
-def solved(statistics: HeadStatistics, layout: HeadLayout, key_heads: int, value_heads: int) -> Tensors:
-    """What takes time for so many components, by the names under which the statistics may hold it."""
-    found: Tensors = {}
-    for side, count in (("key", key_heads), ("value", value_heads)):
+def solved(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> Tensors:
+    """The frames for these component counts, by their names in the statistics; they take time to compute."""
+    tensors: Tensors = {}
+    for side, count in zip(PROJECTIONS, counts, strict=True):
         if count < layout.key_value_heads:
             frame = _frame(statistics, layout, side, count)
-            found |= {f"{_frame_name(side, count)}.{part}": getattr(frame, part) for part in FRAME}
-    return found
+            tensors |= {_frame_name(side, count, part): getattr(frame, part) for part in FRAME}
+    return tensors
 
 
-def shapes_of_solved(layout: HeadLayout, key_heads: int, value_heads: int, biased: bool) -> Shapes:
-    """Of these, and of `output_name`."""
+def shapes_of_solved(layout: HeadLayout, counts: Counts, biased: bool) -> Shapes:
+    """The shapes of these tensors, and of the change of the output projection."""
     heads, size = layout.key_value_heads, layout.head_dim
-    found: Shapes = {output_name(key_heads, value_heads): (layout.hidden_size, layout.query_heads * size)}
-    for side, count in (("key", key_heads), ("value", value_heads)):
-        shapes = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
-        found |= {f"{_frame_name(side, count)}.{part}": shape for part, shape in zip(FRAME, shapes, strict=True)}
-    return found
+    shapes: Shapes = {output_name(counts): (layout.hidden_size, layout.query_heads * size)}
+    for side, count in zip(PROJECTIONS, counts, strict=True):
+        of_frame = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
+        shapes |= {_frame_name(side, count, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
+    return shapes
 
 
-def output_name(key_heads: int, value_heads: int) -> str:
-    """Under which statistics may hold what is to be added to the output projection."""
-    return f"output.{key_heads}x{value_heads}"
+def output_name(counts: Counts) -> str:
+    """The name, in the statistics, of the change of the output projection."""
+    return f"output.{counts[0]}x{counts[1]}"
 
 
 def rewrite(
-    tensors: Tensors,
-    statistics: HeadStatistics | None,
-    layout: HeadLayout,
-    key_heads: int,
-    value_heads: int,
-    method: str,
+    tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
 ) -> Tensors:
-    """The layer's attention tensors for `key_heads` and `value_heads` components, from those for all heads."""
-    tensors = _with_output(tensors, statistics if method == "aligned" else None, key_heads, value_heads)
+    """The layer's attention tensors with component heads, from those for all heads."""
+    tensors, sides = _compress(tensors, statistics, layout, counts, method)
     new = dict(tensors)
-    for side, count in (("key", key_heads), ("value", value_heads)):
-        made = _compressed(tensors, statistics, layout, side, count, method)
-        new |= _split(made.weight.flatten(0, 1), tensors, PROJECTIONS[side])
-        new[f"mixers.explicit.{side}.weight"] = made.scalars.to(tensors["q_proj.weight"])
-        if made.maps is not None:
-            new |= _READ[side](tensors, made.maps)
+    for side, compressed in sides.items():
+        new |= _split(compressed.components.flatten(0, 1), tensors, PROJECTIONS[side])
+        new[f"mixers.explicit.{side}.weight"] = compressed.scalars.to(tensors["q_proj.weight"])
+        if compressed.maps is not None:
+            new |= _ABSORB[side](tensors, compressed.maps)
     return new
 
 
 def approximate(
-    tensors: Tensors,
-    statistics: HeadStatistics | None,
-    layout: HeadLayout,
-    key_heads: int,
-    value_heads: int,
-    method: str,
+    tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
 ) -> Tensors:
-    """Stock tensors of the same layer with which it computes what it computes after `rewrite`, rounding aside."""
-    tensors = _with_output(tensors, statistics if method == "aligned" else None, key_heads, value_heads)
+    """Stock attention tensors that compute the same as those of `rewrite`, up to rounding."""
+    tensors, sides = _compress(tensors, statistics, layout, counts, method)
     new = dict(tensors)
-    for side, count in (("key", key_heads), ("value", value_heads)):
-        made = _compressed(tensors, statistics, layout, side, count, method)
-        heads = torch.einsum("ij,jdn->idn", made.scalars, made.weight)
-        heads = heads if made.maps is None else made.maps @ heads
-        new |= _split(heads.flatten(0, 1), tensors, PROJECTIONS[side])
+    for side, compressed in sides.items():
+        new |= _split(compressed.heads().flatten(0, 1), tensors, PROJECTIONS[side])
     return new
 
 
-def _compressed(
+def _compress(
+    tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
+) -> tuple[Tensors, dict[str, _Compressed]]:
+    """The tensors with the fitted output projection, if there is one; and the compressed keys and values."""
+    if method == "aligned" and statistics is not None:
+        change = statistics.sums.get(output_name(counts))
+        if change is not None:
+            output = tensors["o_proj.weight"]
+            tensors = tensors | {"o_proj.weight": output + change.to(output)}
+    sides = zip(PROJECTIONS, counts, strict=True)
+    return tensors, {side: _compress_side(tensors, statistics, layout, side, count, method) for side, count in sides}
+
+
+def _compress_side(
     tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, side: str, count: int, method: str
-) -> _Side:
+) -> _Compressed:
     weight = _joined(tensors, PROJECTIONS[side]).unflatten(0, (layout.key_value_heads, -1))
     if count == layout.key_value_heads:
-        return _Side(weight, torch.eye(count).to(weight), None)
+        return _Compressed(weight, torch.eye(count).to(weight), None)
     if method == "svd":
         left, values, right = torch.linalg.svd(weight.flatten(1).T, full_matrices=False)
         components = left[:, :count].T.unflatten(1, weight.shape[1:])
-        return _Side(components, (values.unsqueeze(-1) * right)[:count].T, None)
+        return _Compressed(components, (values.unsqueeze(-1) * right)[:count].T, None)
     if statistics is None:
-        raise ConversionError(f"method={method!r} needs statistics: calibrate first, or take method='svd'")
+        raise ConversionError(f"method={method!r} needs statistics: calibrate first, or use method='svd'")
     frame = _frame(statistics, layout, side, count)
     features = weight.flatten(0, 1)
-    if f"{PROJECTIONS[side]}.bias" in tensors:
+    if f"{PROJECTIONS[side]}.bias" in tensors:  # the last feature is the number 1
         one = torch.eye(features.shape[1]).to(features)[-1:]
         features = torch.cat([features, one])
-    takes_in = side == "value" or layout.key_norm_eps is None
-    return _Side(frame.components @ features, frame.scalars, frame.maps if takes_in else None)
+    absorbs = side == "value" or layout.key_norm_eps is None
+    return _Compressed(frame.components @ features, frame.scalars, frame.maps if absorbs else None)
 
 
-def _with_output(tensors: Tensors, statistics: HeadStatistics | None, key_heads: int, value_heads: int) -> Tensors:
-    """The same with the fitted output projection, where there is one."""
-    change = None if statistics is None else statistics.sums.get(output_name(key_heads, value_heads))
-    if change is None:
-        return tensors
-    return tensors | {"o_proj.weight": tensors["o_proj.weight"] + change.to(tensors["o_proj.weight"])}
-
-
-def _frame_name(side: str, count: int) -> str:
-    return f"{side}.frame.{count}"
+def _frame_name(side: str, count: int, part: str) -> str:
+    return f"{side}.frame.{count}.{part}"
 
 
 def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, count: int) -> Frame:
+    """The frame in the statistics, or a new one."""
     sums = [statistics.sums[f"{side}.{kind}"] for kind in KINDS]
-    seen, wanted = sums[0].shape, (layout.key_value_heads, PARTS[side], layout.head_dim, layout.head_dim)
-    if seen != wanted:
+    shape, expected = sums[0].shape, (layout.key_value_heads, PARTS[side], layout.head_dim, layout.head_dim)
+    if shape != expected:
         raise ConversionError(
-            f"the calibration saw {side} heads of the form {list(seen)}, the layer has {list(wanted)}: "
+            f"the calibration has {side} heads of the shape {list(shape)}, the layer has {list(expected)}: "
             "it was made for another model"
         )
-    held = [statistics.sums.get(f"{_frame_name(side, count)}.{part}") for part in FRAME]
-    if all(part is not None for part in held):
-        return Frame(*held)  # type: ignore[arg-type]
+    cached = [statistics.sums.get(_frame_name(side, count, part)) for part in FRAME]
+    if all(part is not None for part in cached):
+        return Frame(*cached)  # type: ignore[arg-type]
     errors = Errors.of(*sums)
     if side == "value":
         return aligned_values(errors, count)
     return (aligned_keys if layout.key_norm_eps is None else mixed_keys)(errors, count)
 
 
-def _read_keys(tensors: Tensors, maps: torch.Tensor) -> Tensors:
-    """Queries that undo the maps of the keys they meet."""
+def _absorb_key_maps(tensors: Tensors, maps: torch.Tensor) -> Tensors:
+    """The query projection with the maps of the keys that each query head attends to."""
     weight = _joined(tensors, READERS["key"]).unflatten(0, (len(maps), -1, maps.shape[-1]))
     return _split((maps.mT.unsqueeze(1) @ weight).flatten(0, 2), tensors, READERS["key"])
 
 
-def _read_values(tensors: Tensors, maps: torch.Tensor) -> Tensors:
-    """An output projection that undoes the maps of the values it reads; its bias stays."""
+def _absorb_value_maps(tensors: Tensors, maps: torch.Tensor) -> Tensors:
+    """The output projection with the maps of the values; its bias does not change."""
     weight = tensors["o_proj.weight"].to(maps).unflatten(1, (len(maps), -1, maps.shape[-1]))
-    read = torch.einsum("nhga,hab->nhgb", weight, maps).flatten(1)
-    return {"o_proj.weight": read.to(tensors["o_proj.weight"])}
+    absorbed = torch.einsum("nhga,hab->nhgb", weight, maps).flatten(1)
+    return {"o_proj.weight": absorbed.to(tensors["o_proj.weight"])}
 
 
-_READ = {"key": _read_keys, "value": _read_values}
+_ABSORB = {"key": _absorb_key_maps, "value": _absorb_value_maps}
 
 
 def _names(projection: str) -> list[str]:
@@ -189,14 +188,14 @@ def _names(projection: str) -> list[str]:
 
 
 def _joined(tensors: Tensors, projection: str) -> torch.Tensor:
-    """A projection in float64, its bias as a last column where it has one: (rows, hidden)."""
+    """A projection in float64, with its bias (if any) as a last column: (rows, hidden)."""
     weight, bias = (tensors.get(name) for name in _names(projection))
     columns = [weight] if bias is None else [weight, bias.unsqueeze(-1)]
     return torch.cat(columns, dim=1).double()  # type: ignore[arg-type]
 
 
 def _split(joined: torch.Tensor, tensors: Tensors, projection: str) -> Tensors:
-    """The opposite, in the dtype of the projection's own weight."""
+    """The inverse of `_joined`, in the dtype of the projection's weight."""
     weight, bias = _names(projection)
     joined = joined.to(tensors[weight].dtype)
     if bias not in tensors:

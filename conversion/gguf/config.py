@@ -1,8 +1,8 @@
 """The stock configuration that a GGUF file describes.
 
-Every size comes from the file. transformers' own reading leaves some to the defaults of the config classes (the head
-size of Qwen3, the width of its experts, biases) and ignores how RoPE was stretched: both give garbage in silence. A
-key that is not in these tables is an error: it may change what the model computes.
+Every size is read from the file. transformers' own reader leaves some to the defaults of the config classes (the head
+size of Qwen3, the width of its experts, biases) and ignores RoPE scaling, which silently gives a wrong model. A
+metadata key that is not in these tables is an error, because it may change the model's outputs.
 """
 
 import math
@@ -15,7 +15,7 @@ from crosshead.common.errors import ConversionError
 
 from ..sources.tensor_store import DTYPES
 from .header import GgufFile
-from .tensors import ARCHITECTURES, EMBEDDING, HEAD, UNPACKED, Architecture
+from .tensors import ARCHITECTURES, DEQUANTISED, EMBEDDING, HEAD, Architecture
 
 _SIZES = {
     "context_length": "max_position_embeddings",
@@ -45,18 +45,10 @@ _OTHER_KEYS = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
 }
-_MEANINGLESS_KEYS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", *_EXPERT_SIZES}
-"""What the tensors say already, or what changes nothing."""
+_IGNORED_KEYS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", *_EXPERT_SIZES}
+"""Keys that repeat shapes of tensors, or do not change the outputs."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""What every Llama 3.1, 3.2 and 3.3 has; only the factor differs."""
-
-_FAMILY_FIELDS = {
-    "llama": ("attention_bias", "mlp_bias"),
-    "qwen2": (),
-    "qwen3": ("attention_bias",),
-    "qwen3_moe": ("attention_bias", "norm_topk_prob"),
-}
-"""What the file does not say and not every family's config has."""
+"""The values of all Llama 3.1, 3.2 and 3.3 models, which differ only in `factor`."""
 
 
 def architecture_of(file: GgufFile) -> Architecture:
@@ -71,99 +63,98 @@ def architecture_of(file: GgufFile) -> Architecture:
 
 
 def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[str, Any]:
-    """What config.json would say; `rope_factors` are the file's own, where it has some."""
+    """The content of config.json; `rope_factors` are the values of the file's tensor of RoPE factors, if any."""
     architecture = architecture_of(file)
-    facts = _Facts(file)
-    facts.check_known()
-    for needed in (EMBEDDING, "output_norm.weight"):
-        if needed not in file.tensors:
-            raise ConversionError(f"{file.paths[0]} has no tensor {needed!r}: give a GGUF file of a whole model")
+    metadata = _ModelMetadata(file)
+    metadata.check_known()
+    for required in (EMBEDDING, "output_norm.weight"):
+        if required not in file.tensors:
+            raise ConversionError(f"{file.paths[0]} has no tensor {required!r}: give a GGUF file of a complete model")
     sizes = _SIZES | (_EXPERT_SIZES if architecture.experts else {})
     config: dict[str, Any] = {"model_type": architecture.model_type, "architectures": [architecture.stock_class]}
-    config |= {ours: facts.count(theirs) for theirs, ours in sizes.items()}
-    config["num_key_value_heads"] = facts.count("attention.head_count_kv", config["num_attention_heads"])
-    config["head_dim"] = _head_size(facts, config)
+    config |= {field: metadata.integer(key) for key, field in sizes.items()}
+    config["num_key_value_heads"] = metadata.integer("attention.head_count_kv", config["num_attention_heads"])
+    config["head_dim"] = _head_size(metadata, config)
     config["vocab_size"] = file.tensors[EMBEDDING].shape[0]
-    config["rms_norm_eps"] = facts.number("attention.layer_norm_rms_epsilon")
-    config["rope_parameters"] = _rope(facts, config["head_dim"], rope_factors)
+    config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
+    config["rope_parameters"] = _rope(metadata, config["head_dim"], rope_factors)
     config["tie_word_embeddings"] = HEAD not in file.tensors
-    config |= {ours: file.metadata.get(theirs) for theirs, ours in _TOKENS.items()}
-    config |= _family_fields(file, architecture)
+    config |= {field: file.metadata.get(key) for key, field in _TOKENS.items()}
+    inferred = {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+        "norm_topk_prob": True,  # as llama.cpp computes it; the default of the config class is False
+    }
+    config |= {field: inferred[field] for field in architecture.inferred_fields}
     config["dtype"] = _dtype(file)
     return config
 
 
-class _Facts:
-    """The metadata that describes the architecture, by the keys' second parts."""
+class _ModelMetadata:
+    """The metadata of the architecture, by keys without the architecture's prefix."""
 
     def __init__(self, file: GgufFile) -> None:
         self.path: Path = file.paths[0]
         self._prefix = f"{file.metadata['general.architecture']}."
-        self._values = {
-            key.removeprefix(self._prefix): value
-            for key, value in file.metadata.items()
-            if key.startswith(self._prefix)
-        }
+        own = [key for key in file.metadata if key.startswith(self._prefix)]
+        self.values = {key.removeprefix(self._prefix): file.metadata[key] for key in own}
 
     def check_known(self) -> None:
-        """Refuse keys of which nothing is known."""
-        for key in sorted(self._values.keys() - _SIZES.keys() - _OTHER_KEYS - _MEANINGLESS_KEYS):
+        """Refuse unknown keys."""
+        for key in sorted(self.values.keys() - _SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
             raise self.error(key, "which the stock model does not know: convert the checkpoint it was made from")
 
     def number(self, key: str, default: float | None = None) -> Any:
         """A positive number."""
-        value: Any = self._values.get(key, default)
+        value: Any = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.error(key, "where a positive number belongs: fetch the file again")
+            raise self.error(key, "but it must be a positive number: download the file again")
         return value
 
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive whole number."""
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A positive integer."""
         value = self.number(key, default)
         if type(value) is not int:
-            raise self.error(key, "where a whole number belongs: fetch the file again")
+            raise self.error(key, "but it must be an integer: download the file again")
         return value
 
-    def text(self, key: str, default: str) -> Any:
-        """Anything, as it stands there."""
-        return self._values.get(key, default)
-
     def error(self, key: str, problem: str) -> ConversionError:
-        """What is wrong with a value."""
-        return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self._values.get(key))}, {problem}")
+        """The error for a value."""
+        return ConversionError(f"{self.path} has {self._prefix}{key}={shown(self.values.get(key))}, {problem}")
 
 
-def _head_size(facts: _Facts, config: dict[str, Any]) -> int:
-    size = facts.count("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
+def _head_size(metadata: _ModelMetadata, config: dict[str, Any]) -> int:
+    size = metadata.integer("attention.key_length", config["hidden_size"] // config["num_attention_heads"])
     for key in ("attention.value_length", "rope.dimension_count"):
-        if facts.count(key, size) != size:
-            raise facts.error(key, f"where heads have {size} features: the stock model cannot be like that")
+        if metadata.integer(key, size) != size:
+            raise metadata.error(key, f"but heads have {size} features: the stock model does not support this")
     return size
 
 
-def _rope(facts: _Facts, head_size: int, factors: Sequence[float] | None) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"rope_theta": facts.number("rope.freq_base", 10000.0), "rope_type": "default"}
-    kind = facts.text("rope.scaling.type", "none")
+def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | None) -> dict[str, Any]:
+    parameters: dict[str, Any] = {"rope_theta": metadata.number("rope.freq_base", 10000.0), "rope_type": "default"}
+    kind = metadata.values.get("rope.scaling.type", "none")
     if kind in ("linear", "yarn"):
-        parameters |= {"rope_type": kind, "factor": facts.number("rope.scaling.factor")}
+        parameters |= {"rope_type": kind, "factor": metadata.number("rope.scaling.factor")}
     elif kind != "none":
-        raise facts.error("rope.scaling.type", "which cannot be converted: use one of none, linear, yarn")
+        raise metadata.error("rope.scaling.type", "which cannot be converted: use one of none, linear, yarn")
     if kind == "yarn":
-        parameters["original_max_position_embeddings"] = facts.count("rope.scaling.original_context_length")
+        parameters["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
     if factors is not None and max(factors) != 1:
         parameters |= {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3_ROPE}
         expected = _llama3_factors(parameters, head_size)
-        fits = len(factors) == len(expected) and all(map(_close, factors, expected))
+        pairs = zip(factors, expected, strict=False)
+        fits = len(factors) == len(expected) and all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs)
         if kind != "none" or not fits:
             raise ConversionError(
-                f"{facts.path} stretches RoPE by factors that are not Llama 3's: convert the checkpoint that it was "
+                f"{metadata.path} scales RoPE by factors that are not Llama 3's: convert the checkpoint that it was "
                 "made from"
             )
     return parameters
 
 
 def _llama3_factors(parameters: dict[str, Any], head_size: int) -> list[float]:
-    """By what llama.cpp divides each frequency to do what the parameters say."""
+    """The divisors of the frequencies in llama.cpp that correspond to these parameters."""
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     factors = []
     for feature in range(0, head_size, 2):
@@ -174,21 +165,8 @@ def _llama3_factors(parameters: dict[str, Any], head_size: int) -> list[float]:
     return factors
 
 
-def _close(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=1e-4)
-
-
-def _family_fields(file: GgufFile, architecture: Architecture) -> dict[str, Any]:
-    values = {
-        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
-        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
-        "norm_topk_prob": True,  # as llama.cpp computes it; the class's default is False
-    }
-    return {name: values[name] for name in _FAMILY_FIELDS[architecture.model_type]}
-
-
 def _dtype(file: GgufFile) -> str:
-    """The number format of the matrices where they share one that is not quantised, else what they are unpacked to."""
+    """The common dtype of all matrices, if there is one and it is not quantised; else the dtype after dequantising."""
     formats = {tensor.format.name for tensor in file.tensors.values() if len(tensor.shape) > 1}
-    dtype = DTYPES.get(formats.pop(), UNPACKED) if len(formats) == 1 else UNPACKED
+    dtype = DTYPES.get(formats.pop(), DEQUANTISED) if len(formats) == 1 else DEQUANTISED
     return str(dtype).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A GGUF file as a store of stock tensors, unpacked as they are read, and its tokenizer."""
+"""A GGUF file as a store of stock tensors, dequantised when they are read, and its tokenizer."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -12,36 +12,41 @@ from transformers import AutoTokenizer, GenerationConfig
 from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 
-from ..sources.tensor_store import DTYPES, Entry
+from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
 
-LARGEST_SHARD = 2_000_000_000
-"""Bytes, unless one tensor alone is larger."""
+MAX_SHARD = 2_000_000_000
+"""Bytes; a larger tensor has a shard of its own."""
+OLDEST_TRANSFORMERS = (5, 18)
+"""Earlier versions mix up or omit special tokens, and split Llama 3's numbers differently."""
 
 
 class GgufStore:
-    """The tensors of a GGUF file, with the configuration that its metadata describes."""
+    """The tensors of a GGUF file, and the configuration that its metadata describes."""
 
     def __init__(self, path: Path) -> None:
-        _check_library()
+        try:
+            import gguf  # noqa: F401
+        except ImportError as error:
+            raise ConversionError('GGUF files need the gguf package: pip install "crosshead[gguf]"') from error
         self.file = read_gguf(path)
         self.places = self.file.paths
         for name, tensor in self.file.tensors.items():
             check_format(name, tensor)
         factors = self.file.tensors.get(ROPE_FACTORS)
         self.config = stock_config(self.file, None if factors is None else _values(factors))
-        self.dropped = {} if factors is None else {ROPE_FACTORS: "config.json says it, in rope_parameters"}
-        """What the file holds and the store does not -> why."""
+        self.dropped = {} if factors is None else {ROPE_FACTORS: "config.json has them in rope_parameters"}
+        """Tensors of the file that are not in the store -> the reason."""
         self._tensors: dict[str, StockTensor] = {}
         for name in sorted((name for name in self.file.tensors if name not in self.dropped), key=depth):
             self._tensors |= self._stock_tensors(name)
         self.entries: Mapping[str, Entry] = {name: tensor.entry(name) for name, tensor in self._tensors.items()}
-        self.shards: Mapping[str, list[str]] = _shards(list(self.entries.values()))
+        self.shards: Mapping[str, list[str]] = shard_names(self.entries, MAX_SHARD)
 
     def read(self, name: str) -> torch.Tensor:
-        """One tensor, unpacked."""
+        """One tensor, dequantised."""
         entry = self.entries[name]
         values = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         row = 0
@@ -51,26 +56,26 @@ class GgufStore:
         return values
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one tensor, unpacked, a few megabytes at a time."""
+        """The bytes of one tensor, dequantised, a few megabytes at a time."""
         for block in self._tensors[name].blocks():
             yield block.contiguous().view(-1).view(torch.uint8).numpy().data
 
     def fingerprint(self) -> str:
-        """A cheap identity of the files: their names, sizes, times of writing and what the headers say."""
+        """A cheap fingerprint of the files: their names, sizes, modification times and headers."""
         states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.file.paths]
         table = [(name, str(held.format), held.shape, held.start) for name, held in self.file.tensors.items()]
         return hashlib.sha256(repr((states, self.file.metadata, table)).encode()).hexdigest()
 
     def _stock_tensors(self, name: str) -> dict[str, StockTensor]:
         source, experts = self.file.tensors[name], self.config.get("num_experts", 0)
-        names = stock_names(name, min(experts, source.shape[0]))  # a damaged count may be huge
+        names = stock_names(name, min(experts, source.shape[0]))  # a damaged number of experts may be huge
         if not names:
             raise ConversionError(
-                f"{source.path} holds tensor {shown(name)}, which the stock model does not have: convert the "
+                f"{source.path} contains the tensor {shown(name)}, which the stock model does not have: convert the "
                 "checkpoint that it was made from"
             )
-        stacked = None not in names.values()
-        if stacked and (len(source.shape) < 3 or source.shape[0] != experts):
+        is_stacked = None not in names.values()
+        if is_stacked and (len(source.shape) < 3 or source.shape[0] != experts):
             raise ConversionError(
                 f"{source.path}: tensor {name!r} has shape={list(source.shape)}, which does not fit {experts} experts"
             )
@@ -85,69 +90,44 @@ class GgufStore:
         if source.shape[0] != heads * size or size % 2:
             raise ConversionError(
                 f"{source.path}: tensor {name!r} has shape={list(source.shape)}, which does not fit {heads} heads of "
-                f"{size} features: fetch the file again"
+                f"{size} features: download the file again"
             )
         return size
-
-
-def _check_library() -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise ConversionError('GGUF files need the gguf package: pip install "crosshead[gguf]"') from error
 
 
 def _values(tensor: GgufTensor) -> list[float]:
     return [value for block in StockTensor(tensor).blocks() for value in block.flatten().tolist()]
 
 
-def _shards(entries: list[Entry]) -> dict[str, list[str]]:
-    groups: list[list[str]] = [[]]
-    size = 0
-    for entry in entries:
-        if groups[-1] and size + entry.size > LARGEST_SHARD:
-            groups.append([])
-            size = 0
-        groups[-1].append(entry.name)
-        size += entry.size
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
-
-
-OLDEST_TRANSFORMERS = (5, 18)
-"""Before it, special tokens were mixed up or missing, and Llama 3's numbers were split in other places."""
-
-
 def write_side_files(store: GgufStore, folder: Path) -> None:
-    """Write the tokenizer's files into `folder`, and what generation needs of the configuration."""
+    """Write the tokenizer and the generation config into `folder`."""
     version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
     if version < OLDEST_TRANSFORMERS:
         raise ConversionError(
-            f"transformers {transformers.__version__} gets the tokenizers of GGUF files wrong: use 5.18 or later"
+            f"transformers {transformers.__version__} reads tokenizers of GGUF files wrongly: use 5.18 or later"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _load(store, folder).save_pretrained(folder)
+    _load_tokenizer(store, folder).save_pretrained(folder)
     ids = {name: value for name, value in store.config.items() if name.endswith("_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
 
 
-def _load(store: GgufStore, folder: Path) -> Any:
+def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
     path, metadata = store.file.paths[0], store.file.metadata
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ConversionError(f"{path} has no tokenizer: convert the checkpoint that it was made from")
-    # Alone in a folder, so that nothing which lies beside the file has a say.
+    # A link in an empty folder, so that transformers reads no other file next to the GGUF file.
     link = folder / "gguf" / "model.gguf"
     link.parent.mkdir(exist_ok=True)
     link.unlink(missing_ok=True)
     link.symlink_to(path.absolute())
-    # transformers reads these from 5.23 on. Older files do not say them: for a sentencepiece model, yes is meant.
-    first = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"))
-    last = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
+    # transformers reads these keys from 5.23 on. If they are missing, sentencepiece models add BOS.
+    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"))
+    add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     try:
         return AutoTokenizer.from_pretrained(
-            link.parent, gguf_file=link.name, add_bos_token=first, add_eos_token=last, trust_remote_code=False
+            link.parent, gguf_file=link.name, add_bos_token=add_bos, add_eos_token=add_eos, trust_remote_code=False
         )
-    except Exception as error:  # the metadata may hold anything, and the library checks it in many ways
+    except Exception as error:  # the metadata may contain anything, and transformers raises many types of errors
         raise ConversionError(f"{path} has a tokenizer that transformers cannot read: {one_line(error)}") from error

@@ -1,4 +1,4 @@
-"""Tensors out of a GGUF file, some rows at a time: read, unpacked where they are quantised, rows in stock order."""
+"""Tensors of a GGUF file: their stock names, and their rows, dequantised and in stock order, a few at a time."""
 
 import re
 from collections.abc import Iterator
@@ -17,23 +17,27 @@ from .header import GgufTensor
 
 @dataclass(frozen=True)
 class Architecture:
-    """What becomes of a GGUF architecture."""
+    """The stock family of a GGUF architecture."""
 
     model_type: str
     stock_class: str
+    inferred_fields: tuple[str, ...] = ()
+    """Fields of the config that the metadata does not contain."""
     interleaved: bool = False
-    """Whether the rows of each query and key head come in rotated pairs, and not half after half as in stock ones."""
+    """Whether the two features that RoPE rotates together are adjacent rows; in stock heads they are in two halves."""
     experts: bool = False
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", interleaved=True),
+    "llama": Architecture("llama", "LlamaForCausalLM", ("attention_bias", "mlp_bias"), interleaved=True),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM"),
-    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", experts=True),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", ("attention_bias",)),
+    "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", ("attention_bias", "norm_topk_prob"), experts=True),
 }
 """The value of `general.architecture` -> its stock family."""
 EMBEDDING, HEAD, ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+DEQUANTISED = torch.float32
+"""The dtype to which the `gguf` package dequantises."""
 
 _OUTER = {EMBEDDING: "model.embed_tokens.weight", "output_norm.weight": "model.norm.weight", HEAD: "lm_head.weight"}
 _INNER = {
@@ -55,9 +59,9 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def stock_names(name: str, experts: int) -> dict[str, int | None]:
-    """The stock tensors that one of GGUF's holds: one per expert where it is a stack of them, none if it is unknown.
+    """The stock tensors in a GGUF tensor: one, one for each expert of a stack, or none for an unknown name.
 
-    The values say which of the stack, None where there is none.
+    The values are the indices of experts, None without experts.
     """
     if name in _OUTER:
         return {_OUTER[name]: None}
@@ -73,38 +77,34 @@ def stock_names(name: str, experts: int) -> dict[str, int | None]:
 
 
 def head_count_key(name: str) -> str | None:
-    """Which count tells the heads that this tensor's rows belong to, for queries and keys; None for others."""
+    """The config field with the number of heads of a query or key projection; None for other tensors."""
     match = _LAYER.fullmatch(name)
     return {"attn_q": "num_attention_heads", "attn_k": "num_key_value_heads"}.get(match[2]) if match else None
 
 
 def depth(name: str) -> tuple[int, int]:
-    """Sorts by the order in which a model uses the tensors: the embedding, layer by layer, the norm and the head."""
+    """A sort key in the order of the model: embedding, layers, norm and head."""
     if match := _LAYER.fullmatch(name):
         return 1, int(match[1])
     return (0, 0) if name == EMBEDDING else (2, 0)
 
 
-UNPACKED = torch.float32
-"""What the `gguf` package unpacks quantised numbers to."""
-
-
 @dataclass(frozen=True)
 class StockTensor:
-    """One stock tensor and where its numbers lie: a whole tensor of the file, or one expert of a stack."""
+    """One stock tensor: a whole tensor of the file, or one expert of a stack."""
 
     source: GgufTensor
     expert: int | None = None
     head_rows: int | None = None
-    """Rows of one head, where they are interleaved: rotated pairs beside each other."""
+    """The number of rows of one head, if they are interleaved."""
 
     def entry(self, name: str) -> Entry:
-        """What a store says of it."""
-        dtype = DTYPES.get(self.source.format.name, UNPACKED)
+        """Its entry in a store."""
+        dtype = DTYPES.get(self.source.format.name, DEQUANTISED)
         return Entry(name, DTYPE_NAMES[dtype], self.source.shape[self.expert is not None :])
 
     def blocks(self) -> Iterator[torch.Tensor]:
-        """Consecutive rows, a few megabytes at a time and whole heads where rows are interleaved."""
+        """Consecutive rows, a few megabytes at a time, and complete heads if rows are interleaved."""
         entry = self.entry("")
         rows, row_size = entry.shape[0], entry.size // entry.shape[0]
         packed = self.source.size // prod(self.source.shape[: len(self.source.shape) - len(entry.shape) + 1])
@@ -116,26 +116,26 @@ class StockTensor:
                 count = min(step, rows - row)
                 raw = torch.empty(count, packed, dtype=torch.uint8)
                 fill(raw.numpy().data.cast("B"), descriptor, self.source.path, start + row * packed)
-                yield self._in_order(unpack(raw, self.source.format)).view(count, *entry.shape[1:])
+                yield self._in_stock_order(dequantise(raw, self.source.format)).view(count, *entry.shape[1:])
 
-    def _in_order(self, rows: torch.Tensor) -> torch.Tensor:
+    def _in_stock_order(self, rows: torch.Tensor) -> torch.Tensor:
         if self.head_rows is None:
             return rows
         # (heads, pairs, first and second, columns) -> (heads, first and second, pairs, columns)
         return rows.view(-1, self.head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
-def unpack(raw: torch.Tensor, form: Any) -> torch.Tensor:
+def dequantise(raw: torch.Tensor, quantisation: Any) -> torch.Tensor:
     """Rows of bytes as rows of numbers."""
-    if form.name in DTYPES:
-        return raw.view(DTYPES[form.name])
+    if quantisation.name in DTYPES:
+        return raw.view(DTYPES[quantisation.name])
     from gguf import dequantize
 
-    return torch.from_numpy(dequantize(raw.numpy(), form))
+    return torch.from_numpy(dequantize(raw.numpy(), quantisation))
 
 
 def check_format(name: str, tensor: GgufTensor) -> None:
-    """Refuse what cannot be unpacked, before anything is written."""
+    """Refuse formats that cannot be dequantised, before anything is written."""
     if tensor.format.name in DTYPES:
         return
     from gguf import GGML_QUANT_SIZES
@@ -143,9 +143,9 @@ def check_format(name: str, tensor: GgufTensor) -> None:
     try:
         if len(tensor.shape) < 2:
             raise NotImplementedError
-        unpack(torch.zeros(1, GGML_QUANT_SIZES[tensor.format][1], dtype=torch.uint8), tensor.format)
+        dequantise(torch.zeros(1, GGML_QUANT_SIZES[tensor.format][1], dtype=torch.uint8), tensor.format)
     except NotImplementedError as error:
         raise ConversionError(
             f"{tensor.path}: tensor {name!r} of {len(tensor.shape)} dimensions is stored as {tensor.format.name}, "
-            "which the gguf package cannot unpack: give a GGUF file in another format, such as Q8_0 or F16"
+            "which the gguf package cannot dequantise: give a GGUF file in another format, such as Q8_0 or F16"
         ) from error

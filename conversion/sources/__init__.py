@@ -1,1 +1,1 @@
-"""Where checkpoints come from: folders, the Hub, and the files in them."""
+"""Checkpoints in folders, on the Hub and in GGUF files, and the files of a model folder."""

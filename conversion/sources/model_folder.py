@@ -1,8 +1,9 @@
-"""The files beside the weights: configuration, code, tokenizer, and the record of the conversion."""
+"""The files of a model folder apart from the weights: configuration, tokenizer, code, and the conversion's record."""
 
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from transformers.dynamic_module_utils import get_relative_import_files
 
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
@@ -23,19 +25,69 @@ from crosshead.modeling.bundle import code_files
 from ..architectures.families import kind_of, read_config
 from ..writing.shard_writer import digest_of
 from ..writing.work_folder import is_fixed
+from .safetensors_store import INDEX, WEIGHTS
 from .tensor_store import TensorStore
 
-CONFIG, RECORD = "config.json", "conversion.json"
-LARGEST_CONFIG = 10_000_000
-TOKENIZER = "tokenizer_config.json"
+CONFIG, RECORD, TEMPLATES = "config.json", "conversion.json", "additional_chat_templates"
+MAX_CONFIG_BYTES = 10_000_000
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
-"""JSON files of words, any of which may look like anything."""
+"""JSON files with vocabulary entries, some of which may look like access tokens."""
+PLAIN_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
+)
+"""Names of the files that a conversion copies."""
+_MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, TEMPLATES, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
+_SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Advance = Callable[[int], None]
-"""Told the bytes of each tensor that was read."""
+"""Called with the size in bytes of each tensor after it was read."""
+
+
+def model_files(folder: Path) -> set[str]:
+    """Names of the files that belong to the model in a folder. Others, such as notes and a card, are the user's."""
+    weights = _object(_read_json(folder / INDEX).get("weight_map"))
+    names = _MODEL_FILES | {str(file) for file in weights.values()} | _remote_code(folder)
+    return {name for name in os.listdir(folder) if name in names or _SHARD.fullmatch(name)}
+
+
+def _remote_code(folder: Path) -> set[str]:
+    """The Python files that `auto_map` in config.json names, and their relative imports."""
+    names: set[str] = set()
+    for reference in _object(_read_json(folder / CONFIG).get("auto_map")).values():
+        module = folder / f"{str(reference).split('--')[-1].split('.')[0]}.py"
+        if module.is_file() and module.name not in names:
+            names.add(module.name)
+            try:
+                names.update(Path(file).name for file in get_relative_import_files(module))
+            except (OSError, ValueError):  # a file is missing or is not text
+                continue
+    return names
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if the file is missing or holds something else."""
+    try:
+        return _object(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        return {}
+
+
+def _object(content: Any) -> dict[str, Any]:
+    return content if isinstance(content, dict) else {}
 
 
 def copy_files(files: list[Path], folder: Path) -> None:
-    """The source's tokenizer and the like, by their names; a folder's files keep the folder."""
+    """Copy the source's tokenizer and other side files, including folders."""
     for file in files:
         if file.is_dir():
             shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
@@ -44,16 +96,16 @@ def copy_files(files: list[Path], folder: Path) -> None:
 
 
 def forget_loading(folder: Path) -> None:
-    """Leave out of the tokenizer's settings how somebody once loaded it, which would hold for all who load it."""
-    path = folder / TOKENIZER
+    """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user."""
+    path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    kept = {name: value for name, value in content.items() if name not in LOADING}
-    if kept != content:
-        write_json(path, kept)
+    cleaned = {name: value for name, value in content.items() if name not in LOADING}
+    if cleaned != content:
+        write_json(path, cleaned)
 
 
 def add_older_names(path: Path, config: Any) -> None:
-    """Say in a stock config.json what has new names as transformers 4 reads it, too: it takes defaults else."""
+    """Add the field names of transformers 4 to a stock config.json; version 4 would use defaults for the new names."""
     rope = dict(config.rope_parameters)
     older = {name: getattr(config, name) for name in config.attribute_map} | {"rope_theta": rope.pop("rope_theta")}
     if rope["rope_type"] != "default":
@@ -62,80 +114,72 @@ def add_older_names(path: Path, config: Any) -> None:
 
 
 def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]:
-    """Leave access tokens of a source's config, and of what was copied, out of the result; the names of what went."""
+    """Remove access tokens from the JSON files in `folder`; returns the removed keys by file.
+
+    `config` is the source's configuration: the target's was built without its access tokens.
+    """
     files = sorted(file for file in folder.glob("*.json") if file.name not in VOCABULARIES)
-    gone = {CONFIG: without_tokens(config)[1]} | leave_out_tokens(files)
-    return {file: names for file, names in gone.items() if names}
+    removed = {CONFIG: without_tokens(config)[1]} | leave_out_tokens(files)
+    return {file: names for file, names in removed.items() if names}
 
 
 def foreign_code(folder: Path) -> str | None:
-    """The first file of code in a folder that this crosshead would not have written there."""
-    found = sorted(folder.rglob("*.py"))
-    own = own_code(folder) if found else {}
-    texts = ((file.name, file.read_text(encoding="utf-8", errors="replace")) for file in found)
-    return next((name for name, text in texts if own.get(name) != text), None)
+    """The name of the first Python file in a folder that differs from the code this crosshead writes there."""
+    files = sorted(folder.rglob("*.py"))
+    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files else {}
+    own = code_files(read_config(content, "mixed", folder.name)) if kind_of(content) == "mixed" else {}
+    for file in files:
+        if own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
+            return file.name
+    return None
 
 
-def own_code(folder: Path) -> dict[str, str]:
-    """The code that this crosshead would have written for the configuration there; none where that is not ours."""
-    content = read_object(folder / CONFIG, LARGEST_CONFIG, "a configuration")
-    return code_files(read_config(content, "mixed", folder.name)) if kind_of(content) == "mixed" else {}
-
-
-def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """One JSON document, readable, whole or not at all."""
+def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
+    """Write an indented JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
 
 
 def record_file(folder: Path, stock: bool) -> Path:
-    """Where the record of a conversion is: in a crosshead model, but beside a stock one, which is nothing of ours.
+    """The path of a conversion's record: in a crosshead model, next to a stock model.
 
-    Inside that one, too, where nothing can be prepared beside it.
+    The record of a stock model goes into the folder if nothing can be written next to it.
     """
-    place = Path(os.path.abspath(folder))
-    return place.with_name(f"{place.name}.{RECORD}") if stock and not is_fixed(place) else place / RECORD
+    folder = Path(os.path.abspath(folder))
+    return folder.with_name(f"{folder.name}.{RECORD}") if stock and not is_fixed(folder) else folder / RECORD
 
 
 def check_record(folder: Path, overwrite: bool) -> None:
-    """Refuse to replace the record beside a stock model, unless told to."""
+    """Refuse to replace the record next to a stock model without `overwrite`."""
     path = record_file(folder, stock=True)
     if path.is_dir():
-        raise ConversionError(f"{path}, where the record would go, is a folder: choose another place")
+        raise ConversionError(f"{path} is a folder, but the record is written there: choose another place")
     if os.path.lexists(path) and not overwrite:
         raise ConversionError(f"{path} is already there: choose another place, or replace it with --overwrite")
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """What the record of a conversion says; nothing where there is none or it is no record of ours."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
+    """The record of a conversion; empty if the file is missing or is not such a record."""
+    content = _read_json(path)
     return content if _is_record(content) else {}
 
 
-def _is_record(content: Any) -> bool:
-    """Whether it says at least what `verify` reads in it."""
-    if not isinstance(content, dict) or not _is_tolerance(content.get("tolerance", "")):
-        return False
-    tensors, source = content.get("tensors"), content.get("source")
+def _is_record(content: dict[str, Any]) -> bool:
+    """Whether all fields that `verify` reads are present."""
+    tolerance, tensors, source = content.get("tolerance", ""), content.get("tensors"), content.get("source")
+    if tolerance is not None:
+        if not isinstance(tolerance, dict) or tolerance.keys() != {"logits", "divergence"}:
+            return False
+        if not isinstance(tolerance["logits"], float | None) or not isinstance(tolerance["divergence"], float):
+            return False
     if not isinstance(tensors, dict) or not isinstance(source, dict) or not {"name", "digest"} <= source.keys():
         return False
     return all(isinstance(tensor, dict) and "crc32" in tensor for tensor in tensors.values())
 
 
-def _is_tolerance(value: Any) -> bool:
-    if value is None:
-        return True
-    if not isinstance(value, dict) or value.keys() != {"logits", "divergence"}:
-        return False
-    return isinstance(value["logits"], float | None) and isinstance(value["divergence"], float)
-
-
 def versions() -> dict[str, str]:
-    """What the result depends on besides source and options."""
+    """Versions of the software that affects the result."""
     libraries = {"torch": torch.__version__, "transformers": transformers.__version__}
     return {"crosshead": version("crosshead"), "python": python_version(), **libraries}
 
@@ -147,7 +191,7 @@ def file_digest(path: Path) -> str:
 
 
 def store_digest(store: TensorStore, known: Mapping[str, str], advance: Advance = lambda size: None) -> str:
-    """One hash of all tensors, however they are spread over files; `known` holds those already hashed."""
+    """One hash of all tensors, independent of the shards; `known` contains digests that need not be computed."""
     digests = stored_digests(store, known, advance)
     rows = sorted(store.entries.items())
     lines = [f"{name} {entry.dtype} {list(entry.shape)} {digests[name]}\n" for name, entry in rows]
@@ -155,7 +199,7 @@ def store_digest(store: TensorStore, known: Mapping[str, str], advance: Advance 
 
 
 def stored_digests(store: TensorStore, known: Mapping[str, str], advance: Advance) -> dict[str, str]:
-    """Every tensor's digest, as the writer of shards makes it, read in the order of the files."""
+    """The digest of every tensor, as the shard writer computes it."""
     digests = {}
     for name in chain.from_iterable(store.shards.values()):
         digests[name] = known.get(name) or digest_of(store.chunks(name))

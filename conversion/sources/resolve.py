@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import HfApi, is_offline_mode, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError
@@ -15,65 +25,48 @@ from crosshead.common.posix import require_posix
 
 from ..gguf.header import parts_of
 from ..gguf.store import GgufStore, write_side_files
-from .hub import fetch
-from .model_folder import CONFIG, LARGEST_CONFIG, VOCABULARIES
-from .safetensors_store import SafetensorsStore
+from .model_folder import CONFIG, MAX_CONFIG_BYTES, PLAIN_SIDE_FILES, TEMPLATES, VOCABULARIES
+from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
-TEMPLATES = "additional_chat_templates"
-PLAIN_SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-    "generation_config.json",
-    *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
-)
-"""Files of a checkpoint that are copied, by their names."""
-_TEXTS = ("", ".md", ".txt", ".jinja")
-_WORDS = {"vocab.txt", "merges.txt"}
+_TEXT_SUFFIXES = ("", ".md", ".txt", ".jinja")
+_TEXT_VOCABULARIES = {"vocab.txt", "merges.txt"}
 _TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
-"""The files of which a tokenizer can be made: one of these sets is enough."""
+"""One of these sets of files is enough for a tokenizer."""
 
 
 @dataclass(frozen=True)
 class Source:
-    """A checkpoint that can be converted."""
+    """A checkpoint to convert."""
 
     store: TensorStore
-    """Its tensors, under stock names."""
+    """Its tensors, by stock names."""
     config: dict[str, Any]
-    """What its config.json says, or would say."""
+    """The content of config.json; for a GGUF file, built from its metadata."""
     files: list[Path]
-    """What is copied beside the weights: tokenizer, generation config, licence; and a folder of chat templates."""
+    """Files to copy: tokenizer, generation config, licence, and the folder of chat templates."""
     origin: dict[str, str]
-    """How conversion.json names it, without a path of this machine."""
+    """The source in conversion.json, without a path of this machine."""
     fingerprint: str
-    """Changes when the source does; cheap, so not a hash of all its bytes."""
+    """Changes with the source. Cheap to compute: it depends on file times, not on all bytes."""
     dropped: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that it holds under names of its own and `store` does not -> why."""
+    """Tensors of a GGUF file that are not in `store` -> the reason."""
 
 
 def open_source(source: str | Path, revision: str | None = None, *, scratch: Path, also: Sequence[str] = ()) -> Source:
-    """Open a folder, a GGUF file, a folder with one, or a model on the Hub.
+    """Open a folder, a GGUF file, a folder with one GGUF file, or a model on the Hub.
 
-    `scratch` takes small files that are made of it; `also` names files to fetch from the Hub that no conversion reads.
+    Files made from a GGUF file are written to `scratch`. `also` names further files to download from the Hub.
     """
     require_posix("reading a checkpoint to convert or verify it")
     path = Path(os.path.expanduser(source))
     if os.path.exists(path) and source != "":
         if revision is not None:
-            raise ConversionError(f"{source} is local and has no revisions: leave revision={revision!r} out")
+            raise ConversionError(f"{source} is local and has no revisions: omit revision={revision!r}")
         return _open_local(path, scratch)
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
-    folder, commit = fetch(source, revision, [*PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
+    folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
 
 
@@ -84,25 +77,25 @@ def _looks_like_path(source: str) -> bool:
 def _open_local(path: Path, scratch: Path) -> Source:
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ConversionError(f"{path} is a single file, and no GGUF one: give the folder of the checkpoint")
+            raise ConversionError(f"{path} is a single file, but not a GGUF file: give the folder of the checkpoint")
         return _open_gguf(path, scratch)
     if (path / CONFIG).exists():
         return _open_folder(path, str(path), {"kind": "folder", "name": path.resolve().name})
     try:
-        found = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
-    if not found:
+    if not files:
         raise ConversionError(f"{path} has no {CONFIG}: give the folder of a checkpoint, or a GGUF file")
-    if not set(found) <= set(parts_of(found[0])):
-        names = ", ".join(file.name for file in found)
-        raise ConversionError(f"{path} holds several GGUF files: give one of {names}")
-    return _open_gguf(found[0], scratch)
+    if not set(files) <= set(parts_of(files[0])):
+        names = ", ".join(file.name for file in files)
+        raise ConversionError(f"{path} contains several GGUF files: give one of {names}")
+    return _open_gguf(files[0], scratch)
 
 
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
-    config = read_object(folder / CONFIG, LARGEST_CONFIG, "a configuration")
-    files = side_files(folder)
+    config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
+    files = _side_files(folder)
     if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
         raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
     _check_tokens([folder / CONFIG, *files], name)
@@ -114,36 +107,88 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 def _open_gguf(path: Path, scratch: Path) -> Source:
     store = GgufStore(path)
     write_side_files(store, scratch)
-    origin, files = {"kind": "gguf", "name": path.name}, side_files(scratch)
+    origin, files = {"kind": "gguf", "name": path.name}, _side_files(scratch)
     _check_tokens(files, str(path))
     return Source(store, store.config, files, origin, _digest(store.fingerprint()), store.dropped)
 
 
-def side_files(folder: Path) -> list[Path]:
-    """What belongs beside the weights, by an allow-list: neither code nor pickles nor the source's description."""
+def _side_files(folder: Path) -> list[Path]:
+    """The files to copy, by an allow-list: no code, no pickles, no model card."""
     files = [folder / name for name in PLAIN_SIDE_FILES if (folder / name).is_file()]
     templates = folder / TEMPLATES
     if templates.is_dir():
         for file in sorted(templates.iterdir()):
             if file.suffix != ".jinja":
-                raise ConversionError(f"{file} is no chat template (*.jinja): remove it from {TEMPLATES}")
+                raise ConversionError(f"{file} is not a chat template (*.jinja): remove it from {TEMPLATES}")
         files.append(templates)
     return files
 
 
 def _check_tokens(files: Sequence[Path], name: str) -> None:
-    """Licences and templates are copied as they are; of JSON files, values that hold a token can be left out."""
+    """Refuse access tokens in licences and templates; values of JSON objects with a token are removed when copied."""
     texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
-    for file in (file for file in texts if file.name not in VOCABULARIES | _WORDS):
+    for file in (file for file in texts if file.name not in VOCABULARIES | _TEXT_VOCABULARIES):
         if file.suffix == ".json":
-            text = json.dumps(without_tokens(read_object(file, LARGEST_CONFIG, "settings"))[0])
+            text = json.dumps(without_tokens(read_object(file, MAX_CONFIG_BYTES, "settings"))[0])
         else:
-            text = file.read_text(encoding="utf-8", errors="replace") if file.suffix in _TEXTS else ""
+            text = file.read_text(encoding="utf-8", errors="replace") if file.suffix in _TEXT_SUFFIXES else ""
         if TOKEN.search(text):
             raise ConversionError(
-                f"{file.name} of {name} holds an access token: take it out, and have another one issued"
+                f"{file.name} of {name} contains an access token: remove it from the file and revoke it"
             )
 
 
 def _digest(*parts: Any) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+_HUB_ERRORS: dict[type[Exception], str] = {
+    HFValidationError: "is not a valid name on the Hub either: give a path, or a name such as organisation/model",
+    GatedRepoError: "is gated on the Hub: request access on its page and log in with `hf auth login`",
+    RevisionNotFoundError: "has no revision {revision!r} on the Hub: give an existing branch, tag or commit",
+    RepositoryNotFoundError: "is not on the Hub, or is private: check the name, or log in with `hf auth login`",
+    LocalEntryNotFoundError: "is not complete in the local Hub cache, and the Hub is not reachable: go online, "
+    "without HF_HUB_OFFLINE",
+}
+"""Exceptions of the Hub's client, subclasses first -> the message."""
+
+
+def _download(repository: str, revision: str | None, side_files: list[str]) -> tuple[Path, str]:
+    """Download config, safetensors and `side_files` of a model to the Hub's cache; returns folder and commit."""
+    patterns = [CONFIG, WEIGHTS, INDEX, *side_files]
+    try:
+        if not is_offline_mode():
+            _check_weights(repository, HfApi().list_repo_files(repository, revision=revision))
+        folder = Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+        if not (folder / WEIGHTS).exists() and (folder / INDEX).exists():
+            shards = sorted(set(read_index(folder / INDEX).values()))  # shards may have any name
+            snapshot_download(repository, revision=folder.name, allow_patterns=shards)
+    except ConversionError:
+        raise
+    except Exception as error:  # the exceptions of the HTTP library differ between versions of the Hub's client
+        reason = _explain(error, revision)
+        raise ConversionError(f"{shown(repository)}, which is not a local folder, {reason}") from error
+    return folder, folder.name
+
+
+def _check_weights(repository: str, files: list[str]) -> None:
+    if WEIGHTS in files or INDEX in files:
+        return
+    if any(file.endswith(".gguf") for file in files):
+        raise ConversionError(f"{repository!r} contains only GGUF files: download one of them and give its path")
+    raise ConversionError(
+        f"{repository!r} has no {WEIGHTS}, and pickles (pytorch_model.bin) are not read because they can run code: "
+        "look for a safetensors version of the model, or save one with transformers"
+    )
+
+
+def _explain(error: Exception, revision: str | None) -> str:
+    """A message without the error's own text, which may contain signed URLs."""
+    for kind, explanation in _HUB_ERRORS.items():
+        if isinstance(error, kind):
+            return explanation.format(revision=revision)
+    status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+    if status in (401, 403):
+        return f"is not accessible on the Hub ({status}): log in with `hf auth login` as a user with read access"
+    reason = status or getattr(error, "strerror", None) or type(error).__name__
+    return f"cannot be downloaded from the Hub ({reason}): check the connection and the disk, then try again"

@@ -1,4 +1,4 @@
-"""The interface of stored tensors: name, dtype, shape, bytes."""
+"""The interface of a checkpoint's tensors: name, dtype, shape, bytes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+
+from crosshead.common.errors import ConversionError
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -14,7 +17,7 @@ DTYPES: dict[str, torch.dtype] = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""The number formats that weights can be converted from, by their names in safetensors."""
+"""The dtypes of weights that can be converted, by their names in safetensors."""
 INTEGERS: dict[str, torch.dtype] = {
     "I64": torch.int64,
     "I32": torch.int32,
@@ -26,7 +29,7 @@ INTEGERS: dict[str, torch.dtype] = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""The formats of buffers such as position ids, which are copied as they are."""
+"""The dtypes of buffers such as position ids, which are copied unchanged."""
 STORED = DTYPES | INTEGERS
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -42,36 +45,58 @@ class Entry:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return prod(self.shape) * STORED[self.dtype].itemsize
 
     @property
     def is_integer(self) -> bool:
-        """It holds integers, so it is no weight."""
+        """Whether it holds integers, so that it is not a weight."""
         return self.dtype in INTEGERS
 
-    def dtype_in(self, asked: str | None) -> str:
-        """Its dtype in a checkpoint whose weights are to have the dtype `asked`."""
-        return self.dtype if asked is None or self.is_integer else asked
+    def dtype_in(self, dtype: str | None) -> str:
+        """Its dtype in a checkpoint whose weights are cast to `dtype`; None keeps the dtypes."""
+        return self.dtype if dtype is None or self.is_integer else dtype
+
+
+def shard_names(entries: Mapping[str, Entry], maximum: int) -> dict[str, list[str]]:
+    """Group tensors into shards of at most `maximum` bytes: file name -> tensor names."""
+    return split_state_dict_into_shards_factory(
+        dict(entries),
+        get_storage_size=lambda entry: entry.size,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=maximum,
+    ).filename_to_tensors
 
 
 class TensorStore(Protocol):
-    """Tensors that are read one at a time, never all at once."""
+    """Tensors of a checkpoint, read one at a time."""
 
     @property
     def entries(self) -> Mapping[str, Entry]:
-        """By name."""
+        """All tensors by name."""
 
     @property
     def shards(self) -> Mapping[str, list[str]]:
-        """The files they lie in, in order: file name -> tensor names, in the order of their bytes."""
+        """File name -> tensor names, both in order."""
 
     @property
     def places(self) -> list[Path]:
-        """The folder or the files that must stay as they are."""
+        """The folder or the files of the checkpoint, which must not change."""
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype."""
 
     def chunks(self, name: str) -> Iterator[memoryview]:
-        """The bytes of one tensor, little-endian and row by row, a few megabytes at a time."""
+        """The bytes of one tensor, little-endian and row-major, a few megabytes at a time."""
+
+
+def checked_entry(store: TensorStore, name: str, shape: tuple[int, ...]) -> Entry:
+    """The entry of a tensor that the config requires; `ConversionError` if it is missing or has another shape."""
+    entry = store.entries.get(name)
+    if entry is None:
+        raise ConversionError(f"the tensor {name} is missing: the config requires it with the shape {list(shape)}")
+    if entry.shape != shape:
+        raise ConversionError(
+            f"the tensor {name} has the shape {list(entry.shape)}, but the config requires {list(shape)}"
+        )
+    return entry

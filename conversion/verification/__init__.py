@@ -1,1 +1,1 @@
-"""Comparing a converted model with its source."""
+"""Comparison of a converted model with its source."""

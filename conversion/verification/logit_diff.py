@@ -1,6 +1,5 @@
-"""Compares the logits of two models on the same text. Both are streamed: neither must fit in memory."""
+"""Compares the logits of two models on the same text. Both are streamed: neither has to fit in memory."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count, product
 
@@ -8,26 +7,25 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Advance
 
 from ..calibration.streamed_model import StreamedModel
 
 POSITIONS = 64
-"""Logits are made for so many positions at a time: those of a whole window can be gigabytes."""
-Advance = Callable[[int, int], None]
-"""Called with the layers done and the layers there are, of both models."""
+"""The number of positions whose logits are computed at a time: those of a whole window can be gigabytes."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a target predicts differently from its source, on the source's vocabulary."""
+    """The difference between source and target, on the source's vocabulary."""
 
     windows: int
     window_length: int
     greatest_logit_difference: float
     mean_logit_difference: float
-    """Of the absolute differences."""
+    """Of absolute differences."""
     largest_logit: float
-    """The source's, by absolute value: what the differences are to be measured by."""
+    """Of the source, by absolute value: the scale of the differences."""
     kl_divergence: float
     """From the source's predictions to the target's, mean over positions, in nats."""
     loss_before: float
@@ -35,7 +33,7 @@ class Comparison:
     perplexity_before: float
     perplexity_after: float
     greedy_agreement: float
-    """The share of positions where both hold the same token for the likeliest."""
+    """The share of positions with the same most likely token."""
 
 
 class _Sums:
@@ -46,7 +44,7 @@ class _Sums:
         self.greatest = self.largest = self.difference = self.divergence = self.before = self.after = 0.0
 
     def add(self, source: torch.Tensor, target: torch.Tensor, labels: torch.Tensor) -> None:
-        """Logits (n, vocabulary) of n positions, and the tokens that follow: n, or one fewer where the text ends."""
+        """Add logits (n, vocabulary) of n positions, and the following tokens: n, or n - 1 at the end of the text."""
         difference = (source - target).abs()
         self.positions += len(source)
         self.logits += source.numel()
@@ -56,33 +54,31 @@ class _Sums:
         self.largest = max(self.largest, float(source.abs().max()))
         self.difference += float(difference.sum(dtype=torch.float64))
         before, after = source.double().log_softmax(-1), target.double().log_softmax(-1)
-        self.divergence += float((before.exp() * (before - after)).sum())
+        self.divergence += float(functional.kl_div(after, before, reduction="sum", log_target=True))
         self.before += float(functional.nll_loss(before[: len(labels)], labels, reduction="sum"))
         self.after += float(functional.nll_loss(after[: len(labels)], labels, reduction="sum"))
 
 
 @torch.no_grad()
 def compare(
-    source: StreamedModel,
-    target: StreamedModel,
-    tokens: torch.Tensor,
-    advance: Advance = lambda done, total: None,
+    source: StreamedModel, target: StreamedModel, tokens: torch.Tensor, advance: Advance = lambda done, total: None
 ) -> Comparison:
     """Run both models, one after the other, on windows of tokens (B, T >= 2) of the source's vocabulary.
 
-    A target with a larger vocabulary is judged by what it says of the source's.
+    Additional tokens in the target's vocabulary are ignored. `advance` counts the layers of both models.
     """
-    before, after = _final_states([source, target], tokens, advance)
+    total = source.config.num_hidden_layers + target.config.num_hidden_layers
+    done = count(1)
+    before, after = (model.run(tokens, lambda: advance(next(done), total)) for model in (source, target))
     sums = _Sums()
     length = tokens.shape[1]
     with source.head() as source_head, target.head() as target_head:
         for window, start in product(range(len(tokens)), range(0, length, POSITIONS)):
             end = start + POSITIONS
-            logits = _finite(source_head(before[window, start:end]), "source")
-            others = _finite(target_head(after[window, start:end]), "converted model")
-            sums.add(logits, others[:, : logits.shape[1]], tokens[window, start + 1 : end + 1])
+            expected = _finite(source_head(before[window, start:end]), "source")
+            logits = _finite(target_head(after[window, start:end]), "converted model")
+            sums.add(expected, logits[:, : expected.shape[1]], tokens[window, start + 1 : end + 1])
     losses = torch.tensor([sums.before, sums.after], dtype=torch.float64) / sums.labels
-    perplexities = losses.exp()
     return Comparison(
         windows=len(tokens),
         window_length=length,
@@ -92,23 +88,16 @@ def compare(
         kl_divergence=sums.divergence / sums.positions,
         loss_before=float(losses[0]),
         loss_after=float(losses[1]),
-        perplexity_before=float(perplexities[0]),
-        perplexity_after=float(perplexities[1]),
+        perplexity_before=float(losses[0].exp()),
+        perplexity_after=float(losses[1].exp()),
         greedy_agreement=sums.agreed / sums.positions,
     )
 
 
-def _final_states(models: list[StreamedModel], tokens: torch.Tensor, advance: Advance) -> list[torch.Tensor]:
-    """What each model's last layer puts out."""
-    total = sum(model.config.num_hidden_layers for model in models)
-    done = count(1)
-    return [model.run(tokens, lambda: advance(next(done), total)) for model in models]
-
-
-def _finite(logits: torch.Tensor, whose: str) -> torch.Tensor:
+def _finite(logits: torch.Tensor, model: str) -> torch.Tensor:
     if not logits.isfinite().all():
         raise ConversionError(
-            f"the {whose} gives logits that are no numbers (nan or inf) on the sample text: its weights are damaged, "
-            "or too large for their number format"
+            f"the logits of the {model} on the sample text contain nan or inf: its weights are damaged, or too large "
+            "for their dtype"
         )
     return logits

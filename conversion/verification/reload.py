@@ -26,34 +26,34 @@ NEW_TOKENS = 20
 def reload_check(
     folder: Path, tokens: torch.Tensor, expected: Callable[[], torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Load a folder, stock or ours, by what it holds alone, and run it on sequences of tokens (B, T).
+    """Load a stock or crosshead folder from its own files alone, and run it on sequences of tokens (B, T).
 
-    Compares its logits with those that `expected` gives (B, T, vocabulary). A model too large for the memory is loaded
-    by names and shapes alone: then "checked" says so, and there is no text. `ConversionError` where loading fails.
+    Its logits are compared with those that `expected` returns (B, T, vocabulary). For a model that does not fit in
+    memory only names and shapes are loaded, as "checked" reports. `ConversionError` if loading fails.
     """
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
-    whole = fits_in_memory(sum(4 * prod(shape) for shape in shapes.values()))
+    fits = fits_in_memory(sum(4 * prod(shape) for shape in shapes.values()))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with TemporaryDirectory() as scratch:
         logits = Path(scratch, "logits.safetensors")
         job = {
             "folder": str(folder.resolve()),
             "remote_code": "auto_map" in config,
-            "shapes": None if whole else shapes,
+            "shapes": None if fits else shapes,
             "tokens": tokens.tolist(),
             "new_tokens": NEW_TOKENS,
             "threads": torch.get_num_threads(),
             "logits": str(logits),
         }
-        found = _run(job, Path(scratch), folder)
+        result = _run(job, Path(scratch), folder)
         buffers = {name for name, entry in entries.items() if entry.is_integer}
-        found["unexpected"] = [name for name in found.get("unexpected", ()) if name not in buffers]
-        checked = {"remote_code": job["remote_code"], "checked": "logits and text" if whole else "names and shapes"}
-        if whole and expected is not None:
+        result["unexpected"] = [name for name in result.get("unexpected", ()) if name not in buffers]
+        report = {"remote_code": job["remote_code"], "checked": "logits and text" if fits else "names and shapes"}
+        if fits and expected is not None:
             difference = load_file(logits)["logits"] - expected()
-            checked["greatest_logit_difference"] = float(difference.abs().max())
-    return checked | found
+            report["greatest_logit_difference"] = float(difference.abs().max())
+    return report | result
 
 
 def agreement(one: list[list[int]], other: list[list[int]]) -> float:
@@ -63,11 +63,11 @@ def agreement(one: list[list[int]], other: list[list[int]]) -> float:
 
 
 def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
-    """Run the worker in an isolated interpreter; what it found."""
+    """Run the worker in an isolated interpreter, and return its result."""
     request, result, home = scratch / "job.json", scratch / "result.json", str(scratch / "home")
     request.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
     settings = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
-    # The libraries may lie where only this process was told to look: -I, which is cleaner, would not find them.
+    # This process may have found its libraries by a changed sys.path, which the cleaner option -I would ignore.
     settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
     command = [sys.executable, "-P", str(WORKER), str(request)]
     done = subprocess.run(command, cwd=scratch, env=os.environ | settings, capture_output=True, check=False)
@@ -75,5 +75,5 @@ def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"
         raise ConversionError(f"{folder} does not load in a clean process: {reason}")
-    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return found
+    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return content

@@ -1,8 +1,8 @@
-"""Loads a model folder as its users will: a script that `reload.py` runs in a process that cannot import crosshead.
+"""Loads a model folder as its users do: a script that `reload.py` runs in a process that cannot import crosshead.
 
 usage: python -P reload_worker.py JOB.json
 
-It imports nothing of ours. What it finds goes to the files that the job names; a failure is the last line on stderr.
+It imports nothing from crosshead. The results go to the files that the job names; an error is the last line on stderr.
 """
 
 import json
@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
-"""So that what does not fit is reported, all of it, rather than raised, the first of it."""
+"""Report all tensors that do not fit, instead of raising an error for the first one."""
 
 
 def load_weights(folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The model in float32, and what the library says of the tensors."""
+    """The model in float32, and the loading info of transformers."""
     loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
     return loaded
 
 
 def load_shapes(folder: Path, trusted: dict[str, Any], shapes: dict[str, list[int]]) -> tuple[Any, dict[str, Any]]:
-    """The same without values: the library loads tensors that have a name and a shape alone."""
+    """The same without values, from tensors on the meta device."""
     config = AutoConfig.from_pretrained(folder, **trusted)
     with torch.device("meta"):
         model_class: Any = type(AutoModelForCausalLM.from_config(config, **trusted))
@@ -44,14 +44,14 @@ def tensor_report(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def unloaded(model: Any) -> list[str]:
-    """Names of the tensors that got no values."""
+    """Names of tensors without values."""
     named = [*model.named_parameters(), *model.named_buffers()]
     return sorted(name for name, tensor in named if tensor.is_meta)
 
 
 @torch.no_grad()
 def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list[list[int]]:
-    """How sequences (B, T) go on when the likeliest token is always taken."""
+    """Greedy continuations of sequences (B, T)."""
     model.generation_config = GenerationConfig()  # the folder's own may sample, penalise or stop
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
     generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
@@ -59,8 +59,8 @@ def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list
 
 
 @torch.no_grad()
-def say(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
-    """Logits of the sequences (B, T), to a file, and how each goes on."""
+def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
+    """Write the logits of sequences (B, T) to a file, and return their continuations."""
     model.eval()
     save_file({"logits": torch.cat([model(sequence[None]).logits for sequence in tokens])}, logits)
     continuations = continue_greedily(model, tokens, new_tokens)
@@ -68,22 +68,22 @@ def say(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logit
 
 
 def main(job: dict[str, Any]) -> None:
-    """One job: see `reload.py`."""
+    """Run one job of `reload.py`."""
     torch.set_num_threads(job["threads"])
     folder, trusted = Path(job["folder"]), {"trust_remote_code": True} if job["remote_code"] else {}
     tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
     if job["shapes"] is None:
         model, info = load_weights(folder, trusted)
-        found = tensor_report(info) | {"unloaded": unloaded(model)}
-        found |= say(model, tokenizer, torch.tensor(job["tokens"]), job["new_tokens"], Path(job["logits"]))
+        report = tensor_report(info) | {"unloaded": unloaded(model)}
+        report |= run_model(model, tokenizer, torch.tensor(job["tokens"]), job["new_tokens"], Path(job["logits"]))
     else:
-        found = tensor_report(load_shapes(folder, trusted, job["shapes"])[1])
-    Path(job["result"]).write_text(json.dumps(found), encoding="utf-8")
+        report = tensor_report(load_shapes(folder, trusted, job["shapes"])[1])
+    Path(job["result"]).write_text(json.dumps(report), encoding="utf-8")
 
 
 if __name__ == "__main__":
     sys.modules["crosshead"] = None  # type: ignore[assignment]  # any import of it fails
     try:
         main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
-    except Exception as error:  # whatever a checkpoint's code or files may raise, as one line
+    except Exception as error:  # the folder's code and files may raise any error; it is printed as one line
         raise SystemExit(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -1,79 +1,81 @@
-"""How much a conversion may differ from its source at the start: not at all, approximately, or by any amount."""
+"""The allowed difference of a conversion from its source: none but rounding, approximate, or any."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
-import torch
-
 from crosshead.common.errors import ConversionError
-from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import Settings
 
 from ..architectures.families import family_of
-from ..architectures.mixer_tensors import layer_components
+from ..architectures.mixer_tensors import mixers_layout
 
 APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
-    "explicit": lambda settings: not settings["norm"],  # component heads, fitted
+    "explicit": lambda settings: not settings["norm"],  # component heads are fitted
     "mixture": lambda settings: settings["gate_scale"] == "unit" or settings["gate"] == "binary",
 }
-"""Mechanisms that a conversion starts as near to the source as it can, where their settings allow it."""
+"""Mechanism -> whether it approximates the source with these settings."""
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a model may be from the one that it ought to equal."""
+    """The maximum difference of a model from its source."""
 
     logits: float | None
-    """Greatest difference, as a part of the greatest logit. None: it says nothing."""
+    """Maximum difference of logits, relative to the largest logit; None for any difference."""
     divergence: float
     """KL divergence in nats, mean over positions."""
 
 
 SAME = Tolerance(1e-5, 1e-5)
-"""Where the arithmetic is the same."""
+"""For the same arithmetic."""
 ROUNDING = {
     "F64": Tolerance(1e-4, 1e-5),
     "F32": Tolerance(1e-4, 1e-5),
     "F16": Tolerance(2e-2, 1e-2),
     "BF16": Tolerance(1e-1, 1e-2),
 }
-"""Where numbers are rounded to a dtype once more; the coarsest last."""
+"""For additional rounding to a dtype; the coarsest last."""
 
 
 def starts_neutral(config: Any, allow_inexact: bool) -> bool:
-    """Whether every mechanism starts neutral; `ConversionError` where one starts nowhere near, unless allowed."""
-    neutral = True
-    for layer, layout in enumerate(config.layouts()):
-        settings = config.mixers_of_layer(layer)
-        shared = shared_layout(settings, layout)
-        for name, options in settings.items():
-            if RULES[name].starts_neutral(options, shared):
+    """Whether every mechanism starts neutral; `ConversionError` if one is not even approximate, unless allowed."""
+    is_neutral = True
+    for layer in range(config.num_hidden_layers):
+        layout = mixers_layout(config, layer)
+        for name, options in config.mixers_of_layer(layer).items():
+            if RULES[name].starts_neutral(options, layout):
                 continue
-            neutral = False
-            if not allow_inexact and not APPROXIMATE.get(name, lambda options: False)(options):
+            is_neutral = False
+            if not allow_inexact and not (name in APPROXIMATE and APPROXIMATE[name](options)):
                 raise ConversionError(
-                    f"{name!r} with these options does not start as the source, so the model would forget what it "
-                    "knows: choose others, or accept that with --allow-inexact"
+                    f"{name!r} with these options does not start close to the source, so the model would be much "
+                    "worse: use other options, or accept it with --allow-inexact"
                 )
-    return neutral
+    return is_neutral
 
 
 def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
-    """How far a result that ought to equal its source may be from it, given the dtypes that numbers are rounded to."""
+    """The tolerance of a result that should equal its source, given the dtypes to which values are rounded."""
     dtypes = set(rounded_to)
     if not dtypes:
         return SAME
-    found = ROUNDING[max(dtypes, key=list(ROUNDING).index)]
-    # Rounding may send a token to another expert, which changes its logits by any amount.
-    return replace(found, logits=None) if family_of(config).experts else found
+    coarsest = ROUNDING[max(dtypes, key=list(ROUNDING).index)]
+    # Rounding may route a token to another expert, which changes its logits by any amount.
+    return replace(coarsest, logits=None) if family_of(config).experts else coarsest
 
 
-def cache_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of key/value cache for each token, with weights of a dtype."""
-    total = 0
-    for layer, layout in enumerate(config.layouts()):
-        components, beside = layer_components(config, layer, dtype)
-        total += (sum(components.values()) * layout.head_dim + beside) * dtype.itemsize
-    return total
+def check_equal(measured: Mapping[str, Any], limit: Tolerance | None) -> None:
+    """`ConversionError` if the measured differences exceed the tolerance."""
+    if limit is None:
+        return
+    difference, divergence = measured["greatest_logit_difference"], measured["kl_divergence"]
+    largest = measured["largest_logit"]
+    allowed = inf if limit.logits is None else limit.logits * largest
+    if not (difference <= allowed and divergence <= limit.divergence):
+        raise ConversionError(
+            f"the result should equal its source, but logits differ by up to {difference:.3g} (the largest logit is "
+            f"{largest:.3g}), and the KL divergence is {divergence:.3g}; please report this"
+        )

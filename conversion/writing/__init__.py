@@ -1,1 +1,1 @@
-"""Writing a converted checkpoint: shards, and atomic output."""
+"""Writing of a converted checkpoint: shards, and atomic output."""

@@ -1,7 +1,7 @@
 """Atomic output: the target directory is replaced only after the model is fully written.
 
 Everything is written into the working directory `.<name>.crosshead-partial` next to the target, or into
-`.crosshead-partial` inside the target if that is a mount point or its parent is not writable. It holds
+`.crosshead-partial` inside the target if that is a mount point or its parent is not writable. It contains
 
     lock           locked during a run: a second run for the same target is refused
     journal.json   the fingerprint of the conversion, and the digests of the finished weight files
@@ -12,8 +12,8 @@ Everything is written into the working directory `.<name>.crosshead-partial` nex
 and files that a run caches for the next one. At the end `model/` is renamed to the target. If the target is an
 existing folder, the files are moved into it, config.json last, and files that are not part of the old model stay. A
 run that fails or is killed leaves its finished files. The next run of the same conversion uses those that still match
-the journal; another conversion is refused, unless it is told to restart. The next run also finishes an interrupted
-move. Nothing is flushed to the disk: a power failure can lose data, as after `cp`.
+the journal; another conversion is refused without `restart`. The next run also finishes an interrupted move. Nothing
+is flushed to the disk: a power failure can lose data, as after `cp`.
 """
 
 import errno
@@ -27,10 +27,8 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from ..sources.model_folder import CONFIG
-from ..sources.resolve import TEMPLATES
+from ..sources.model_folder import CONFIG, TEMPLATES, model_files, write_json
 from ..sources.tensor_store import Entry
-from .model_files import model_files
 from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
 
@@ -38,9 +36,8 @@ Digests = dict[str, str]
 Fingerprint = Mapping[str, Any]
 """Equal for runs that write the same bytes; as JSON."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_NO_CONTENT = {SUFFIX, "lost+found"}
-"""Names in a folder that counts as empty: a working directory, and the system's own."""
-_UNFINISHED = (".partial", ".draft")
+_IGNORED = {SUFFIX, "lost+found"}
+"""Names in a folder that counts as empty: a working directory, and one that file systems create."""
 
 
 class AtomicOutput:
@@ -48,34 +45,34 @@ class AtomicOutput:
 
     def __init__(self, target: Path, fingerprint: Fingerprint, overwrite: bool) -> None:
         self.work = work_folder(target)
+        """The working directory. Files here are not published, and found by the next run of the same conversion."""
         self.folder = self.work / "model"
-        """Where to write."""
+        """The folder to write to."""
         self.finished: dict[str, Digests] = {}
-        """Weight files that are complete -> the digests of their tensors."""
-        self._unverified = False
+        """Finished weight files -> the digests of their tensors."""
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
-        self._beside = self.work / "beside"
+        self._siblings = self.work / "beside"
         self._total = 0
 
     def recover(self) -> None:
-        """Finish the publishing that this run, or one that was killed, has begun, and remove what it left."""
+        """Finish moving files to the target, in this run or after a killed one, and remove the remaining files."""
         publishing = self._publishing.exists()
         if publishing:
             self._move_in(json.loads(self._publishing.read_bytes()))
         if publishing or not self.folder.exists():
-            for path in self._beside.glob("*"):
+            for path in self._siblings.glob("*"):
                 path.replace(self._target.parent / path.name)
             self.discard()
 
     def begin(self, restart: bool) -> None:
-        """Continue an earlier run of the same conversion; refuse to discard the work of another one."""
+        """Continue an earlier run of the same conversion; refuse to discard the files of another one."""
         earlier, self.finished = self._read_journal()
         differ = [key for key in earlier | self._fingerprint if earlier.get(key) != self._fingerprint.get(key)]
-        if differ and earlier and not restart and self._holds_work():
+        if differ and earlier and not restart and self._has_reusable_files():
             raise ConversionError(
-                f"{self.work} holds unfinished work of another conversion, with other {' and '.join(differ)}: run "
-                "that one again, or discard its work with --restart"
+                f"{self.work} contains an unfinished conversion with other {' and '.join(differ)}: run that one "
+                "again, or discard it with --restart"
             )
         if differ or restart:
             self.discard()
@@ -83,33 +80,22 @@ class AtomicOutput:
             self._write_journal()
         self.folder.mkdir(exist_ok=True)
 
-    def cached(self, name: str) -> Path:
-        """The path of a file that is not published and that the next run of the same conversion finds."""
-        return self.work / name
-
-    @contextmanager
-    def verifying(self) -> Iterator[None]:
-        """While the complete model is verified: a failure keeps it."""
-        self._unverified = True
-        yield
-        self._unverified = False
-
     def sibling(self, name: str) -> Path:
-        """Where to write a file that is published next to the target."""
-        self._beside.mkdir(exist_ok=True)
-        return self._beside / name
+        """The path to write a file to that is published next to the target."""
+        self._siblings.mkdir(exist_ok=True)
+        return self._siblings / name
 
-    def check_room(self, least: int, cached: int) -> None:
-        """`ConversionError` where the disk lacks `least` bytes for the target and `cached` bytes for cached files.
+    def check_space(self, minimum: int, cached: int) -> None:
+        """`ConversionError` if the disk lacks `minimum` bytes for the target and `cached` bytes for cached files.
 
         Files of an earlier run count as written.
         """
-        places = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
-        there = [sum(path.stat().st_size for path in place) for place in places]
-        self._check_room(max(least - there[0], 0) + max(cached - there[1], 0))
+        files = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
+        written, written_cached = [sum(path.stat().st_size for path in paths) for paths in files]
+        self._check_free(max(minimum - written, 0) + max(cached - written_cached, 0))
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
-        """Announce the weight files: keeps the intact ones, removes all other files, and checks the disk's room."""
+        """Declare the weight files: keeps the intact ones, removes all other files, and checks the free space."""
         intact = {}
         for path in self.folder.iterdir():
             digests, entries = self.finished.get(path.name), shards.get(path.name)
@@ -117,32 +103,33 @@ class AtomicOutput:
                 intact[path.name] = digests
             else:
                 remove(path)
-        self.finished = intact  # only now: a run that is stopped meanwhile removes all others
+        self.finished = intact  # only now: an interruption of the loop removes files that are not in `finished`
         self._write_journal()
         sizes = {file: shard_size(entries) for file, entries in shards.items()}
         self._total = sum(sizes.values())
-        self._check_room(self._total - sum(sizes[file] for file in self.finished))
+        self._check_free(self._total - sum(sizes[file] for file in self.finished))
 
-    def _check_room(self, needed: int) -> None:
+    def _check_free(self, needed: int) -> None:
         free = shutil.disk_usage(self.work).free
         if needed > free:
             raise ConversionError(
-                f"{self._target} needs {_size(needed)}, its disk has {_size(free)} free: make room or write elsewhere"
+                f"{self._target} needs {_gigabytes(needed)}, but its disk has {_gigabytes(free)} free: free some "
+                "space, or choose another disk"
             )
 
     def record(self, file: str, digests: Digests) -> None:
-        """Note that a weight file is finished."""
+        """Add a finished weight file to the journal."""
         self.finished[file] = digests
         self._write_journal()
 
     def publish(self) -> list[str]:
-        """Move the complete model to the target; returns the names of files there that are no part of a model."""
+        """Move the complete model to the target; returns the names of files there that are not part of a model."""
         check_target(self._target, self._overwrite)
         others: list[str] = []
         if self._target.is_dir():
             old, new = model_files(self._target), {path.name for path in self.folder.iterdir()}
-            others = sorted(set(os.listdir(self._target)) - old - new - _NO_CONTENT)
-            _write_json(self._publishing, sorted(old - new))
+            others = sorted(set(os.listdir(self._target)) - old - new - _IGNORED)
+            write_json(self._publishing, sorted(old - new))
         else:
             self.folder.rename(self._target)
         self.recover()
@@ -151,7 +138,7 @@ class AtomicOutput:
     def _move_in(self, old: Sequence[str]) -> None:
         """Replace the old model's files. config.json moves last, so that a mixture of both models cannot be loaded."""
         config = self.folder / CONFIG
-        if not config.exists():  # a run that was interrupted later has moved it
+        if not config.exists():  # moved by a run that was interrupted later
             return
         (self._target / CONFIG).unlink(missing_ok=True)
         for path in sorted(self.folder.iterdir()):
@@ -163,58 +150,58 @@ class AtomicOutput:
         move(config, self._target / CONFIG)
 
     def discard(self) -> None:
-        """Remove everything but the lock; first the files that belong next to the model."""
-        order = {self._beside: 0, self._publishing: 2}
+        """Remove all files but the lock; first those that belong next to the model, publish.json last."""
+        order = {self._siblings: 0, self._publishing: 2}
         for path in sorted(self.work.iterdir(), key=lambda path: order.get(path, 1)):
             if path.name != "lock":
                 remove(path)
 
     def stop(self, error: BaseException) -> None:
-        """Keep the finished files, and add a note to the error on where they are and how to continue."""
-        if self._publishing.exists() or not self.folder.exists():  # `recover` goes on, or must not find this otherwise
+        """After an error: keep the finished files, and add a note on where they are and how to continue."""
+        if self._publishing.exists() or not self.folder.exists():  # publishing has begun: `recover` finishes it
             error.add_note(f"the next run for {self._target} moves the rest of the model there from {self.work}")
             return
-        if not self._holds_work():
+        if not self._has_reusable_files():
             self.discard()
             return
         for path in [*self.folder.glob("*.safetensors"), *self.work.glob("*.partial")]:
             if path.name not in self.finished:
                 remove(path)
-        if self._unverified:
+        if (self.folder / CONFIG).exists():
             error.add_note(
-                f"the model is kept, not verified, in {self.folder}: the same command verifies it again, --no-verify "
-                "takes it as it is, and --restart writes it again"
+                f"the complete, unverified model is kept in {self.folder}: repeat the command to verify it again, add "
+                "--no-verify to accept it, or --restart to write it again"
             )
         else:
             error.add_note(
-                f"what was finished is kept in {self.work}: the same command goes on from there; to discard it, add "
+                f"finished files are kept in {self.work}: repeat the command to continue; to discard them, add "
                 "--restart or remove that folder"
             )
 
-    def _holds_work(self) -> bool:
-        """Whether there are files that a later run could use."""
-        known = {"lock", self._journal.name, self._publishing.name, self.folder.name, self._beside.name}
-        cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix not in _UNFINISHED]
+    def _has_reusable_files(self) -> bool:
+        """Whether a later run could use files of this one."""
+        known = {"lock", self._journal.name, self._publishing.name, self.folder.name, self._siblings.name}
+        cached = [path for path in self.work.iterdir() if path.name not in known and path.suffix != ".partial"]
         return bool(cached) or any((self.folder / file).exists() for file in self.finished)
 
     def failure(self, error: OSError) -> ConversionError:
-        """The error for a failure of the file system."""
+        """A file system error as one line."""
         if error.errno not in _FULL:
             return ConversionError(f"{self._target} cannot be written: {error}")
         written = sum(path.stat().st_size for path in self.folder.glob("*.safetensors"))
-        progress = f"{_size(written)} of {_size(self._total)}"
-        return ConversionError(f"{self._target} cannot be written: the disk was full after {progress}; make room")
+        done = f"{_gigabytes(written)} of {_gigabytes(self._total)}"
+        return ConversionError(f"{self._target} cannot be written: the disk was full after {done}; free some space")
 
     def _read_journal(self) -> tuple[dict[str, Any], dict[str, Digests]]:
-        """The fingerprint of the earlier run, and its finished files; empty where there is no journal."""
+        """The fingerprint and the finished files of the earlier run; empty without a readable journal."""
         try:
             content = json.loads(self._journal.read_bytes())
             return dict(content["identity"]), dict(content["finished"])
-        except (FileNotFoundError, ValueError, LookupError, TypeError):  # a power cut may leave half a file
+        except (FileNotFoundError, ValueError, LookupError, TypeError):  # a power failure can truncate the file
             return {}, {}
 
     def _write_journal(self) -> None:
-        _write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
+        write_json(self._journal, {"identity": self._fingerprint, "finished": self.finished})
 
 
 @contextmanager
@@ -223,8 +210,8 @@ def atomic_output(
 ) -> Iterator[AtomicOutput]:
     """Prepare a folder and move it to `target` when it is complete.
 
-    The block writes into `folder` and calls `publish`; without `publish` nothing is left. After an error the finished
-    files stay for the next run with this fingerprint; `restart` discards them.
+    The block writes into `folder` and calls `publish`; without `publish`, the files are removed. After an error the
+    finished files stay for the next run with this fingerprint; `restart` discards them.
     """
     target = Path(os.path.abspath(target))
     output = AtomicOutput(target, fingerprint, overwrite)
@@ -252,41 +239,34 @@ def check_target(target: Path, overwrite: bool) -> None:
     if not os.path.lexists(target):
         return
     is_folder = target.is_dir() and not target.is_symlink()
-    names = sorted(set(os.listdir(target)) - _NO_CONTENT) if is_folder else []
+    names = sorted(set(os.listdir(target)) - _IGNORED) if is_folder else []
     if not overwrite and (names or not is_folder):
         raise ConversionError(f"{target} is already there: choose another place, or replace it with --overwrite")
-    if not is_folder:
-        raise ConversionError(f"{target} is not a folder of its own: it is not overwritten, choose another place")
-    if fault := _no_model(target, names):
+    fault = _not_a_model(target, names) if is_folder else "is a file or a link"
+    if fault:
         raise ConversionError(f"{target} {fault}: it is not overwritten, choose another place")
     if not os.access(target, os.W_OK | os.X_OK):
         raise ConversionError(f"{target} cannot be written: make it writable, or choose another place")
 
 
-def _no_model(folder: Path, names: Sequence[str]) -> str | None:
-    """The reason not to overwrite a folder with this content; None if it holds a model or is empty."""
+def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
+    """The reason not to overwrite a folder with this content; None if it contains a model or is empty."""
     folders = [name for name in names if name != TEMPLATES and (folder / name).is_dir()]
-    if folders:  # checkpoints of a training run, a repository, somebody's home
-        return f"holds the folder {folders[0]!r}, which is no part of a model"
+    if folders:  # such as checkpoints of a training run, a repository, a home directory
+        return f"contains the folder {folders[0]!r}, which is not part of a model"
     if names and CONFIG not in names:
-        return f"holds no {CONFIG}, so no model"
+        return f"is not a model directory ({CONFIG} is missing)"
     if names and not any(name.endswith(".safetensors") for name in names):
-        return "holds no safetensors, so no model"
+        return "is not a model directory (it has no safetensors)"
     return None
 
 
 def check_apart(source: Path, target: Path) -> None:
-    """Refuse a target that is the source, or lies inside it or around it."""
-    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` goes as in `atomic_output`
+    """Refuse a target that equals, contains or lies inside the source."""
+    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
     if origin == place or origin in place.parents or place in origin.parents:
-        raise ConversionError(f"{target} and the source {source} are not apart: write to a folder outside the source")
+        raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
 
 
-def _write_json(path: Path, content: Any) -> None:
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(content), encoding="utf-8")
-    draft.replace(path)
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e9:.3f} GB"
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3f} GB"

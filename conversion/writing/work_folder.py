@@ -1,4 +1,4 @@
-"""A folder that one process at a time works in, and that leaves no trace where nothing was left in it."""
+"""The working directory of a conversion: locked by one process at a time, removed when it is empty."""
 
 import errno
 import os
@@ -14,12 +14,12 @@ SUFFIX = ".crosshead-partial"
 
 
 def work_folder(target: Path) -> Path:
-    """Where to prepare a folder: on the disk that it will lie on, under a name that the next run finds."""
+    """The working directory of a target: on the same disk, and the same path in every run."""
     return target / SUFFIX if is_fixed(target) else target.parent / f".{target.name}{SUFFIX}"
 
 
 def is_fixed(folder: Path) -> bool:
-    """Whether nothing can be prepared beside a folder: it is a mount point, or its parent cannot be written."""
+    """Whether a folder must be filled in place: it is a mount point, or its parent is not writable."""
     return folder.is_dir() and (os.path.ismount(folder) or not os.access(folder.parent, os.W_OK | os.X_OK))
 
 
@@ -32,7 +32,7 @@ def remove(path: Path) -> None:
 
 
 def move(path: Path, place: Path) -> None:
-    """Move a file or a folder over what is there, also to another disk; if that is interrupted, it can be repeated."""
+    """Move a file or a folder, replacing `place`, also to another disk; can be repeated after an interruption."""
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     try:
@@ -43,17 +43,14 @@ def move(path: Path, place: Path) -> None:
         draft = place.with_name(f".{place.name}.partial")
         if os.path.lexists(draft):
             remove(draft)
-        if path.is_dir():
-            shutil.copytree(path, draft)
-        else:
-            shutil.copyfile(path, draft)
+        (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft)
         os.replace(draft, place)
         remove(path)
 
 
 @contextmanager
 def parents_of(path: Path) -> Iterator[None]:
-    """Make the folders above `path` that are missing; those that are empty in the end are taken away again."""
+    """Create the missing parent folders of `path`; at the end, remove those that are still empty."""
     missing = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -66,7 +63,7 @@ def parents_of(path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(work: Path, target: Path) -> Iterator[None]:
-    """Make and hold `work`, in which `target` is prepared; afterwards it is removed if only the lock is in it."""
+    """Create and lock the working directory; at the end, remove it if it contains only the lock."""
     lock = work / "lock"
     descriptor = _lock(lock, target)
     try:
@@ -92,14 +89,7 @@ def _lock(lock: Path, target: Path) -> int:
         except BlockingIOError:
             os.close(descriptor)
             raise ConversionError(f"another run is writing {target}: wait for it to end, or stop it") from None
-        if _is_open(lock, descriptor):
-            return descriptor
+        with suppress(FileNotFoundError):  # another run may have removed the file before it was locked
+            if os.path.samestat(lock.stat(), os.fstat(descriptor)):
+                return descriptor
         os.close(descriptor)
-
-
-def _is_open(path: Path, descriptor: int) -> bool:
-    """Whether the path still leads to the open file, which another run may have removed meanwhile."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False

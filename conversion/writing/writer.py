@@ -1,11 +1,12 @@
 """Writes the model of a plan: shards, tokenizer and configuration, and the new rows of a larger vocabulary."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.progress import Progress
+from crosshead.common.progress import Counter, Progress
 
 from ..compress.layer_rewrites import LayerRewrites
 from ..plan import Plan, Step
@@ -14,13 +15,16 @@ from ..sources.resolve import Source
 from ..sources.safetensors_store import WEIGHTS
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
 from .atomic_output import AtomicOutput
-from .shard_writer import Item, rounded, tensor_chunks, write_index, write_shard
+from .shard_writer import rounded, tensor_chunks, write_index, write_shard
+
+ROWS = 256
+"""Number of new vocabulary rows that are built at a time."""
 
 
 def write_model(
     source: Source, plan: Plan, output: AtomicOutput, progress: Progress
 ) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Write all files; returns every tensor's digest, and the fields left out of JSON files as they held tokens."""
+    """Write all files; returns every tensor's digest, and the JSON keys removed because they held access tokens."""
     output.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     digests = write_weights(source.store, plan, output, progress)
     copy_files(source.files, output.folder)
@@ -35,32 +39,23 @@ def write_model(
 def write_weights(store: TensorStore, plan: Plan, output: AtomicOutput, progress: Progress) -> dict[str, str]:
     """Write the shards that are not finished yet, then the index; returns every tensor's digest."""
     digests: dict[str, str] = {}
-    done, total = 0, plan.size  # which takes time where tensors are many
+    written = Counter(progress, "writing", plan.size)
     for file, steps in plan.shards.items():
-        if file not in output.finished:
-            written = [done]
-
-            def advance(size: int, written: list[int] = written) -> None:
-                written[0] += size
-                progress("writing", written[0], total)
-
-            items = [_item(store, step, plan.rewrites, advance) for step in steps]
+        if file in output.finished:
+            written.add(sum(step.entry.size for step in steps))
+        else:
+            items = [(step.entry, partial(_chunks, store, step, plan.rewrites, written)) for step in steps]
             output.record(file, write_shard(output.folder / file, items))
         digests |= output.finished[file]
-        done += sum(step.entry.size for step in steps)
-        progress("writing", done, total)
     if list(plan.shards) != [WEIGHTS]:
         write_index(output.folder, {file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     return digests
 
 
-def _item(store: TensorStore, step: Step, rewrites: LayerRewrites, advance: Callable[[int], None]) -> Item:
-    def chunks() -> Iterator[memoryview]:
-        for chunk in produce(store, step, rewrites):
-            yield chunk
-            advance(chunk.nbytes)
-
-    return step.entry, chunks
+def _chunks(store: TensorStore, step: Step, rewrites: LayerRewrites, written: Counter) -> Iterator[memoryview]:
+    for chunk in produce(store, step, rewrites):
+        yield chunk
+        written.add(chunk.nbytes)
 
 
 def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator[memoryview]:
@@ -76,20 +71,16 @@ def produce(store: TensorStore, step: Step, rewrites: LayerRewrites) -> Iterator
         yield from tensor_chunks(rounded(store.read(entry.name), entry))
 
 
-ROWS = 256
-"""Number of new vocabulary rows that are made at a time."""
-
-
-def check_vocabulary(asked: int, present: int) -> None:
-    """`ConversionError` where the vocabulary would shrink."""
-    if asked < present:
-        raise ConversionError(f"--vocab-size {asked} is less than the model's {present}: a vocabulary only grows")
+def check_vocabulary(requested: int, current: int) -> None:
+    """`ConversionError` if the vocabulary would shrink."""
+    if requested < current:
+        raise ConversionError(f"--vocab-size {requested} is less than the model's {current}: use {current} or more")
 
 
 def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
-    """The bytes of a stored embedding or head in the dtype of `entry`, with its mean row as each of the new rows.
+    """The bytes of an embedding or head with additional rows, each equal to the mean row.
 
-    A new token then starts as the average one, and the logits of the others stay as they were.
+    A new token then starts as the average token, and the logits of the other tokens do not change.
     """
     stored = store.entries[entry.name]
     source, target = DTYPES[stored.dtype], DTYPES[entry.dtype]
@@ -98,10 +89,10 @@ def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
     partial = b""
     for chunk in store.chunks(entry.name):
         data = partial + bytes(chunk)
-        whole = len(data) - len(data) % (width * source.itemsize)
-        partial = data[whole:]
-        if whole:
-            rows = torch.frombuffer(bytearray(data[:whole]), dtype=source).reshape(-1, width)
+        complete = len(data) - len(data) % (width * source.itemsize)
+        partial = data[complete:]
+        if complete:
+            rows = torch.frombuffer(bytearray(data[:complete]), dtype=source).reshape(-1, width)
             total += rows.double().sum(0)
             yield from tensor_chunks(rounded(rows, entry))
     mean = (total / stored.shape[0]).to(target)

@@ -1,6 +1,10 @@
-"""Progress of long work: the interface, and progress that nobody watches."""
+"""Progress of long work: the interface, a counter, and an implementation that shows nothing."""
 
+from collections.abc import Callable
 from typing import Protocol
+
+Advance = Callable[[int, int], None]
+"""Called with the number of finished units and of all units."""
 
 
 class Progress(Protocol):
@@ -8,6 +12,18 @@ class Progress(Protocol):
 
     def __call__(self, stage: str, done: int, total: int | None, message: str = "") -> None:
         """Show it."""
+
+
+class Counter:
+    """Adds up finished units of a stage and shows the progress."""
+
+    def __init__(self, progress: Progress, stage: str, total: int) -> None:
+        self._progress, self._stage, self._total, self._done = progress, stage, total, 0
+
+    def add(self, units: int) -> None:
+        """Count finished units."""
+        self._done += units
+        self._progress(self._stage, self._done, self._total)
 
 
 def silent(stage: str, done: int, total: int | None, message: str = "") -> None:

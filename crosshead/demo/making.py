@@ -13,7 +13,7 @@ from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.calibration.calibration import Observers, observe
 from crosshead.conversion.calibration.head_statistics import fast_dtype
 from crosshead.conversion.calibration.text import Text
-from crosshead.conversion.compress.mix_layers import active_heads, component_pairs, needed_observations
+from crosshead.conversion.compress.convert_layers import active_heads, component_pairs, needed_observations
 from crosshead.conversion.options import read_mixers, split_argument
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.load import load_recipe

@@ -60,20 +60,20 @@ def test_small_disk(tmp_path, monkeypatch):
     free = 600
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage(10**6, 10**6 - free, free))
-    assert re.search(r"needs 0.000 GB, its disk has 0.000 GB free: make room", refusal(tmp_path / "out"))
+    assert re.search(r"needs 0.000 GB, but its disk has 0.000 GB free", refusal(tmp_path / "out"))
     with (
         pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
         atomic_output(tmp_path / "out", ONE, False) as output,
     ):
-        output.check_room(601, 0)
+        output.check_space(601, 0)
     with (
         pytest.raises(ConversionError, match=r"needs 0\.000 GB"),
         atomic_output(tmp_path / "out", ONE, False) as output,
     ):
-        output.check_room(400, 201)
+        output.check_space(400, 201)
     with pytest.raises(KeyError), atomic_output(tmp_path / "out", ONE, False) as output:
-        (output.cached("seen.safetensors")).write_bytes(bytes(50))
-        output.check_room(400, 250)  # fifty of them are there already
+        (output.work / "seen.safetensors").write_bytes(bytes(50))
+        output.check_space(400, 250)  # fifty of them are there already
         raise KeyError
     assert names(tmp_path / ".out.crosshead-partial") == ["journal.json", "lock", "model", "seen.safetensors"]
     free = 10**6
@@ -103,6 +103,6 @@ def test_source_and_target_are_apart(tmp_path):
     targets = [source, source / "out", tmp_path, tmp_path / "link", tmp_path / "link/a"]
     targets += [tmp_path / "elsewhere" / ".." / "source", tmp_path / "away" / ".." / "source"]
     for target in targets:
-        with pytest.raises(ConversionError, match="are not apart"):
+        with pytest.raises(ConversionError, match="overlaps"):
             check_apart(source, target)
     check_apart(source, tmp_path / "source2")

@@ -74,7 +74,7 @@ def test_a_record_goes_before_the_model_that_it_is_of(tmp_path, monkeypatch):
 
     target, remove = tmp_path / "out", module.remove
     with pytest.raises(KeyboardInterrupt), atomic_output(target, ONE, overwrite=False) as output:
-        output.cached("kept").write_text("for the next run")
+        (output.work / "kept").write_text("for the next run")
         output.sibling("out.record").write_text("of it")
         raise KeyboardInterrupt
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):

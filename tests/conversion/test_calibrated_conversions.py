@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.architectures.families import read_config, stock_shapes
+from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.calibration.calibration import Observers, fingerprint_of, observe
 from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_text
 from crosshead.conversion.compress import budget_search as auto_layers
@@ -132,7 +132,7 @@ def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_read
         patch.setattr(SafetensorsStore, "read", read)
         observers = Observers({"use"}, layouts, [3, 3], False)
         made = observe(source, stock, Text.of(text, source), observers, tmp_path / "seen", lambda *done: None)
-    assert len(reads) == len(set(reads)) == len(stock_shapes(stock)) - 2
+    assert len(reads) == len(set(reads)) == len(tensor_shapes(stock)) - 2
     progress = []
     with safe_open(made.path, framework="pt") as file:
         found = fingerprint_of(source.store, stock, lambda *done: progress.append(done))
@@ -199,6 +199,9 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
     mixers = json.loads((tmp_path / "made" / "config.json").read_text())["mixers"]["explicit"]
     assert mixers["key_heads"] == report["chosen"]["key_heads"]
     assert mixers["value_heads"] == report["chosen"]["value_heads"]
+    pairs = zip(mixers["key_heads"], mixers["value_heads"], strict=True)
+    heads = json.loads((source / "config.json").read_text())["num_key_value_heads"]
+    assert mixers["layers"] == [layer for layer, pair in enumerate(pairs) if min(pair) < heads]
     assert set(report["chosen"]["losses"]) == {"0", "1"}
 
 

@@ -1,4 +1,4 @@
-"""What a conversion reads where no text is given: prose, random tokens, and what the model writes."""
+"""What a conversion reads where no text is given: prose, random tokens, and sequences sampled from the model."""
 
 import pytest
 import torch
@@ -8,7 +8,15 @@ from crosshead.conversion.architectures.families import read_config
 from crosshead.conversion.calibration import text as calibrating
 from crosshead.conversion.calibration.head_statistics import fast_dtype
 from crosshead.conversion.calibration.streamed_model import StreamedModel
-from crosshead.conversion.calibration.text import PROSE, REPLACED, SEED, WINDOWS, Text, load_tokenizer, sampled_text
+from crosshead.conversion.calibration.text import (
+    DEFAULT_WINDOWS,
+    RANDOM_PART,
+    SEED,
+    WINDOWS,
+    Text,
+    load_tokenizer,
+    sampled_text,
+)
 from crosshead.conversion.compress.budget_search import TRIAL_LENGTH, TRIALS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.verification.verify import read_sample
@@ -47,13 +55,13 @@ def test_a_model_writes_what_it_predicts(opened):
 
 def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
     source, model = opened
-    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
     found = text.to_calibrate_on(source, model, silent)
-    assert text.described()["text"].endswith(", with random tokens in it, and what the model writes")
-    assert found.shape == (PROSE + 2, 1024)
-    prose = text.windows(source, 1024, PROSE, model.config.vocab_size)
-    assert (found[:-2] == prose).float().mean() == pytest.approx(1 - REPLACED, abs=0.05)
+    assert text.described()["text"].endswith(", with random tokens in it, and sequences sampled from the model")
+    assert found.shape == (DEFAULT_WINDOWS + 2, 1024)
+    prose = text.windows(source, 1024, DEFAULT_WINDOWS, model.config.vocab_size)
+    assert (found[:-2] == prose).float().mean() == pytest.approx(1 - RANDOM_PART, abs=0.05)
     writer = StreamedModel(source.store, model.config, fast_dtype())
     written = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
@@ -62,7 +70,7 @@ def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
 
 def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
     source, model = opened
-    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     found = []
     for fits in (True, False):
         monkeypatch.setattr(calibrating, "fits_in_memory", lambda size, fits=fits: fits)
@@ -74,10 +82,10 @@ def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
 
 def test_a_large_model_writes_nothing(opened, monkeypatch):
     source, model = opened
-    monkeypatch.setattr(calibrating, "LARGEST_SAMPLED", 1000)
+    monkeypatch.setattr(calibrating, "MAX_SAMPLED_PARAMETERS", 1000)
     text = Text.of(None, source)
     assert text.described()["text"].endswith("Python's own help texts, with random tokens in it")
-    assert text.to_calibrate_on(source, model, silent).shape == (PROSE, 1024)
+    assert text.to_calibrate_on(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
 
 
 def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
@@ -91,7 +99,7 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
 
 def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
     """Calibration, the choice of layers and verification."""
-    monkeypatch.setattr(calibrating, "WRITTEN", (64, 32))
+    monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     tokenizer = character_tokenizer()
     first = tokenizer.convert_tokens_to_ids("z")
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(

@@ -6,7 +6,7 @@ import torch
 import toys
 from crosshead.conversion.calibration import head_statistics as fast_arithmetic
 from crosshead.conversion.compress import fitted_output
-from crosshead.conversion.compress.fitted_output import MOST, PULL, AttentionCalls, output_change
+from crosshead.conversion.compress.fitted_output import MAX_WINDOWS, RIDGE, AttentionCalls, output_change
 from crosshead.conversion.compress.layer_rewrites import substituted
 
 
@@ -21,7 +21,7 @@ def heads_and_outputs(attention, calls):
     """What the output projection reads and gives, of all tokens."""
     heads = []
     handle = attention.o_proj.register_forward_pre_hook(lambda module, given: heads.append(given[0]))
-    outputs = [attention(hidden_states=given, **calls.rest)[0] for given in calls.given]
+    outputs = [attention(hidden_states=given, **calls.arguments)[0] for given in calls.inputs]
     handle.remove()
     return [torch.cat(parts).flatten(0, 1).double() for parts in (heads, outputs)]
 
@@ -45,8 +45,8 @@ def test_it_is_the_least_squares_solution(backbone):
     assert not attention.o_proj._forward_pre_hooks
     with substituted(attention, compressed):
         heads, found = heads_and_outputs(attention, calls)
-    pull = (PULL * heads.square().sum(0).mean()).sqrt()
-    rows = torch.cat([heads, pull * torch.eye(heads.shape[1]).double()])
+    ridge = (RIDGE * heads.square().sum(0).mean()).sqrt()
+    rows = torch.cat([heads, ridge * torch.eye(heads.shape[1]).double()])
     missing = torch.cat([wanted - found, torch.zeros(heads.shape[1], wanted.shape[1]).double()])
     expected = torch.linalg.lstsq(rows, missing).solution.T
     torch.testing.assert_close(change, expected, rtol=1e-3, atol=1e-5)
@@ -65,8 +65,8 @@ def test_nothing_to_add_where_nothing_changed():
 
 
 def test_no_more_is_kept_than_is_read():
-    calls = AttentionCalls(2 * MOST + 1)
+    calls = AttentionCalls(2 * MAX_WINDOWS + 1)
     for index in range(calls.calls):
         calls(None, (), {"hidden_states": torch.full((1, 1, 1), float(index))}, (torch.ones(1),))
-    assert [int(given) for given in calls.given] == list(range(0, calls.calls, 3))
-    assert len(calls.gave) == len(calls.given) <= MOST
+    assert [int(given) for given in calls.inputs] == list(range(0, calls.calls, 3))
+    assert len(calls.outputs) == len(calls.inputs) <= MAX_WINDOWS

@@ -82,7 +82,7 @@ def test_pieces_are_whole_heads(tmp_path, monkeypatch):
 def test_shards_in_the_order_of_layers(tmp_path, monkeypatch):
     _, store = stored(tmp_path, "Qwen3Moe", tie_word_embeddings=False)
     assert list(store.shards) == ["model.safetensors"]
-    monkeypatch.setattr(gguf_store, "LARGEST_SHARD", 60_000)
+    monkeypatch.setattr(gguf_store, "MAX_SHARD", 60_000)
     sharded = GgufStore(tmp_path / "toy.gguf")
     count = len(sharded.shards)
     assert list(sharded.shards) == [f"model-{i:05}-of-{count:05}.safetensors" for i in range(1, count + 1)]

@@ -39,7 +39,7 @@ def test_windows_add_up(backbone):
     for name, tensor in apart.as_tensors().items():
         assert tensor.dtype == torch.float64
         torch.testing.assert_close(whole.as_tensors()[name], tensor, rtol=0, atol=0)
-    again = HeadStatistics.from_tensors(apart.as_tensors(), given[3])
+    again = HeadStatistics(given[3], apart.as_tensors())
     assert again.sums.keys() == apart.sums.keys()
 
 

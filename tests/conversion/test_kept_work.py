@@ -1,4 +1,4 @@
-"""A conversion that fails late keeps its work, its one line says where, and the same command goes on."""
+"""A conversion that fails late keeps its work, its one line says where, and repeat the command to continue."""
 
 import errno
 import json
@@ -82,7 +82,7 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
     monkeypatch.setattr(job, "write_shard", limited)
     status, _, err = run(capfd, monkeypatch, f"{CONVERT} --no-verify")
     assert status == (130 if kind == "stopped" else 1)
-    assert err.count("\n") == 1 and str(place / WORK) in err and "the same command goes on" in err
+    assert err.count("\n") == 1 and str(place / WORK) in err and "repeat the command to continue" in err
     assert sorted(path.name for path in (place / WORK / "model").iterdir()) == sorted(written)
     before = list(written)
     monkeypatch.setattr(job, "write_shard", lambda path, items: written.append(path.name) or write_shard(path, items))
@@ -95,7 +95,7 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
 
 def test_restart_discards(place, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(ConversionError):
-        patch.setattr(stages, "verifier", lambda source: failing(ConversionError("no")))
+        patch.setattr(stages, "verify_folder", failing(ConversionError("no")))
         crosshead.convert("source", "out", {"talking": {}})
     crosshead.convert("source", "out", {"knocking": {}}, verify=False, restart=True)
     assert hidden(place) == []
@@ -105,7 +105,7 @@ def test_calibration_is_kept(place, monkeypatch):
     mixers = {"mixture": {"active_heads": "75%", "shared": "calibrated"}}
     (place / "text.txt").write_text(" ".join(f"w{number % 50}" for number in range(2000)))
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as caught:
-        patch.setattr(convert, "mix_layers", failing(MemoryError("no memory")))
+        patch.setattr(convert, "convert_layers", failing(MemoryError("no memory")))
         crosshead.convert("source", "out", mixers, calibration="text.txt", verify=False)
     assert str(place / WORK) in caught.value.__notes__[0]
     monkeypatch.setattr(calibrating, "calibrate", failing(AssertionError("calibrated again")))

@@ -44,7 +44,7 @@ def expected(folder, tokens=TOKENS, **options):
 def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied, backend):
     saved(tmp_path, backbone, tie_word_embeddings=tied)
     model = streamed(tmp_path, attn_implementation=backend)
-    assert model.attention == backend
+    assert model.config._attn_implementation == backend
     assert torch.equal(logits(model), expected(tmp_path, attn_implementation=backend))
 
 
@@ -52,7 +52,7 @@ def test_a_stock_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, tied
 def test_a_mixed_model_gives_the_bits_of_the_loaded_one(tmp_path, backbone, case):
     saved(tmp_path, backbone, toys.CASES[case], tie_word_embeddings=case in toys.COMPOSITIONS)
     model = streamed(tmp_path)
-    assert model.attention == "sdpa"
+    assert model.config._attn_implementation == "sdpa"
     assert torch.equal(logits(model), expected(tmp_path))
 
 

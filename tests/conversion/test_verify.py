@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 import crosshead
 from crosshead.common.errors import ConversionError
 from crosshead.conversion import fold as fold_layers
-from crosshead.conversion.compress import mix_layers
+from crosshead.conversion.compress import convert_layers
 from crosshead.conversion.fold import FOLD_RULES, FoldRule
 from crosshead.conversion.sources.tensor_store import Entry
 from crosshead.conversion.verification import reload, verify
@@ -88,20 +88,22 @@ def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
 
 
 def wrong_start(monkeypatch):
-    right = mix_layers.starting_values
+    right = convert_layers.starting_values
     monkeypatch.setattr(
-        mix_layers, "starting_values", lambda *given: {name: 1.001 * value for name, value in right(*given).items()}
+        convert_layers,
+        "starting_values",
+        lambda *given: {name: 1.001 * value for name, value in right(*given).items()},
     )
 
 
 def wrong_order(monkeypatch):
-    right = mix_layers.reorder
+    right = convert_layers.reorder
 
     def reorder(tensors, order, layout):
         other = right(tensors, [order[1], order[0], *order[2:]], layout)
         return right(tensors, order, layout) | {"q_proj.weight": other["q_proj.weight"]}
 
-    monkeypatch.setattr(mix_layers, "reorder", reorder)
+    monkeypatch.setattr(convert_layers, "reorder", reorder)
 
 
 @pytest.mark.parametrize(("mixers", "fault"), [(LINEAR, wrong_start), (CALIBRATED, wrong_order)])

@@ -64,11 +64,11 @@ def calibrated(model, length=40):
 
 def with_output(statistics, counts):
     """The same statistics, with something to be added to the output projection."""
-    shape = shapes_of_solved(statistics.layout, *counts, biased=False)[output_name(*counts)]
+    shape = shapes_of_solved(statistics.layout, counts, biased=False)[output_name(counts)]
     sums = statistics.sums | {
-        output_name(*counts): 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        output_name(counts): 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
     }
-    return HeadStatistics.from_tensors(sums, statistics.layout)
+    return HeadStatistics(statistics.layout, sums)
 
 
 def changed_model(model, make, counts, method, mixers=None, fitted=False):
@@ -79,7 +79,7 @@ def changed_model(model, make, counts, method, mixers=None, fitted=False):
         prefix, seen = PREFIX.format(index), statistics[index]
         if min(counts) < HEADS and seen is not None and fitted:
             seen = with_output(seen, counts)
-        new = make(layer_tensors(model, index), seen, layout, *counts, method)
+        new = make(layer_tensors(model, index), seen, layout, counts, method)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
         tensors |= {prefix + name: tensor for name, tensor in new.items()}
     backbone = backbone_of(model)
@@ -131,8 +131,8 @@ def test_names_are_those_that_change(backbone, method):
     statistics, layout = calibrated(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
     for counts in ((2, 4), (4, 3), (1, 1)):
-        new = rewrite(tensors, with_output(statistics, counts), layout, *counts, method)
-        names = set(rewritten_names(layout, *counts, method)) & new.keys()
+        new = rewrite(tensors, with_output(statistics, counts), layout, counts, method)
+        names = set(rewritten_names(layout, counts, method)) & new.keys()
         differ = {
             n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
         }
@@ -148,7 +148,7 @@ def test_svd_is_appendix_f(count):
     """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
-    new = rewrite(tensors, None, layouts(model)[0], count, count, "svd")
+    new = rewrite(tensors, None, layouts(model)[0], (count, count), "svd")
     for side, projection in (("key", "k_proj"), ("value", "v_proj")):
         matrix = tensors[f"{projection}.weight"].T
         columns = torch.stack([matrix[:, i * D : (i + 1) * D].T.flatten() for i in range(HEADS)], dim=1)
@@ -176,7 +176,7 @@ def test_aligned_loses_far_less_than_svd():
 def test_same_bits_twice():
     model = toy("Llama")
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
-    first, second = (rewrite(tensors, calibrated(model)[1], layout, 3, 2, "aligned") for _ in range(2))
+    first, second = (rewrite(tensors, calibrated(model)[1], layout, (3, 2), "aligned") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -184,32 +184,31 @@ def test_same_bits_twice():
 def test_what_is_solved_already_is_not_solved_again(backbone, monkeypatch):
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
-    expected = rewrite(tensors, statistics, layout, 3, 2, "aligned")
-    found = solved(statistics, layout, 3, 2)
-    shapes = shapes_of_solved(layout, 3, 2, biased=backbone == "Qwen2")
+    expected = rewrite(tensors, statistics, layout, (3, 2), "aligned")
+    found = solved(statistics, layout, (3, 2))
+    shapes = shapes_of_solved(layout, (3, 2), biased=backbone == "Qwen2")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith("output")
     }
     assert len(found) == 2 * len(FRAME)
-    held = HeadStatistics.from_tensors(statistics.sums | found, layout)
+    held = HeadStatistics(layout, statistics.sums | found)
     monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
-    again = rewrite(tensors, held, layout, 3, 2, "aligned")
+    again = rewrite(tensors, held, layout, (3, 2), "aligned")
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
 def test_tensors_come_back_in_their_dtype():
     model = toy("Qwen2")
     tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
-    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], 2, 2, "aligned")
+    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], (2, 2), "aligned")
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
 
 
 def test_another_models_statistics_are_refused():
     model = toy("Llama")
-    other = HeadStatistics.from_tensors(
-        {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}, layouts(model)[0]
-    )
+    sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
+    other = HeadStatistics(layouts(model)[0], sums)
     with pytest.raises(ConversionError, match="calibration"):
-        rewrite(layer_tensors(model, 0), other, layouts(model)[0], 2, 2, "aligned")
+        rewrite(layer_tensors(model, 0), other, layouts(model)[0], (2, 2), "aligned")
     with pytest.raises(ConversionError, match="statistics"):
-        rewrite(layer_tensors(model, 0), None, layouts(model)[0], 2, 2, "aligned")
+        rewrite(layer_tensors(model, 0), None, layouts(model)[0], (2, 2), "aligned")

@@ -1,0 +1,92 @@
+"""Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
+
+from typing import Any
+
+from ..architectures.families import Shapes, attention_prefix
+from ..architectures.mixer_tensors import component_heads, starting_values
+from ..calibration.calibration import Calibration
+from ..calibration.head_statistics import HeadStatistics
+from ..options import MixerRequest
+from ..sources.tensor_store import TensorStore
+from .layer_rewrites import LayerRewrites, Tensors, read_attention
+from .reorder_heads import most_used_first, reorder
+from .virtual_heads import Counts, rewrite, rewritten_names
+
+
+def _combines(config: Any, layer: int) -> bool:
+    """Whether keys or values of the target have fewer components than heads."""
+    return min(component_heads(config, layer)) < config.num_key_value_heads
+
+
+def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
+    """Whether the most used heads are to come first."""
+    shared = config.mixers_of_layer(layer).get("mixture", {}).get("shared_heads", 0)
+    return shared > 0 and request.choices.get("mixture", {}).get("shared") == "calibrated"
+
+
+def convert_layers(
+    store: TensorStore, config: Any, shapes: Shapes, request: MixerRequest, calibration: Calibration | None, seed: int
+) -> LayerRewrites:
+    """The rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
+    layers: dict[str, int] = {}
+    for layer in range(config.num_hidden_layers):
+        layers |= dict.fromkeys(_changed_names(config, shapes, request, layer), layer)
+
+    def compute(layer: int) -> Tensors:
+        statistics = calibration.layer(layer) if calibration is not None else {}
+        prefix = attention_prefix(layer)
+        created = {name.removeprefix(prefix): tensor for name, tensor in starting_values(config, layer, seed).items()}
+        return created | _rewritten(store, config, request, statistics, layer)
+
+    return LayerRewrites(layers, compute)
+
+
+def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
+    prefix, parts = attention_prefix(layer), list[str]()
+    if _combines(config, layer):
+        method = request.choices["explicit"]["method"]
+        parts += rewritten_names(config.layout_of_layer(layer), component_heads(config, layer), method)
+    if _reorders(config, request, layer):
+        parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
+    created = {name for name in shapes if name.startswith(f"{prefix}mixers.")}
+    return created | ({prefix + part for part in parts} & shapes.keys())
+
+
+def _rewritten(
+    store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
+) -> Tensors:
+    combines, reorders = _combines(config, layer), _reorders(config, request, layer)
+    if not (combines or reorders):
+        return {}
+    tensors, layout = read_attention(store, layer), config.layout_of_layer(layer)
+    if combines:
+        heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
+        method = request.choices["explicit"]["method"]
+        tensors = rewrite(tensors, heads, layout, component_heads(config, layer), method)
+    if reorders:
+        shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
+        order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
+        tensors = reorder(tensors, order, layout)
+    return tensors
+
+
+def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
+    """The kinds of statistics to record: "statistics", "use", both or none.
+
+    `chooses` is true if `--layers auto` is still to choose the component heads.
+    """
+    layers = range(config.num_hidden_layers)
+    is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
+    needed = {"statistics"} if is_aligned and (chooses or any(_combines(config, layer) for layer in layers)) else set()
+    return needed | ({"use"} if any(_reorders(config, request, layer) for layer in layers) else set())
+
+
+def active_heads(config: Any) -> list[int]:
+    """The number of active heads of each layer's mixture; all heads without a mixture."""
+    layers = [config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)]
+    return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
+
+
+def component_pairs(config: Any) -> list[Counts]:
+    """The component heads of each layer's keys and values."""
+    return [component_heads(config, layer) for layer in range(config.num_hidden_layers)]
