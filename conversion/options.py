@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.validation import explained
+from crosshead.common.yaml_text import parse_yaml
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -208,25 +208,14 @@ def with_recipe(
     return requested or mixers, content | chosen
 
 
-class _Loader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
-    """Loads every scalar as a string, since YAML 1.1 reads the key `on` as true; duplicate keys are errors."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping with unique keys."""
-        content = super().construct_mapping(node, deep)
-        if len(content) < len(node.value):
-            raise yaml.constructor.ConstructorError(None, None, "duplicate key", node.start_mark)
-        return content
-
-
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mechanisms and options of a recipe; relative paths start at the recipe's folder."""
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+        content = parse_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConversionError(f"--recipe {path} cannot be read: {error}") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise ConversionError(f"--recipe {path} is not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ConversionError(f"--recipe {path} is {error}") from None
     if not isinstance(content, dict):
         raise ConversionError(f"--recipe {path} has no options: use `mixers:` and options, one per line")
     mixers = content.pop("mixers", None) or {}

@@ -53,7 +53,14 @@ DEBUG = "--debug"
 INTERRUPTED = 130
 RESUMABLE = {"convert", "demo", "fold", "push"}
 """Commands that continue an interrupted run; train and sweep print that themselves."""
-EXTRAS = {"accelerate": "train", "datasets": "train", "lm_eval": "eval", "peft": "train", "scipy": "eval"}
+EXTRAS = {
+    "accelerate": "train",
+    "datasets": "train",
+    "lm_eval": "eval",
+    "matplotlib": "inspect",
+    "peft": "train",
+    "scipy": "eval",
+}
 """Optional packages -> the extra that installs them."""
 
 

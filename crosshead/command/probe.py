@@ -120,6 +120,8 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
 
 def _check_out(out: Path, overwrite: bool) -> None:
     """Called before the work is done."""
+    import matplotlib  # noqa: F401  # for the plot
+
     from crosshead.common.atomic_write import check_targets
 
     if out.suffix != ".json":

@@ -13,17 +13,18 @@ loss never jumps for good, and reports that it also has the lowest final loss. R
 import gc
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from html import escape
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
+import numpy
+
 from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import DivergedError, RecipeError
 from crosshead.common.progress import Progress, silent
-from crosshead.evals.probe.plot import COLOURS, RIGHT, TOP, WIDTH, Field
+from crosshead.evals.probe.plot import svg_plot
 
 from ..schema.recipe import Recipe
 from ..train import train
@@ -67,6 +68,8 @@ class Attempt:
 
 def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
     """Train the runs that are not finished, and write `sweep.json` and `sweep.svg` into the recipe's output."""
+    import matplotlib  # noqa: F401  # a missing package is an error before the training
+
     runs, kind = sweep_runs(recipe), curves.loss_kind(recipe)
     steps = recipe.steps - curves.curve_start(recipe)
     if steps < curves.MIN_POINTS:
@@ -168,37 +171,31 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
 def plot(report: Mapping[str, Any]) -> str:
     """The report as SVG: measured losses as dots, fitted power laws as lines; runs that diverged may be cut off."""
     runs = report["runs"]
-    dots = [dot for run in runs if run["law"] for dot in _dots(run)] or [dot for run in runs for dot in _dots(run)]
-    dots = dots or [(1.0, 0.0)]
-    field = Field([tokens for tokens, _ in dots], [loss for _, loss in dots], logarithmic=True)
-    parts = [*field.axes("tokens", f"{report['loss']} loss")]
-    for index, run in enumerate(runs):
-        colour = COLOURS[index % len(COLOURS)]
-        parts += [*_curve(run, colour, field), *_legend(run, colour, index, run["learning_rate"] == report["chosen"])]
-    return field.picture(parts)
+    finished = [loss for run in runs if run["law"] for _, loss in _dots(run)]
+    with svg_plot("tokens", f"{report['loss']} loss") as (axes, picture):
+        axes.set_xscale("log")
+        for index, run in enumerate(runs):
+            colour, dots = f"C{index}", _dots(run)
+            chosen = run["learning_rate"] == report["chosen"]
+            axes.plot([tokens for tokens, _ in dots], [loss for _, loss in dots], ".", color=colour, alpha=0.6)
+            axes.plot(*_law(run), color=colour, label=_label(run, chosen), gid=f"{run['learning_rate']:g}")
+        if finished:
+            axes.set_ylim(0.98 * min(finished), 1.02 * max(finished))
+    return picture.getvalue()
 
 
-def _curve(run: Mapping[str, Any], colour: str, field: Field) -> Iterator[str]:
-    finite = ((tokens, loss) for tokens, loss in _dots(run) if math.isfinite(loss))
-    dots = "".join(f"M{field.x(tokens):.1f} {field.y(loss):.1f}h0" for tokens, loss in finite)
-    style = 'fill="none" clip-path="url(#field)"'
-    yield f'<path d="{dots}" {style} stroke="{colour}" stroke-opacity="0.6" stroke-width="4" stroke-linecap="round"/>'
-    if run["law"]:
-        law = curves.ScalingLaw(**run["law"])
-        first, last = run["curve"]["tokens"][0], run["curve"]["tokens"][-1]
-        points = [first * (last / first) ** (step / SEGMENTS) for step in range(SEGMENTS + 1)]
-        line = " ".join(f"{field.x(tokens):.1f},{field.y(law.loss(tokens)):.1f}" for tokens in points)
-        yield f'<polyline points="{line}" {style} stroke="{colour}" stroke-width="2"/>'
+def _law(run: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Points of the fitted power law; none if the run diverged."""
+    if not run["law"]:
+        return [], []
+    tokens = numpy.geomspace(run["curve"]["tokens"][0], run["curve"]["tokens"][-1], SEGMENTS)
+    return tokens, [curves.ScalingLaw(**run["law"]).loss(each) for each in tokens]
 
 
-def _legend(run: Mapping[str, Any], colour: str, index: int, chosen: bool) -> Iterator[str]:
-    x, y = WIDTH - RIGHT + 20, TOP + 14 + 58 * index
+def _label(run: Mapping[str, Any], chosen: bool) -> str:
     status = run["told"].partition(":")[0] or ("chosen" if chosen else "stable")
     fitted = f"fitted {run['fitted_loss']:.4f}, " if run["law"] else ""
-    yield f'<path d="M{x} {y - 4}h22" stroke="{colour}" stroke-width="3"/>'
-    yield f'<text x="{x + 30}" y="{y}" font-weight="bold">{run["learning_rate"]:g}</text>'
-    yield f'<text x="{x + 30}" y="{y + 17}">{fitted}{run["spikes"]} spikes</text>'
-    yield f'<text x="{x + 30}" y="{y + 34}">{escape(status)}</text>'
+    return f"{run['learning_rate']:g}\n{fitted}{run['spikes']} spikes\n{status}"
 
 
 def _dots(run: Mapping[str, Any]) -> list[tuple[float, float]]:

@@ -9,6 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import crosshead
 import toys
 from broken import run
+from crosshead.conversion.compress.layer_probe import lines
 from tiers import first
 from toy_checkpoints import write_stock
 from toy_eval import write_scorable
@@ -44,9 +45,11 @@ def line(capfd, monkeypatch):
 
 
 def lines_of(picture):
-    """How many points each line of a plot has."""
-    tree = ElementTree.parse(picture)
-    return [len(each.get("points").split()) for each in tree.iter(f"{SVG}polyline")]
+    """The number of points of each named line."""
+    names = json.loads(picture.with_suffix(".json").read_text())
+    names = names["models"] if "models" in names else lines(names)
+    groups = {each.get("id"): each for each in ElementTree.parse(picture).iter(f"{SVG}g")}
+    return [len(groups[name].find(f"{SVG}path").get("d").split()) // 3 for name in names]
 
 
 def test_masked_heads_of_two_models(place, line):
