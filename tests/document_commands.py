@@ -7,7 +7,7 @@ from pathlib import Path
 
 import crosshead
 import toys
-from house import ROOT, project_files
+from rules import ROOT, project_files
 from toy_eval import write_scorable
 
 GENERATED = "model_cards"

@@ -16,7 +16,7 @@ from crosshead.demo.run import NEEDED
 from crosshead.demo.sources import PACKED, fetch, to_stock
 from crosshead.demo.steps import Screen, Step, run_steps
 from demo_checks import check_made
-from house import ROOT
+from rules import ROOT
 from toy_checkpoints import write_stock
 
 COMMAND = [sys.executable, "-P", "-m", "crosshead", "demo"]

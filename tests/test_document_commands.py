@@ -20,7 +20,7 @@ from broken import run
 from crosshead.evals.bench import machine as kept_memory
 from crosshead.recipes import bench_train
 from crosshead_command.main import app
-from house import ROOT
+from rules import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
 COMMANDS = {name: list(shown.shown(path)) for name, path in DOCUMENTS.items()}

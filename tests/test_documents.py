@@ -11,7 +11,7 @@ import pytest
 import document_commands as shown
 from crosshead.modeling.mechanisms import RULES
 from crosshead.recipes.schema.load import shipped_recipes
-from house import ROOT
+from rules import ROOT
 
 DOCUMENTS = {shown.name_of(path): path for path in shown.documents()}
 PAGES = DOCUMENTS | {shown.name_of(path): path for path in shown.pages()}

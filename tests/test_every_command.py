@@ -9,7 +9,7 @@ from safetensors import safe_open
 from broken import snapshot
 from command_chain import CALIBRATED, COMMANDS, ENVIRONMENT, FILES, LEFT_WITH_IT, PLANTED, run_chain
 from demo_checks import check_made
-from house import ROOT
+from rules import ROOT
 
 FORMATS = (ROOT / "conversion" / "formats.md").read_text(encoding="utf-8")
 CONVERT, FOLD = "convert source made --mixer knocking:form=linear", "fold made back"

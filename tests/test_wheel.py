@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-import house
-from house import ROOT
+import rules
 from linked_environment import linked_environment
-from test_house import TABLES
+from rules import ROOT
+from test_rules import TABLES
 
 TOKEN = "hf_" + "NobodyMayReadThisInWhatTheDemoMakes"
 FROM = """
@@ -39,7 +39,7 @@ def done(*command, cwd, **environment):
 def wheel(tmp_path_factory):
     """Built from a copy: setuptools would take up what an earlier build has left."""
     place = tmp_path_factory.mktemp("wheel")
-    for file in house.project_files():
+    for file in rules.project_files():
         copy = place / "checkout" / file.relative_to(ROOT)
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
@@ -82,7 +82,7 @@ def packaged_files():
     """Every file of the project that belongs into the package -> its place there."""
     folders = {folder: name.replace(".", "/") for name, folder in TABLES["package-dir"].items()}
     found = {}
-    for file in house.project_files():
+    for file in rules.project_files():
         path = file.relative_to(ROOT)
         within = [parent.as_posix() for parent in path.parents if parent.as_posix() in folders]
         if within:

@@ -21,7 +21,7 @@ from crosshead.evals.bench import run as bench_run
 from crosshead.evals.bench.case import DTYPES, RESULT, TIME, Case
 from crosshead.evals.bench.cases import ATTENTION, COMPILED, DECODE
 from crosshead.evals.bench.run import amount, bench, bench_lines
-from house import ROOT
+from rules import ROOT
 from tiers import first
 
 VERSIONS = {"torch": "1", "transformers": "2"}

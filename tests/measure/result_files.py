@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from house import ROOT
+from rules import ROOT
 
 RESULTS = ROOT / "evals" / "results"
 NOT_MEASURED = "not measured yet"

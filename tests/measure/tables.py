@@ -24,7 +24,7 @@ from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import read_sharding
 from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
-from house import ROOT
+from rules import ROOT
 
 PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"

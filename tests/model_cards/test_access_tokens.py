@@ -8,7 +8,7 @@ from pydoc_data.topics import topics
 
 import pytest
 
-import house
+import rules
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.model_cards import published
 
@@ -79,7 +79,7 @@ def test_identifiers_are_no_tokens():
 
 
 def test_the_pattern_stands_once():
-    sources = [path for folder in house.FOLDERS for path in (house.ROOT / folder).rglob("*.py")]
+    sources = [path for folder in rules.FOLDERS for path in (rules.ROOT / folder).rglob("*.py")]
     assert [path.name for path in sources if "github_pat_" in path.read_text(encoding="utf-8")] == ["access_tokens.py"]
 
 

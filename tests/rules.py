@@ -1,6 +1,6 @@
-"""The rules of the house, each a function from one source file to a list of complaints.
+"""The rules of the code base, each a function from one source file to a list of violations.
 
-`test_house.py` runs every rule over every file, and every rule over a snippet that breaks it.
+`test_rules.py` runs every rule over every file, and every rule over a snippet that breaks it.
 """
 
 import ast
@@ -25,12 +25,12 @@ ARROWS: dict[str, set[str]] = {
     "model_cards": {COMMON},
     "crosshead": {*FOLDERS, COMMON},
 }
-"""Which of our folders a folder may import, itself apart."""
+"""Folder -> the other folders that it may import."""
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
-OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "peft", "scipy"}
+OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "matplotlib", "peft", "scipy"}
 KERNELS = "_triton"
-"""How the names of files end that need Triton: they import it in a `try`, and only functions import them."""
+"""Suffix of the files that need Triton: they import it in a `try`, and only functions import them."""
 FASTER = "modeling/kernels/"
 """Functions that are installed with crosshead, and not saved with a model."""
 FILE_LINES = 300
