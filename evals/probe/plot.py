@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 GREY = "#808080"
-STYLE = {
+STYLE: Any = {
     "axes.edgecolor": GREY,
     "axes.grid": True,
     "axes.labelcolor": GREY,
