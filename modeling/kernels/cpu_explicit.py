@@ -12,7 +12,7 @@ from torch import nn
 from ..backends import is_plain_sdpa
 from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
 from ..ops import one_wide_head
-from .cpu import HIDDEN, additive, flash_kernel, runs_here
+from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
 
 LEAST_KEYS = 256
 """Of a part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
@@ -28,7 +28,8 @@ def explicit_attention(
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention as `explicit_attention_forward` has it, on all threads where there is one sequence."""
-    if part_count(key) == 1 or not explicit_eligible(query, key, value, **options):
+    # The compiler cannot trace the number of threads.
+    if is_tracing() or part_count(key) == 1 or not explicit_eligible(query, key, value, **options):
         return explicit_attention_forward(module, query, key, value, attention_mask, scaling, **options)
     maps = options["key_map"], options["value_map"]
     batch, heads, tokens, _ = query.shape

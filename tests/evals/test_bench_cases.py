@@ -129,7 +129,7 @@ def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
     """But for what a published model brings."""
     called = []
     for each in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, each, noting(each, ALL_ATTENTION_FUNCTIONS[each], called))
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, each, noting(each, ALL_ATTENTION_FUNCTIONS[each], called))
     small(name).side(True)()
     assert called == ([] if function is None else [function])
 
@@ -159,7 +159,7 @@ def test_explicit_attends_to_components(name, monkeypatch):
         seen.update(options | {"query": query, "key": key, "value": value, "mask": mask})
         return explicit_attention_forward(module, query, key, value, mask, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "crosshead_explicit", note)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "crosshead_explicit", note)
     found = case.side(True)()
     keys, values = (
         torch.einsum("ij,bjsd->bisd", seen[f"{side}_map"], seen[side]).detach() for side in ("key", "value")

@@ -163,3 +163,17 @@ def test_decoding_is_one_graph(folded: list[int]) -> None:
         model(ids[:, :4], past_key_values=cache)
         found.append(call(ids[:, 4:], past_key_values=cache).logits)
     assert folded and (found[0] - found[1]).abs().max() < 1e-5
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("name", ("explicit", "mixture"))
+@torch.no_grad()
+def test_decoding_with_the_registered_functions_is_one_graph(name: str) -> None:
+    model = mixed_model("Llama", CASES[name], backend="sdpa")
+    ids = tokens(1, 5)
+    found = []
+    for call in (model, torch.compile(model, fullgraph=True, backend="aot_eager")):
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(ids[:, :4], past_key_values=cache)
+        found.append(call(ids[:, 4:], past_key_values=cache).logits)
+    assert (found[0] - found[1]).abs().max() < 1e-5
