@@ -15,7 +15,7 @@ from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, re
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.budget_search import AutoLayers
-from .compress.convert_layers import active_heads, component_pairs, convert_layers, needed_observations
+from .compress.convert_layers import active_heads, component_pairs, convert_layers, needed_observations, routings
 from .options import MixerRequest, Options, read_mixers
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
@@ -109,7 +109,9 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     _check_calibration(given, text, bool(wanted), runs_source)
     components = [] if auto is not None else component_pairs(target)
     biased = bool(family_of(stock).qkv_bias(stock))
-    observers = Observers(wanted, target.layouts(), active_heads(target), biased, components)
+    observers = Observers(
+        wanted, target.layouts(), active_heads(target), biased, components, routings(target, request)
+    )
     _check_saved(given.save_calibration, observers)
     described = text.described() if runs_source else {}
     return MechanismRequest(

@@ -77,13 +77,10 @@ class Options(BaseModel):
 
 CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},
-    "mixture": {"shared": Choice(("first", "calibrated"))},
+    "mixture": {"method": Choice(("calibrated", "paper")), "shared": Choice(("first", "calibrated"))},
 }
 """Options of mechanisms that only a conversion has; a config does not contain them."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "explicit": {"norm": False},
-    "mixture": {"router": "query_norm", "gate": "binary"},
-}
+DEFAULTS: dict[str, dict[str, Any]] = {"explicit": {"norm": False}}
 """Defaults for a pretrained model that differ from those of a new one."""
 Mixers = dict[str, dict[str, Any]]
 
@@ -127,6 +124,8 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
         for key in given:
             if key not in own and key not in extra:
                 raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
+        if name == "mixture":
+            given = _mixture_defaults(given)
         try:
             choices[name] = {
                 key: kind.parse(f"mixers.{name}.{key}", given.get(key), len(layouts)) for key, kind in extra.items()
@@ -135,9 +134,34 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
             raise ConversionError(str(error)) from None
         values = {key: _parse(name, key, own[key], given[key], layouts) for key in given if key in own}
         mixers[name] = DEFAULTS.get(name, {}) | values
-    if "mixture" in mixers:
+    if "mixture" in mixers and choices["mixture"]["method"] == "paper":
         _share_half(mixers["mixture"], layouts[0].query_heads)
+    _check_fitted_router(mixers, choices)
     return MixerRequest(mixers, choices)
+
+
+def _mixture_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A fitted two_stage router by default, and the paper's method where its options are given."""
+    is_paper = given.get("method") == "paper" or "shared" in given or given.get("router") == "query_norm"
+    own = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
+    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | own | dict(given)
+
+
+def _check_fitted_router(mixers: Mixers, choices: dict[str, dict[str, str]]) -> None:
+    """`ConversionError` if the options of a mixture do not go together with a fitted router."""
+    if choices.get("mixture", {}).get("method") != "calibrated":
+        return
+    for option, value in (("router", "two_stage"), ("gate", "binary")):
+        if mixers["mixture"][option] != value:
+            raise ConversionError(
+                f"mixers.mixture.{option}={mixers['mixture'][option]!r} does not go together with "
+                f"method='calibrated', which fits router='two_stage' with gate='binary': use method=paper"
+            )
+    if "differential" in mixers:
+        raise ConversionError(
+            "mixers.mixture.method='calibrated' does not go together with 'differential', which pairs heads: use "
+            "method=paper and router=two_stage"
+        )
 
 
 def _share_half(options: dict[str, Any], heads: int) -> None:

@@ -123,10 +123,10 @@ def test_what_is_scored_is_not_learnt_from():
 @pytest.mark.parametrize(
     ("heads", "mixers", "left_out"),
     [
-        ((9, 3), ["knocking", "explicit:key_heads=2,value_heads=2", "mixture:active_heads=75%,shared=calibrated"], 0),
-        ((32, 8), ["knocking", "explicit:key_heads=5,value_heads=5", "mixture:active_heads=75%,shared=calibrated"], 0),
-        ((14, 2), ["knocking", "explicit:key_heads=1,value_heads=1", "mixture:active_heads=75%,shared=calibrated"], 0),
-        ((8, 1), ["knocking", "mixture:active_heads=75%,shared=calibrated"], 1),
+        ((9, 3), ["knocking", "explicit:key_heads=2,value_heads=2", "mixture:active_heads=75%"], 0),
+        ((32, 8), ["knocking", "explicit:key_heads=5,value_heads=5", "mixture:active_heads=75%"], 0),
+        ((14, 2), ["knocking", "explicit:key_heads=1,value_heads=1", "mixture:active_heads=75%"], 0),
+        ((8, 1), ["knocking", "mixture:active_heads=75%"], 1),
         ((2, 1), ["knocking"], 2),
     ],
 )

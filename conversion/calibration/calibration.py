@@ -19,7 +19,8 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import HEAD, Shapes, tensor_shapes
 from ..compress.fitted_output import AttentionCalls, output_change
-from ..compress.layer_rewrites import Tensors
+from ..compress.fitted_router import HeadOutputs, Routing, fit_router, routed
+from ..compress.layer_rewrites import Tensors, substituted
 from ..compress.reorder_heads import HeadUse
 from ..compress.virtual_heads import Counts, approximate, output_name, shapes_of_solved, solved
 from ..sources.resolve import Source
@@ -38,7 +39,7 @@ class Observers:
     """The statistics to record in each layer."""
 
     kinds: set[str]
-    """Any of "statistics" (for component heads) and "use" (for the order of heads)."""
+    """Any of "statistics" (for component heads), "use" (for the order of heads) and "router" (fitted routers)."""
     layouts: list[HeadLayout]
     active: list[int]
     """The number of active heads of each layer."""
@@ -46,6 +47,8 @@ class Observers:
     """Whether key and value projections have biases."""
     components: list[Counts] = field(default_factory=list)
     """Component heads of each layer, for which frames and the output projection are fitted; empty if not known yet."""
+    routings: list[Routing | None] = field(default_factory=list)
+    """The heads of each layer's mixture, for the kind "router"; None without a mixture that selects heads."""
 
     def of_layer(self, layer: int) -> dict[str, Observer]:
         """New observers, by kind."""
@@ -57,6 +60,10 @@ class Observers:
             observers["use"] = HeadUse(layout.query_heads, self.active[layer])
         return observers
 
+    def routing(self, layer: int) -> Routing | None:
+        """The heads for which a layer's router is fitted."""
+        return self.routings[layer] if "router" in self.kinds else None
+
     def solves(self, layer: int) -> bool:
         """Whether a layer's component heads are fitted."""
         heads = self.layouts[layer].key_value_heads
@@ -67,7 +74,9 @@ class Observers:
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             of_kind = {"statistics": HeadStatistics.shapes(layout, self.biased), "use": HeadUse.shapes(layout)}
-            for kind in self.kinds:
+            if (routing := self.routing(layer)) is not None:
+                of_kind["router"] = routing.shapes(layout)
+            for kind in self.kinds & of_kind.keys():
                 shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in of_kind[kind].items()}
         return shapes
 
@@ -149,6 +158,7 @@ def calibrate(
 def _recorded(model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance) -> Iterator[Tensors]:
     """The statistics, one layer at a time."""
     hidden = model.embed(tokens)
+    converted = hidden.clone() if "router" in observers.kinds else None
     for layer, module in model.layers():
         attention: Any = module.self_attn
         by_kind, calls = observers.of_layer(layer), AttentionCalls(len(hidden))
@@ -156,20 +166,40 @@ def _recorded(model: StreamedModel, tokens: torch.Tensor, observers: Observers, 
         handles = [attention.register_forward_pre_hook(hook, with_kwargs=True)]
         if observers.solves(layer):
             handles.append(attention.register_forward_hook(calls, with_kwargs=True))
-        for window in hidden.split(1):
-            with fast_products():
-                window.copy_(model.call(module, window))
+        if by_kind:
+            _step(model, module, hidden)
         for handle in handles:
             handle.remove()
-        statistics = by_kind.get("statistics")
+        statistics, compressed = by_kind.get("statistics"), Tensors()
         if isinstance(statistics, HeadStatistics) and observers.solves(layer):
-            _solve(attention, statistics, calls, observers.components[layer])
-        yield {
-            f"{layer}.{kind}.{name}": tensor
-            for kind, observer in by_kind.items()
-            for name, tensor in observer.as_tensors().items()
-        }
+            compressed = _solve(attention, statistics, calls, observers.components[layer])
+        tensors = {kind: observer.as_tensors() for kind, observer in by_kind.items()}
+        if converted is not None:
+            with substituted(attention, compressed):
+                tensors["router"] = _route(model, module, converted, observers.routing(layer))
+        yield {f"{layer}.{kind}.{name}": each for kind, of_kind in tensors.items() for name, each in of_kind.items()}
         advance(layer + 1, len(observers.layouts))
+
+
+def _step(model: StreamedModel, module: nn.Module, hidden: torch.Tensor) -> None:
+    """Replace a layer's inputs by its outputs."""
+    for window in hidden.split(1):
+        with fast_products():
+            window.copy_(model.call(module, window))
+
+
+def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None) -> Tensors:
+    """Fit a layer's router on hidden states of the converted model, and replace these by the layer's outputs."""
+    if routing is None:
+        _step(model, module, hidden)
+        return {}
+    attention, outputs = module.self_attn, HeadOutputs(len(hidden))
+    with outputs.recording(attention):
+        _step(model, module, hidden.clone())
+    fitted = fit_router(outputs, attention.o_proj.weight, routing, attention.head_dim)
+    with routed(attention, fitted, routing, attention.head_dim):
+        _step(model, module, hidden)
+    return fitted
 
 
 def _observe(observers: Iterable[Observer], attention: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
@@ -179,13 +209,14 @@ def _observe(observers: Iterable[Observer], attention: nn.Module, args: Any, inp
             observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
 
 
-def _solve(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> None:
-    """Add the frames for these component heads and the fitted output projection to the statistics."""
+def _solve(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> Tensors:
+    """Add the frames for these component heads and the fitted output projection; returns equivalent stock tensors."""
     layout, tensors = statistics.layout, dict(attention.state_dict())
     statistics.sums |= solved(statistics, layout, counts)
     compressed = approximate(tensors, statistics, layout, counts, "aligned")
     changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
     statistics.sums[output_name(counts)] = output_change(attention, calls, changed)
+    return approximate(tensors, statistics, layout, counts, "aligned")
 
 
 def observe(

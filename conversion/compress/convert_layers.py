@@ -8,6 +8,7 @@ from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
+from .fitted_router import Routing
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .reorder_heads import most_used_first, reorder
 from .virtual_heads import Counts, rewrite, rewritten_names
@@ -22,6 +23,15 @@ def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
     """Whether the most used heads are to come first."""
     shared = config.mixers_of_layer(layer).get("mixture", {}).get("shared_heads", 0)
     return shared > 0 and request.choices.get("mixture", {}).get("shared") == "calibrated"
+
+
+def _routing(config: Any, request: MixerRequest, layer: int) -> Routing | None:
+    """The heads of a mixture whose router is fitted; None for other layers."""
+    mixture = config.mixers_of_layer(layer).get("mixture")
+    if mixture is None or request.choices["mixture"]["method"] != "calibrated":
+        return None
+    selects = mixture["active_heads"] < config.num_attention_heads
+    return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
 
 
 def convert_layers(
@@ -48,6 +58,8 @@ def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: in
         parts += rewritten_names(config.layout_of_layer(layer), component_heads(config, layer), method)
     if _reorders(config, request, layer):
         parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
+    if _routing(config, request, layer) is not None:
+        parts.append("o_proj.weight")
     created = {name for name in shapes if name.startswith(f"{prefix}mixers.")}
     return created | ({prefix + part for part in parts} & shapes.keys())
 
@@ -56,9 +68,14 @@ def _rewritten(
     store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
 ) -> Tensors:
     combines, reorders = _combines(config, layer), _reorders(config, request, layer)
-    if not (combines or reorders):
+    routing = _routing(config, request, layer)
+    if not (combines or reorders or routing):
         return {}
     tensors, layout = read_attention(store, layer), config.layout_of_layer(layer)
+    if routing is not None:
+        scores, change = (statistics["router"][name] for name in routing.names())
+        tensors["mixers.mixture.routed.weight"] = scores
+        tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
     if combines:
         heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
         method = request.choices["explicit"]["method"]
@@ -71,14 +88,20 @@ def _rewritten(
 
 
 def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
-    """The kinds of statistics to record: "statistics", "use", both or none.
+    """The kinds of statistics to record, of "statistics", "use" and "router".
 
     `chooses` is true if `--layers auto` is still to choose the component heads.
     """
     layers = range(config.num_hidden_layers)
     is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
     needed = {"statistics"} if is_aligned and (chooses or any(_combines(config, layer) for layer in layers)) else set()
-    return needed | ({"use"} if any(_reorders(config, request, layer) for layer in layers) else set())
+    needed |= {"use"} if any(_reorders(config, request, layer) for layer in layers) else set()
+    return needed | ({"router"} if any(routings(config, request)) else set())
+
+
+def routings(config: Any, request: MixerRequest) -> list[Routing | None]:
+    """The heads of each layer's mixture for which a router is fitted."""
+    return [_routing(config, request, layer) for layer in range(config.num_hidden_layers)]
 
 
 def active_heads(config: Any) -> list[int]:

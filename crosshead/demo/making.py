@@ -1,21 +1,15 @@
-"""The demo's models: one calibration for all conversions, the conversions, and a short training of one of them."""
+"""The demo's models: the conversions of the source, and a short training of one of them."""
 
 import json
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import crosshead
 from crosshead.common.progress import Progress
-from crosshead.conversion.architectures.families import family_of, read_config
-from crosshead.conversion.calibration.calibration import Observers, observe
 from crosshead.conversion.calibration.head_statistics import fast_dtype
-from crosshead.conversion.calibration.text import Text
-from crosshead.conversion.compress.convert_layers import active_heads, component_pairs, needed_observations
-from crosshead.conversion.options import read_mixers, split_argument
-from crosshead.conversion.sources.resolve import open_source
+from crosshead.conversion.options import split_argument
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
 
@@ -67,33 +61,15 @@ def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
         left_out.append(f"explicit is left out: it needs at least 2 key/value heads, and the model has {key_value}")
     if active < query:
         message = f"{active} of {query} query heads active for each token, not trained"
-        found.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%,shared=calibrated"))
+        found.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%"))
     else:
         left_out.append(f"mixture is left out: {ROUTED}% of {query} query heads are all of them")
     return found, left_out
 
 
-def calibrate(source: str, text: Path, asked: list[Conversion], target: Path, show: Progress) -> None:
-    """Run the source on the text once, and save the calibration that all conversions need."""
-    with tempfile.TemporaryDirectory() as scratch:
-        origin = open_source(source, scratch=Path(scratch))
-        stock = read_config(origin.config, "stock", source)
-        family = family_of(stock)
-        mixers: dict[str, Any] = {}
-        for each in asked:
-            mixers |= each.mixers
-        layouts = family.mixed.from_dict({**origin.config, "mixers": {}}).layouts()
-        request = read_mixers(mixers, layouts)
-        config = family.mixed.from_dict({**origin.config, "mixers": request.mixers})
-        wanted = needed_observations(config, request, chooses=False)
-        pairs = component_pairs(config)
-        observers = Observers(wanted, layouts, active_heads(config), family.qkv_bias(stock), pairs)
-        observe(origin, stock, Text.of(text, origin), observers, target, show)
-
-
-def convert(source: str, asked: Conversion, calibration: Path, target: Path, show: Progress) -> None:
-    """Convert and verify."""
-    options: dict[str, Any] = {"calibration": calibration} if asked.calibrated else {}
+def convert(source: str, asked: Conversion, text: Path, target: Path, show: Progress) -> None:
+    """Convert and verify; `text` is what conversions are calibrated on."""
+    options: dict[str, Any] = {"calibration": text} if asked.calibrated else {}
     crosshead.convert(source, target, asked.mixers, **options, progress=show)
 
 

@@ -12,7 +12,7 @@ from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
 from crosshead_command.card import write_card
 
-from .making import Conversion, Training, calibrate, continue_training, conversions, convert
+from .making import Conversion, Training, continue_training, conversions, convert
 from .scoring import decode, page, score
 from .sources import Start, own, smollm2, tiny
 from .steps import RECORD, Record, Screen, Step, run_steps
@@ -122,31 +122,18 @@ class Demo:
         yield Step("text", message, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
     def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
-        observed = self.folder / "calibration.safetensors"
-        convert(self.start.origin, asked, observed, self.place(asked.name), show)
+        convert(self.start.origin, asked, self.folder / "to_learn.txt", self.place(asked.name), show)
 
     def _make(self) -> Iterator[Step]:
-        asked, origin, text = self.plan[0], self.start.origin, self.folder / "to_learn.txt"
-        observed, training = self.folder / "calibration.safetensors", self.size.training
-        calibrated = [each for each in asked if each.calibrated]
-        mixers = [each.mixer for each in calibrated]
-        if calibrated:
-            yield Step(
-                "calibration",
-                "calibration: the source runs on that text",
-                (observed,),
-                lambda work, show: calibrate(origin, text, calibrated, observed, show),
-                {"mixers": mixers},
-                ("source", "text"),
-            )
-        for each in asked:
+        text, training = self.folder / "to_learn.txt", self.size.training
+        for each in self.plan[0]:
             yield Step(
                 each.name,
                 f"{each.name}: {each.message}; converted and verified",
                 (self.place(each.name),),
                 partial(self._convert, each),
                 {"mixer": each.mixer},
-                ("source", "calibration") if each.calibrated else ("source",),
+                ("source", "text") if each.calibrated else ("source",),
             )
         yield Step(
             self.trained,

@@ -6,6 +6,8 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.options import read_mixers, read_recipe, split_argument, with_recipe
 
+FITTED = {"router": "two_stage", "gate": "binary", "shared_heads": 0}
+"""Of a mixture whose router is fitted, the default."""
 LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_heads=4, num_hidden_layers=3).layouts()
 
 
@@ -18,16 +20,21 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
         ("talking:softmax_heads=16,dynamic=key_logits", {"talking": {"softmax_heads": 16, "dynamic": ["key_logits"]}}),
         ("explicit:key_heads=50%,value_heads=3", {"explicit": {"norm": False, "key_heads": 2, "value_heads": 3}}),
         ("explicit:norm=true,key_heads=1+2+75%", {"explicit": {"norm": True, "key_heads": [1, 2, 3]}}),
-        (
-            "mixture:active_heads=75%",
-            {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 6, "shared_heads": 4}},
+        ("mixture:active_heads=75%", {"mixture": {**FITTED, "active_heads": 6}}),
+        ("mixture:active_heads=75%,shared_heads=2", {"mixture": {**FITTED, "active_heads": 6, "shared_heads": 2}}),
+        *(
+            (
+                f"mixture:active_heads=75%,{paper}",
+                {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 6, "shared_heads": 4}},
+            )
+            for paper in ("method=paper", "shared=first", "router=query_norm")
         ),
         (
-            "mixture:active_heads=50%,router=two_stage,balance_weight=0.1",
+            "mixture:active_heads=50%,router=two_stage,method=paper,balance_weight=0.1",
             {"mixture": {"router": "two_stage", "gate": "binary", "active_heads": 4, "balance_weight": 0.1}},
         ),
         (
-            "mixture:active_heads=75%+50%+2",
+            "mixture:active_heads=75%+50%+2,method=paper",
             {
                 "mixture": {
                     "router": "query_norm",
@@ -37,7 +44,7 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
                 }
             },
         ),
-        ("mixture:active_heads=1%", {"mixture": {"router": "query_norm", "gate": "binary", "active_heads": 1}}),
+        ("mixture:active_heads=1%", {"mixture": {**FITTED, "active_heads": 1}}),
     ],
 )
 def test_arguments(argument, mixers):
@@ -50,7 +57,7 @@ def test_python_values_pass_unchanged():
     request = read_mixers(given, LAYOUTS)
     assert request.mixers["explicit"] == {"norm": False, "key_heads": [1, 2, 4]}
     assert request.mixers["mixture"]["layers"] == [1]
-    assert request.choices == {"explicit": {"method": "svd"}, "mixture": {"shared": "first"}}
+    assert request.choices == {"explicit": {"method": "svd"}, "mixture": {"method": "calibrated", "shared": "first"}}
 
 
 @pytest.mark.parametrize(
@@ -62,6 +69,8 @@ def test_python_values_pass_unchanged():
         ("explicit:method=pca", ["method='pca'", "'svd'"]),
         ("mixture:active_heads=75%,shared=most", ["shared='most'", "'calibrated'"]),
         ("mixture:active_heads=175%", ["'175%'"]),
+        ("mixture:active_heads=75%,gate=weighted", ["gate='weighted'", "method=paper"]),
+        ("mixture:active_heads=75%,router=query_norm,method=calibrated", ["router='query_norm'", "method=paper"]),
         ("mixture:active_heads=x%", ["'x%'"]),
         ("knocking:form", ["'form'", "key=value"]),
         ("knocking:=linear", ["'=linear'", "key=value"]),

@@ -129,7 +129,9 @@ def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
     """But for what a published model brings."""
     called = []
     for each in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, each, noting(each, ALL_ATTENTION_FUNCTIONS[each], called))
+        monkeypatch.setitem(
+            ALL_ATTENTION_FUNCTIONS._global_mapping, each, noting(each, ALL_ATTENTION_FUNCTIONS[each], called)
+        )
     small(name).side(True)()
     assert called == ([] if function is None else [function])
 

@@ -1,0 +1,144 @@
+"""Fits the two_stage router of `mixture` to a pretrained layer, and the output projection to the active heads.
+
+A head's contribution to a token is the norm of its part of the attention's output. The router's scores are a linear
+map of the layer's input, fitted by ridge regression to the logarithm of the contributions: the active heads are those
+with the largest expected contribution. The output projection is then fitted by least squares to compute the output of
+all heads from the active ones. Layers are fitted in order, each on the outputs of the converted layers before it.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosshead.modeling.mechanisms.base import HeadLayout
+
+from ..architectures.families import Shapes
+from ..calibration.head_statistics import fast_dtype, full_products
+from .fitted_output import MAX_WINDOWS, RIDGE
+from .layer_rewrites import Tensors, substituted
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+ROUTER_RIDGE = 0.01
+"""Relative to an input feature's mean square."""
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The heads of one layer's mixture: the first `shared` ones are always active."""
+
+    shared: int
+    active: int
+
+    def names(self) -> tuple[str, str]:
+        """The names of the fitted tensors in a calibration: the router's weight, the change of `o_proj.weight`."""
+        return f"{self.shared}.{self.active}.scores", f"{self.shared}.{self.active}.output"
+
+    def shapes(self, layout: HeadLayout) -> Shapes:
+        """The names and shapes of these tensors."""
+        scores = (layout.query_heads - self.shared, layout.hidden_size)
+        return dict(
+            zip(self.names(), (scores, (layout.hidden_size, layout.query_heads * layout.head_dim)), strict=True)
+        )
+
+    def mask(self, hidden: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """1 for active heads, else 0: (..., heads), given the attention's input (..., hidden)."""
+        logits = hidden.to(scores) @ scores.mT
+        chosen = logits.topk(self.active - self.shared, dim=-1).indices
+        routed = torch.zeros_like(logits).scatter(-1, chosen, 1.0)
+        return torch.cat([routed.new_ones(*routed.shape[:-1], self.shared), routed], dim=-1)
+
+
+@dataclass
+class HeadOutputs:
+    """Hooks that record the input and the heads' outputs of an attention layer, for evenly spaced calls."""
+
+    calls: int
+    inputs: list[torch.Tensor] = field(default_factory=list)
+    """(T, hidden)."""
+    heads: list[torch.Tensor] = field(default_factory=list)
+    """(T, heads d)."""
+    _count: int = 0
+
+    @contextmanager
+    def recording(self, attention: Any) -> Iterator[None]:
+        """A context in which the layer is recorded."""
+        handles = [
+            attention.register_forward_pre_hook(self._record_input, with_kwargs=True),
+            attention.o_proj.register_forward_pre_hook(self._record_heads),
+        ]
+        yield
+        for handle in handles:
+            handle.remove()
+
+    def _record_input(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        self._count += 1
+        if self._is_recorded():
+            self.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype()))
+
+    def _record_heads(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        if self._is_recorded():
+            self.heads.append(args[0].flatten(0, 1).to(fast_dtype()))
+
+    def _is_recorded(self) -> bool:
+        return (self._count - 1) % -(-self.calls // MAX_WINDOWS) == 0
+
+
+@torch.no_grad()
+def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, size: int) -> Tensors:
+    """The router's weight and the change of the output projection, given the projection's weight; `size` is `d`."""
+    by_head = weight.double().unflatten(1, (-1, size))
+    metric = torch.einsum("nhd,nhe->hde", by_head, by_head)
+
+    def contributions(heads: torch.Tensor) -> torch.Tensor:
+        heads = heads.double().unflatten(-1, (-1, size))
+        squares = torch.einsum("thd,hde,the->th", heads, metric, heads)
+        return squares.clamp_min(torch.finfo(torch.float32).tiny).log()[:, routing.shared :] / 2
+
+    def logarithms() -> Iterator[Pair]:
+        for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
+            yield x.double(), contributions(heads)
+
+    def missing_outputs() -> Iterator[Pair]:
+        for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
+            active = heads.double() * routing.mask(x, scores).repeat_interleave(size, -1)
+            yield active, (heads.double() - active) @ weight.double().mT
+
+    with full_products():
+        scores = _ridge(logarithms(), ROUTER_RIDGE).float().contiguous()
+        change = _ridge(missing_outputs(), RIDGE).float().contiguous()
+    return dict(zip(routing.names(), (scores, change), strict=True))
+
+
+def _ridge(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:
+    """The linear map (n, m) from x (T, m) to y (T, n) by least squares; `ridge` is relative to x's mean square."""
+    gram, product = torch.zeros(()), torch.zeros(())
+    for x, y in pairs:
+        gram, product = gram + x.mT @ x, product + y.mT @ x
+    penalty = ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)), product, left=False)
+
+
+@contextmanager
+def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iterator[None]:
+    """A context in which a stock attention layer computes what the fitted mixture computes."""
+    scores, change = (fitted[name] for name in routing.names())
+    masks: list[torch.Tensor] = []
+
+    def route(module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
+        masks.append(routing.mask(inputs["hidden_states"], scores))
+
+    def select(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        return (args[0] * masks.pop().repeat_interleave(size, -1).to(args[0]),)
+
+    handles = [
+        attention.register_forward_pre_hook(route, with_kwargs=True),
+        attention.o_proj.register_forward_pre_hook(select),
+    ]
+    with substituted(attention, {"o_proj.weight": attention.o_proj.weight + change}):
+        yield
+    for handle in handles:
+        handle.remove()

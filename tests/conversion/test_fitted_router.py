@@ -1,0 +1,148 @@
+"""Routers that are fitted to a pretrained model: least squares solutions, and a converted model that uses them."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import crosshead
+import toys
+from crosshead.common.errors import ConversionError
+from crosshead.conversion.calibration import head_statistics
+from crosshead.conversion.compress import fitted_router
+from crosshead.conversion.compress.fitted_router import ROUTER_RIDGE, HeadOutputs, Routing, fit_router, routed
+from crosshead.conversion.sources.safetensors_store import WEIGHTS
+from toy_checkpoints import write_stock
+
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch):
+    for module in (head_statistics, fitted_router):
+        monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "prose.txt"
+    path.write_text(" ".join(f"w{number * number % 97}" for number in range(6000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    return write_stock(tmp_path_factory.mktemp("models") / "source", **HEADS)
+
+
+def recorded(backbone, shared=0, active=3):
+    """An attention layer, its routing, and its inputs and heads' outputs on three texts."""
+    model = toys.stock_model(backbone).eval()
+    attention, outputs = model.model.layers[1].self_attn, HeadOutputs(3)
+    with outputs.recording(attention):
+        for seed in range(3):
+            model(toys.tokens(batch=1, length=30, seed=seed), use_cache=False)
+    return attention, Routing(shared, active), outputs
+
+
+def least_squares(x, y, ridge):
+    rows = (ridge * x.square().sum(0).mean()).sqrt() * torch.eye(x.shape[1]).double()
+    return torch.linalg.lstsq(
+        torch.cat([x, rows]), torch.cat([y, torch.zeros(x.shape[1], y.shape[1]).double()])
+    ).solution.T
+
+
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
+@pytest.mark.parametrize(("shared", "active"), [(0, 3), (1, 2)])
+@torch.no_grad()
+def test_router_and_projection_are_least_squares_solutions(backbone, shared, active):
+    attention, routing, outputs = recorded(backbone, shared, active)
+    size, weight = attention.head_dim, attention.o_proj.weight.double()
+    x, heads = (torch.cat(parts).double() for parts in (outputs.inputs, outputs.heads))
+    count = heads.shape[1] // size
+    parts = [heads[:, i * size : (i + 1) * size] @ weight[:, i * size : (i + 1) * size].T for i in range(count)]
+    logarithms = torch.stack([part.norm(dim=1).log() for part in parts], dim=1)[:, shared:]
+    scores, change = fit_router(outputs, attention.o_proj.weight, routing, size).values()
+    torch.testing.assert_close(scores.double(), least_squares(x, logarithms, ROUTER_RIDGE), rtol=1e-3, atol=1e-4)
+    kept = torch.zeros_like(heads)
+    for token, row in enumerate(x.float() @ scores.T):
+        chosen = [*range(shared), *(shared + i for i in row.topk(active - shared).indices.tolist())]
+        for head in chosen:
+            kept[token, head * size : (head + 1) * size] = heads[token, head * size : (head + 1) * size]
+    expected = least_squares(kept, (heads - kept) @ weight.T, fitted_router.RIDGE)
+    torch.testing.assert_close(change.double(), expected, rtol=1e-3, atol=1e-4)
+    missing = (heads - kept) @ weight.T
+    assert (missing - kept @ change.double().T).square().sum() < missing.square().sum()
+
+
+@torch.no_grad()
+def test_hooks_are_removed():
+    attention, routing, outputs = recorded("Llama")
+    before = attention.o_proj.weight.clone()
+    fitted = fit_router(outputs, before, routing, attention.head_dim)
+    with routed(attention, fitted, routing, attention.head_dim):
+        assert not attention.o_proj.weight.equal(before)
+    assert attention.o_proj.weight.equal(before)
+    assert not attention._forward_pre_hooks and not attention.o_proj._forward_pre_hooks
+
+
+@pytest.mark.parametrize("explicit", [{}, {"explicit": {"key_heads": 2, "value_heads": 2}}], ids=["alone", "explicit"])
+@torch.no_grad()
+def test_the_converted_model_computes_what_calibration_computed(explicit, source, text, tmp_path):
+    """Stock layers with hooks and the model of the folder agree, layer by layer and so in the logits."""
+    saved = tmp_path / "saved.safetensors"
+    asked = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
+    report = crosshead.convert(source, tmp_path / "out", asked, calibration=text, save_calibration=saved)
+    assert report["counts"]["created"] == 1 + 4 * bool(explicit)
+    held = load_file(saved)
+    routing = Routing(0, 5)
+    fitted = {name: held[f"1.router.{name}"] for name in routing.names()}
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "out", trust_remote_code=True).eval()
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["mixers"]["mixture"]["router"] == "two_stage" and config["mixers"]["mixture"]["shared_heads"] == 0
+    if explicit:
+        return
+    stock = AutoModelForCausalLM.from_pretrained(source).eval()
+    attention = stock.model.layers[1].self_attn
+    tokens = toys.tokens(batch=2, length=20)
+    with routed(attention, fitted, routing, attention.head_dim):
+        expected = stock(tokens).logits
+    torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
+    losses = {}
+    for method in ("calibrated", "paper"):
+        asked = {"mixture": {"active_heads": 5, "method": method}}
+        read = {"calibration": text} if method == "calibrated" else {}
+        losses[method] = crosshead.convert(source, tmp_path / method, asked, **read)["verification"]["kl_divergence"]
+    assert losses["calibrated"] < 0.7 * losses["paper"]
+
+
+def test_a_saved_calibration_gives_the_same_bytes_for_the_same_counts_only(source, text, tmp_path):
+    asked, saved = {"mixture": {"active_heads": 5}}, tmp_path / "saved.safetensors"
+    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
+    crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
+    assert len({(tmp_path / name / WEIGHTS).read_bytes() for name in ("first", "second")}) == 1
+    with pytest.raises(ConversionError, match=r"router\.0\.6\.scores"):
+        crosshead.convert(source, tmp_path / "third", {"mixture": {"active_heads": 6}}, calibration=saved)
+
+
+def test_all_heads_active_needs_no_text_and_starts_as_the_source(source, tmp_path):
+    report = crosshead.convert(source, tmp_path / "out", {"mixture": {"active_heads": 8}})
+    assert "calibration" not in report and report["verification"]["greatest_logit_difference"] == 0
+
+
+def test_other_heads_in_each_layer(source, text, tmp_path):
+    report = crosshead.convert(source, tmp_path / "out", {"mixture": {"active_heads": [8, 5]}}, calibration=text)
+    assert report["tensors"]["model.layers.0.self_attn.o_proj.weight"]["fate"] == "copied"
+    assert report["tensors"]["model.layers.1.self_attn.o_proj.weight"]["fate"] == "rewritten"
+
+
+def test_differential_is_refused(source, tmp_path):
+    with pytest.raises(ConversionError, match="differential"):
+        crosshead.convert(
+            source, tmp_path / "out", {"differential": {}, "mixture": {"active_heads": 3}}, allow_inexact=True
+        )
