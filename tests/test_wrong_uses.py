@@ -86,7 +86,7 @@ CASES = {
     "zoo --jsn": (2, "--jsn (Possible options: --json)"),
     "zoo --write none": (1, "none is not a directory"),
     "demo --tiny --model source": (2, "not both"),
-    "demo --tiny --out source": (1, "source holds files"),
+    "demo --tiny --out source": (1, "source is not empty"),
     "demo --model none": (1, "none"),
 }
 WITHOUT_WORDS = {"convert", "train", "sweep", "eval", "cost", "probe", "bench"}

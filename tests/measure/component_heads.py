@@ -1,11 +1,11 @@
-"""What fewer key and value heads cost a model without training, through the public commands: JSON lines.
+"""The loss of a model with fewer key and value heads, or fewer active heads, without training: JSON lines.
 
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES or auto:BUDGET, with :DTYPE behind it for what the
-result is rounded to, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75. Without `--calibration` the
-conversion's default text is read. `--part 0.5:1` reads the second half of a text alone. `--out` keeps the figures in a
+overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, auto:BUDGET or mixture:ACTIVE, followed by :DTYPE
+for the dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75 mixture:7 mixture:7:paper.
+Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone. `--out` keeps the figures in a
 JSON document, beside those of other names.
 """
 
@@ -51,6 +51,9 @@ def part_of(text: str, part: str) -> str:
 def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """A case as mixers and options of a conversion."""
     method, what, dtype = [*case.split(":"), "float32"][:3]
+    if method == "mixture":
+        way = "paper" if dtype == "paper" else "calibrated"
+        return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
     if method == "auto":
         return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
     keys, values = (what.split(",") * 2)[:2]
@@ -91,7 +94,7 @@ def main() -> None:
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             mixers, asked = request(case)
-            if options.calibration is not None and not case.startswith("svd"):
+            if options.calibration is not None and not case.startswith("svd") and not case.endswith("paper"):
                 asked["calibration"] = text
             started = time.perf_counter()
             report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)

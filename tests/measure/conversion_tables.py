@@ -8,7 +8,7 @@ Content = Mapping[str, Any]
 
 def heads_table(report: Content) -> str:
     """Losses above the source's, by model and way."""
-    lines = ["| model | component heads | loss above its source, in nats |", "| --- | --- | ---: |"]
+    lines = ["| model | component heads, or active heads of a mixture | loss above its source, in nats |", "| --- | --- | ---: |"]
     for name, found in report.items():
         for case, got in found["cases"].items():
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
@@ -19,6 +19,8 @@ def heads_table(report: Content) -> str:
 def _told(case: str) -> str:
     """A case of `component_heads.py`, for people."""
     method, what, *dtype = case.split(":")
+    if method == "mixture":
+        return f"mixture, {what} active" + (f", `method={dtype[0]}`" if dtype else "")
     way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{what}, `method={method}`"
     return way + (f", in {dtype[0]}" if dtype else "")
 
