@@ -5,8 +5,8 @@ usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--c
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
 overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, auto:BUDGET or mixture:ACTIVE, followed by :DTYPE
 for the dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75 mixture:7 mixture:7:paper.
-Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone. `--out` keeps the figures in a
-JSON document, beside those of other names.
+Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
+`--out` adds the figures to a JSON document, under `--name`.
 """
 
 import argparse

@@ -8,7 +8,8 @@ Content = Mapping[str, Any]
 
 def heads_table(report: Content) -> str:
     """Losses above the source's, by model and way."""
-    lines = ["| model | component heads, or active heads of a mixture | loss above its source, in nats |", "| --- | --- | ---: |"]
+    heads = "component heads, or active heads of a mixture"
+    lines = [f"| model | {heads} | loss above its source, in nats |", "| --- | --- | ---: |"]
     for name, found in report.items():
         for case, got in found["cases"].items():
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
