@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 import crosshead
 import toys
-from crosshead.conversion.verification.tolerances import cache_bytes
+from crosshead.conversion.architectures.mixer_tensors import cache_bytes
 from crosshead.evals.cost.model import FLOPS, model_cost, on_meta
 from crosshead.evals.cost.report import cost_report
 from tiers import grid
