@@ -7,7 +7,7 @@ A mechanism that is unchanged since its neutral start is removed.
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
-from .architectures.families import Shapes, attention_prefix, family_of, read_config, tensor_shapes
+from .architectures.families import FAMILIES, PREFIX, Shapes, attention_prefix, read_config, tensor_shapes
 from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
 from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
+from .keep_cache import WideHeads
 from .plan import Plan, check_source, make_plan
 from .sources.resolve import Source, open_source
 from .sources.tensor_store import TensorStore
@@ -37,6 +38,7 @@ def fold(
     model: str | Path,
     out: str | Path,
     *,
+    keep_cache: bool = False,
     revision: str | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -44,15 +46,16 @@ def fold(
     plan_only: bool = False,
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Convert a crosshead model to its stock family; returns the report.
+    """Convert a crosshead model to a stock model; returns the report.
 
+    With `keep_cache`, the stock model caches the component heads of `explicit`, not all heads (`keep_cache.py`).
     The report is written next to the folder as `<name>.conversion.json`, so that the folder contains no crosshead
     files. A run continues an unfinished run of the same fold, unless `restart` discards it. With `plan_only` nothing
     is written, and the report is the plan.
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     with tempfile.TemporaryDirectory() as scratch:
-        request = resolve(open_source(model, revision, scratch=Path(scratch)))
+        request = resolve(open_source(model, revision, scratch=Path(scratch)), keep_cache)
         return run(request, Path(out), **how, progress=progress)
 
 
@@ -68,47 +71,61 @@ class FoldRequest(Request):
         return self.prepared
 
 
-def resolve(source: Source) -> FoldRequest:
+def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     """Check the request, and plan every tensor."""
     mixed = read_config(source.config, "mixed", source.origin["name"])
-    family = family_of(mixed)
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
+    fields["model_type"] = mixed.model_type.removeprefix(PREFIX)
+    wide = WideHeads.of(mixed) if keep_cache else None
+    if wide is not None:
+        fields = wide.config_fields(mixed, fields)
+    family = FAMILIES[fields["model_type"]]
     stock: Any = family.stock.from_dict(fields)
     stock.architectures = [family.architecture]
     shapes, mixed_shapes = tensor_shapes(stock), tensor_shapes(mixed)
     dropped = check_source(source.store, mixed_shapes, mixed.tie_word_embeddings)
     dropped |= dropped_biases(source.store, mixed_shapes)
-    rewrites = fold_layers(source.store, mixed, shapes)
-    plan = make_plan(source.store, stock, shapes, dropped, rewrites)
+    rewrites = fold_layers(source.store, mixed, shapes, wide)
+    decisions = {} if wide is None else {"kept_cache": wide.report(mixed, stock, source.store)}
+    plan = make_plan(source.store, stock, shapes, dropped, rewrites, decisions=decisions)
     rounded_to = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
+    allowed = tolerance(stock, {"F32"} | rounded_to)
+    if wide is not None and mixed.layout_of_layer(0).key_norm_eps is not None:
+        allowed = replace(allowed, logits=None)  # scalars that are as small as the norm's eps
     return FoldRequest(
         command="fold",
         source=source,
         source_config=mixed,
-        options={},
+        options={"keep_cache": True} if keep_cache else {},
         minimum_bytes=plan.size,
         cached_bytes=0,
         computes=bool(rewrites.layers),
-        tolerance=tolerance(stock, {"F32"} | rounded_to),
+        tolerance=allowed,
         prepared=plan,
     )
 
 
-def fold_layers(store: TensorStore, config: Any, shapes: Shapes) -> LayerRewrites:
-    """The rewrites that fold every layer; `ConversionError` if a layer cannot be folded."""
+def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads | None = None) -> LayerRewrites:
+    """The rewrites that fold every layer; `ConversionError` if a layer cannot be folded.
+
+    With `wide`, the component heads of `explicit` stay.
+    """
     applied = {layer: _mechanisms_to_apply(store, config, layer) for layer in range(config.num_hidden_layers)}
     layers: dict[str, int] = {}
     for layer, mechanisms in applied.items():
         sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
-        parts = [f"{PROJECTIONS[side]}.{part}" for side in sorted(sides) for part in ("weight", "bias")]
+        written = [*PROJECTIONS.values(), "o_proj"] if wide else [PROJECTIONS[side] for side in sorted(sides)]
+        parts = [f"{projection}.{part}" for projection in written for part in ("weight", "bias")]
         names = [attention_prefix(layer) + part for part in parts]
         layers |= {name: layer for name in names if name in shapes}
 
     def compute(layer: int) -> Tensors:
         tensors = read_attention(store, layer)
+        layout = config.layout_of_layer(layer)
         for name in applied[layer]:
-            tensors = FOLD_RULES[name].apply(tensors, config.layout_of_layer(layer))
-        return tensors
+            if wide is None or name != "explicit":
+                tensors = FOLD_RULES[name].apply(tensors, layout)
+        return tensors if wide is None else wide.rewrite(tensors, layout)
 
     return LayerRewrites(layers, compute)
 

@@ -12,6 +12,9 @@ from crosshead_command.screen import progress, show_report
 def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
     out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    keep_cache: Annotated[
+        bool, typer.Option(help="Cache the component heads of `explicit`, not all heads: fewer, wider KV heads.")
+    ] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -22,10 +25,11 @@ def fold(
     """Convert a crosshead model back to a stock checkpoint.
 
     Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
+    With `--keep-cache`, every engine that runs Llama models serves the smaller KV cache of `explicit`.
     """
     from crosshead.conversion.fold import fold as run
 
     how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
-        report = run(model, out, revision=revision, **how, progress=show)
+        report = run(model, out, keep_cache=keep_cache, revision=revision, **how, progress=show)
     show_report(report, as_json)
