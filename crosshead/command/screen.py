@@ -92,6 +92,10 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
     if "verification" in report:
         for line in verification_lines(report["verification"]):
             print(line)
+    for name in ("kept_cache", "engine"):
+        if name in report:
+            for line in verification_lines({name: report[name]}):
+                print(line)
     if "others" in report:
         print(f"files left unchanged, not part of a model: {', '.join(report['others'])}")
     if "folder" in report:

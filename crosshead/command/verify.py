@@ -1,7 +1,7 @@
 """`crosshead verify`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,12 @@ def verify(
     text: Annotated[
         Path | None, typer.Option(help="A text file to compare on; by default Python's help texts.")
     ] = None,
+    engine: Annotated[
+        str | None, typer.Option(help="Compare in a serving engine instead: vllm (folders) or llama.cpp (GGUF files).")
+    ] = None,
+    engine_python: Annotated[
+        Path | None, typer.Option(help="The Python interpreter of the environment with the engine, if not this one.")
+    ] = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code in the folder of MODEL that crosshead did not write."),
@@ -24,10 +30,18 @@ def verify(
 ) -> None:
     """Compare a model with its source. Checks tensors, logits, loss, greedy text, cache and loading.
 
-    Fails if the two should be equal and are not.
+    Fails if the two should be equal and are not. With --engine, reports what a serving engine computes for both: text,
+    log-probabilities, size of its KV cache, tokens per second.
     """
+    from crosshead.conversion.verification.engines import verify_in_engine
     from crosshead.conversion.verification.verify import verify as run
 
+    if engine is None and engine_python is not None:
+        raise typer.BadParameter("--engine-python has no effect without --engine")
+    given: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
     with progress() as show:
-        report = run(source, model, revision=revision, text=text, trust_remote_code=trust_remote_code, progress=show)
+        if engine is None:
+            report = run(source, model, **given, progress=show)
+        else:
+            report = verify_in_engine(source, model, engine, python=engine_python, **given, progress=show)
     show_report(report, as_json)

@@ -1,0 +1,107 @@
+"""Runs a model in a serving engine: a script that `engines.py` starts in the engine's own Python environment.
+
+usage: python -P engine_worker.py JOB.json
+
+It imports the engine and nothing from crosshead. The results go to the file that the job names; an error is the last
+line on stderr.
+"""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+MISSING = 3
+"""The exit status if the engine is not installed."""
+
+
+def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
+    """Log-probabilities, greedy tokens, cache and speed of a model folder in vLLM."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the cache of the engine can be read here
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    import torch
+    import vllm
+    from vllm import LLM, SamplingParams
+
+    prompts = [{"prompt_token_ids": tokens} for tokens in job["prompts"]]
+    engine = LLM(
+        model=job["model"],
+        trust_remote_code=job["remote_code"],
+        dtype="auto" if torch.cuda.is_available() else "float32",
+        skip_tokenizer_init=True,
+        max_model_len=max(map(len, job["prompts"])) + job["new_tokens"],
+        max_num_seqs=len(prompts),
+        enforce_eager=True,
+        enable_prefix_caching=False,
+    )
+    greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
+    scored = engine.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, **greedy))
+    started = time.perf_counter()
+    generated = engine.generate(prompts, SamplingParams(max_tokens=job["new_tokens"], **greedy))
+    seconds = time.perf_counter() - started
+    cache = engine.llm_engine.vllm_config.cache_config
+    specs = engine.collective_rpc("get_kv_cache_spec")[0].values()
+    return {
+        "version": vllm.__version__,
+        "logprobs": [
+            [each[token].logprob for token, each in zip(tokens[1:], result.prompt_logprobs[1:], strict=True)]
+            for tokens, result in zip(job["prompts"], scored, strict=True)
+        ],
+        "tokens": [list(result.outputs[0].token_ids) for result in generated],
+        "tokens_per_second": len(prompts) * job["new_tokens"] / seconds,
+        "kv_bytes_per_token": sum(spec.page_size_bytes / spec.block_size for spec in specs),
+        "kv_cache_tokens": cache.num_gpu_blocks * cache.block_size,
+    }
+
+
+def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
+    """The same of a GGUF file in llama.cpp; `engines.py` reads the size of the cache from the log."""
+    import llama_cpp
+    import numpy
+
+    length = max(map(len, job["prompts"])) + job["new_tokens"]
+    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, verbose=True)
+
+    def last_logprobs(count: int) -> Any:
+        logits = numpy.array(model.scores[model.n_tokens - count : model.n_tokens], dtype=numpy.float64)
+        shifted = logits - logits.max(-1, keepdims=True)
+        return shifted - numpy.log(numpy.exp(shifted).sum(-1, keepdims=True))
+
+    logprobs, continuations, seconds = [], [], 0.0
+    for prompt in job["prompts"]:
+        model.reset()
+        model.eval(prompt)
+        found = last_logprobs(len(prompt))
+        logprobs.append([float(found[i, token]) for i, token in enumerate(prompt[1:])])
+        tokens = [int(found[-1].argmax())]
+        started = time.perf_counter()
+        while len(tokens) < job["new_tokens"]:
+            model.eval(tokens[-1:])
+            tokens.append(int(last_logprobs(1)[0].argmax()))
+        seconds += time.perf_counter() - started
+        continuations.append(tokens)
+    return {
+        "version": llama_cpp.__version__,
+        "logprobs": logprobs,
+        "tokens": continuations,
+        "tokens_per_second": len(continuations) * (job["new_tokens"] - 1) / seconds,
+        "kv_cache_tokens": model.n_ctx(),
+    }
+
+
+RUN = {"vllm": run_vllm, "llama.cpp": run_llama_cpp}
+
+
+if __name__ == "__main__":
+    request = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    try:
+        Path(request["result"]).write_text(json.dumps(RUN[request["engine"]](request)), encoding="utf-8")
+    except ModuleNotFoundError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(MISSING if error.name in ("vllm", "llama_cpp") else 1) from error
+    except Exception as error:  # an engine may raise any error; it is printed as one line
+        raise SystemExit(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

@@ -1,0 +1,148 @@
+"""Compares a model with its source in a serving engine: vLLM or llama.cpp.
+
+The engine runs in a process of its own, in this Python environment or another one: vLLM pins versions of most of its
+dependencies.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress, silent
+
+from ..architectures.families import kind_of
+from ..calibration.text import load_tokenizer
+from ..sources.model_folder import read_record, record_file, write_json
+from ..sources.resolve import Source, open_source
+from .engine_worker import MISSING
+from .reload import agreement
+from .verify import folder_of, read_sample, refuse_foreign_code
+
+ENGINES = {"vllm": "vllm", "llama.cpp": "llama-cpp-python"}
+"""Engine -> the package to install."""
+WORKER = Path(__file__).with_name("engine_worker.py")
+PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 4, 64, 64
+LLAMA_CPP_CACHE = re.compile(r"size = +([\d.]+) MiB \( *(\d+) cells")
+"""In llama.cpp's log: the size of the cache, and its tokens."""
+HIDDEN = ("PYTHONPATH", "PYTHONHOME")
+"""Variables of this process that do not concern another interpreter."""
+
+
+def verify_in_engine(
+    source: str | Path,
+    model: str | Path,
+    engine: str,
+    *,
+    python: str | Path | None = None,
+    revision: str | None = None,
+    text: str | Path | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Run a model and its source in an engine; the report is also written to the record of the model's conversion.
+
+    vLLM runs folders, llama.cpp runs GGUF files. `python` is the interpreter of the environment with the engine.
+    """
+    if engine not in ENGINES:
+        raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
+    places = dict(zip(("source", "model"), (source, model), strict=True))
+    with tempfile.TemporaryDirectory() as scratch:
+        opened = {
+            role: open_source(
+                place, revision if role == "source" else None, scratch=Path(scratch, role), also=["*.py"]
+            )
+            for role, place in places.items()
+        }
+        sample = read_sample(opened["source"], None if text is None else Path(text))
+        prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
+        results = {}
+        for done, (role, checkpoint) in enumerate(opened.items(), 1):
+            if not trust_remote_code:
+                refuse_foreign_code(checkpoint)
+            place = _runnable(checkpoint, engine)
+            results[role] = run_engine(engine, place, prompts, "auto_map" in checkpoint.config, python)
+            texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
+            results[role]["greedy_text"] = texts[0]
+            progress(f"running in {engine}", done, len(opened), role)
+    report = compared(results) | {"text": sample.text}
+    local = folder_of(opened["model"]) or Path(model)
+    place = record_file(local, kind_of(opened["model"].config) == "stock")
+    if record := read_record(place):
+        with suppress(OSError):  # a published folder may be read-only
+            write_json(place, record | {"engines": record.get("engines", {}) | {engine: report}})
+    return {"engine": {"name": engine, **report}}
+
+
+def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The measurements of both models side by side."""
+    report: dict[str, Any] = {"version": results["model"]["version"]}
+    for role, result in results.items():
+        logprobs = [value for values in result["logprobs"] for value in values]
+        numbers = {name: result[name] for name in ("kv_bytes_per_token", "kv_cache_tokens", "tokens_per_second")}
+        report[role] = {"loss": -sum(logprobs) / len(logprobs), **numbers, "greedy_text": result["greedy_text"]}
+    logprobs = [[value for values in result["logprobs"] for value in values] for result in results.values()]
+    return report | {
+        "greatest_logprob_difference": max(abs(one - other) for one, other in zip(*logprobs, strict=True)),
+        "greedy_agreement": agreement(*(result["tokens"] for result in results.values())),
+    }
+
+
+def run_engine(
+    engine: str, model: Path, prompts: list[list[int]], remote_code: bool, python: str | Path | None = None
+) -> dict[str, Any]:
+    """The results of one model, as `engine_worker.py` writes them."""
+    with tempfile.TemporaryDirectory() as scratch:
+        job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
+        content = {
+            "engine": engine,
+            "model": str(model.resolve()),
+            "prompts": prompts,
+            "new_tokens": NEW_TOKENS,
+            "remote_code": remote_code,
+            "result": str(result),
+        }
+        job.write_text(json.dumps(content), encoding="utf-8")
+        interpreter = str(python or sys.executable)
+        environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
+        command = [interpreter, "-P", str(WORKER), str(job)]
+        try:
+            done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, check=False)
+        except OSError as error:
+            raise ConversionError(f"--engine-python {interpreter} cannot be started: {error.strerror}") from error
+        log = done.stderr.decode(errors="replace")
+        if done.returncode == MISSING:
+            raise ConversionError(
+                f"{engine} is not installed for {interpreter}: run `pip install {ENGINES[engine]}`, or name the "
+                "interpreter of another environment with --engine-python"
+            )
+        if done.returncode:
+            reason = next((line for line in reversed(log.splitlines()) if line.strip()), "no message")
+            raise ConversionError(f"{engine} cannot run {model}: {reason}")
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if engine == "llama.cpp":
+        sizes = [(float(size) * 2**20 / int(cells)) for size, cells in LLAMA_CPP_CACHE.findall(log)]
+        found["kv_bytes_per_token"] = sum(sizes) if sizes else None
+    return found
+
+
+def _runnable(checkpoint: Source, engine: str) -> Path:
+    """The folder or file that the engine loads."""
+    folder, name = folder_of(checkpoint), checkpoint.origin["name"]
+    if engine == "vllm":
+        if folder is None:
+            raise ConversionError(f"vllm runs model folders, and {name} is a GGUF file: give its folder")
+        return folder
+    if folder is not None:
+        raise ConversionError(
+            f"llama.cpp runs GGUF files, and {name} is a folder: write one with `crosshead fold {name} NAME.gguf`"
+        )
+    return checkpoint.store.places[0]
