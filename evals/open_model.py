@@ -1,6 +1,7 @@
 """Opens a model for evaluation: configuration and tokenizer first, with checks, and the weights later."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,14 @@ def load_model(opened: Opened, **options: Any) -> Any:
     if missing:
         raise EvalError(f"{opened.name} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]}")
     return model.eval()
+
+
+def parameter_count(opened: Opened) -> int:
+    """The number of parameters, without loading the weights."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(deepcopy(opened.config), trust_remote_code=opened.trust_remote_code)
+    count: int = model.num_parameters()
+    return count
 
 
 def _from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:

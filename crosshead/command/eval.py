@@ -27,6 +27,9 @@ def evaluate(
         int | None, typer.Option(help="Items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto: the largest that fits into memory.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="hf (transformers), or vllm, which must be installed in the same environment.")
+    ] = "hf",
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare each later model with the first, item by item.")
     ] = False,
@@ -62,6 +65,7 @@ def evaluate(
         include_path=include_path,
         limit=limit,
         batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
+        backend=backend,
         compared=compare,
         trust_remote_code=trust_remote_code,
         confirm_run_unsafe_code=confirm_run_unsafe_code,

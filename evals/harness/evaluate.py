@@ -10,13 +10,15 @@ from typing import Any
 from crosshead.common.errors import EvalError
 from crosshead.common.fingerprint import model_fingerprint
 
-from ..open_model import Opened, load_model, open_model
-from .lm_eval_model import quiet, run_harness
+from ..open_model import Opened, load_model, open_model, parameter_count
+from .lm_eval_model import hf_model, quiet, run_harness, vllm_model
 from .scores import CONFIDENCE, Items, average, compare, score_rows
 from .tasks import LoadedBenchmark, load_tasks, read_suite, suite_of_tasks
 
 PACKAGES = ("crosshead", "lm_eval", "transformers", "torch")
 """Scores depend on their versions, and on Python's."""
+BACKENDS = ("hf", "vllm")
+"""Libraries that run a model: transformers, or vLLM, which must be installed in the same environment."""
 
 
 def evaluate(
@@ -27,6 +29,7 @@ def evaluate(
     include_path: Path | None = None,
     limit: int | None = None,
     batch_size: int | str = "auto",
+    backend: str = "hf",
     compared: bool = False,
     trust_remote_code: bool = False,
     confirm_run_unsafe_code: bool = False,
@@ -35,12 +38,13 @@ def evaluate(
 ) -> dict[str, Any]:
     """Score each model on a suite, or on `tasks`; with `compared`, compare each later model with the first.
 
-    `limit` is the number of items of each task, from the first. The report can be written as JSON. `save` is called
-    with the present report after each model and each comparison, so that a later failure loses no scores.
+    `limit` is the number of items of each task, from the first; `backend` is one of `BACKENDS`. The report can be
+    written as JSON. `save` is called with the present report after each model and each comparison, so that a later
+    failure loses no scores.
     """
     chosen = suite_of_tasks(tasks) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
-    _check_options(models, limit, batch_size, compared)
+    _check_options(models, limit, batch_size, compared, backend)
     with quiet():
         opened = [open_model(name, trust_remote_code) for name in models]
         for each in opened:
@@ -51,6 +55,7 @@ def evaluate(
             "suite": {"name": chosen.name, "source": chosen.source, "missing": list(chosen.missing)},
             "limit": limit,
             "batch_size": batch_size,
+            "backend": backend,
             "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
             "models": [],
             "confidence": CONFIDENCE,
@@ -59,7 +64,7 @@ def evaluate(
         items: list[list[Items | None]] = []
         for each in opened:
             progress(f"scoring {each.name}")
-            scores, found = _score(each, benchmarks, batch_size, limit)
+            scores, found = _score(each, benchmarks, batch_size, limit, backend)
             report["models"].append(scores)
             items.append(found)
             save(report)  # before the comparison, which may fail
@@ -70,7 +75,11 @@ def evaluate(
     return report
 
 
-def _check_options(models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool) -> None:
+def _check_options(
+    models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool, backend: str
+) -> None:
+    if backend not in BACKENDS:
+        raise EvalError(f"backend={backend!r} is not allowed: use {' or '.join(BACKENDS)}")
     if compared and len(models) < 2:
         raise EvalError("a comparison needs two models or more")
     if limit is not None and limit < 1:
@@ -87,26 +96,34 @@ def _check_special_tokens(opened: Opened) -> None:
 
 
 def _score(
-    opened: Opened, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None
+    opened: Opened, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None, backend: str
 ) -> tuple[dict[str, Any], list[Items | None]]:
     """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
-    model, folder = load_model(opened), Path(opened.name)
+    folder = Path(opened.name)
     fingerprint = model_fingerprint(folder) if folder.is_dir() else None
-    results = run_harness(model, opened.tokenizer, benchmarks, batch_size, limit)
+    if backend == "vllm":
+        checked = vllm_model(opened, batch_size)
+        settings = checked.model.llm_engine.vllm_config
+        dtype, device = settings.model_config.dtype, settings.device_config.device_type
+    else:
+        model = load_model(opened)
+        checked, dtype, device = hf_model(model, opened.tokenizer, batch_size), model.dtype, model.device
+        del model
+    results = run_harness(checked, benchmarks, limit)
     rows = score_rows(benchmarks, results)
     scores = [row for row, _ in rows]
     report = {
         "model": opened.name,
         "fingerprint": fingerprint,
         "model_type": opened.config.model_type,
-        "parameters": model.num_parameters(),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
+        "parameters": parameter_count(opened),
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
         "context": results["context"],
         "scores": scores,
         "average": average(scores) if all(each.benchmark.metric for each in benchmarks) else None,
         "task_versions": {name: str(found) for name, found in results["versions"].items()},
     }
-    del model
-    gc.collect()  # the harness keeps it in reference cycles
+    del checked
+    gc.collect()  # the harness keeps the model in reference cycles
     return report, [items for _, items in rows]

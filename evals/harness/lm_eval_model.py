@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
-from crosshead.common.errors import EvalError
+from crosshead.common.errors import EvalError, one_line
 
-from ..open_model import check_tokens
+from ..open_model import Opened, check_tokens
 from .tasks import LoadedBenchmark, seed
 
 MAXIMUM_BATCH = 64
@@ -34,9 +34,41 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def run_harness(
-    model: Any, tokenizer: Any, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None
-) -> dict[str, Any]:
+def hf_model(model: Any, tokenizer: Any, batch_size: int | str) -> Any:
+    """The harness's model class for transformers, with our checks."""
+    from lm_eval.models.huggingface import HFLM
+
+    class CheckedModel(Checks, HFLM):  # type: ignore[misc]
+        """The harness's model with our checks."""
+
+    return CheckedModel(
+        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_batch_size=MAXIMUM_BATCH
+    )
+
+
+def vllm_model(opened: Opened, batch_size: int | str) -> Any:
+    """The harness's model class for vLLM, which loads the weights itself, with our checks."""
+    try:
+        from lm_eval.models.vllm_causallms import VLLM
+    except ImportError as error:
+        raise EvalError("--backend vllm needs vLLM in this environment: pip install vllm") from error
+
+    class CheckedModel(Checks, VLLM):  # type: ignore[misc]
+        """The harness's model with our checks."""
+
+    try:
+        return CheckedModel(
+            pretrained=opened.name,
+            trust_remote_code=opened.trust_remote_code,
+            batch_size=batch_size,
+            max_num_seqs=MAXIMUM_BATCH,
+            dtype="auto",
+        )
+    except Exception as error:  # an engine may raise any error
+        raise EvalError(f"vLLM cannot run {opened.name}: {one_line(error)}") from error
+
+
+def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int | None) -> dict[str, Any]:
     """The harness's results of a model, with the scores of every item.
 
     `context` is added, the tokens of the context; and `truncated`, by task the items that are longer, whose beginning
@@ -44,15 +76,8 @@ def run_harness(
     """
     from lm_eval import evaluate
     from lm_eval.defaults import DEFAULT_OTHER_SEED
-    from lm_eval.models.huggingface import HFLM
-
-    class CheckedModel(Checks, HFLM):  # type: ignore[misc]
-        """The harness's model with our checks."""
 
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resampling would start a process for each core
-    checked = CheckedModel(
-        pretrained=model, tokenizer=tokenizer, backend="causal", batch_size=batch_size, max_batch_size=MAXIMUM_BATCH
-    )
     seed()
     tasks = {task.task_name: task for each in benchmarks for task in each.members}
     for task in tasks.values():
@@ -78,7 +103,7 @@ class Checks:
     max_gen_toks: int
     max_batch_size: int
     device: Any
-    model: Any
+    _config: Any
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -125,10 +150,11 @@ class Checks:
                 self.truncated.add((request.task_name, request.doc_id))
         return super().generate_until(requests, **options)  # type: ignore[misc]
 
-    def tok_encode(self, string: str, **options: Any) -> list[int]:
-        """Tokens, which must be in the model's vocabulary."""
-        tokens: list[int] = super().tok_encode(string, **options)  # type: ignore[misc]
-        check_tokens(tokens, self.model.config.get_text_config().vocab_size)
+    def tok_encode(self, string: str | list[str], **options: Any) -> Any:
+        """Tokens of a text or of several, which must be in the model's vocabulary."""
+        tokens: Any = super().tok_encode(string, **options)  # type: ignore[misc]
+        for each in [tokens] if isinstance(string, str) else tokens:
+            check_tokens(each, self._config.get_text_config().vocab_size)
         return tokens
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:

@@ -105,6 +105,8 @@ CASES = {
     f"model {OFFLINE} --limit 0": ["limit=0"],
     f"model {OFFLINE} --batch-size many": ["batch_size='many'"],
     f"model {OFFLINE} --batch-size 0": ["batch_size=0"],
+    f"model {OFFLINE} --backend tgi": ["backend='tgi'", "hf or vllm"],
+    f"model {OFFLINE} --backend vllm": ["pip install vllm"],
     f"model {OFFLINE} --out done.json": ["done.json", "--overwrite"],
     f"model {OFFLINE} --out far/away.json": ["far/away.json"],
     "model --tasks blank --include-path none": ["--include-path none"],
