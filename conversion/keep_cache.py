@@ -9,7 +9,7 @@ leaves only the signs of the scalars.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Self
@@ -26,12 +26,13 @@ from .architectures.mixer_tensors import cache_bytes, component_heads
 from .compress.layer_rewrites import Tensors
 from .sources.tensor_store import DTYPES, TensorStore
 
-HEAD_SIZE_LIMITS = {
-    "FlashAttention 2 and 3 (most GPUs)": 256,
-    "vLLM on a CPU": 512,
-    "llama.cpp on a CPU": None,
+HEAD_SIZES: dict[str, Container[int]] = {
+    "FlashAttention 2 and 3": range(8, 257, 8),
+    "vLLM, Triton attention": range(32, 4097),
+    "vLLM on a CPU": {32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512},
+    "llama.cpp on a CPU": range(2, 4097, 2),
 }
-"""Engine -> the largest head that its attention takes; None without a limit."""
+"""Engine -> the head sizes that its attention takes: those of vLLM 0.32 and llama-cpp-python 0.3.36."""
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")
 """RoPE types whose frequencies do not depend on the length of the text."""
 QWEN2_FIELDS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -151,7 +152,6 @@ class WideHeads:
         dtype = DTYPES[store.entries["model.layers.0.self_attn.k_proj.weight"].dtype]
         mixed = family_of(config).mixed.from_dict({**config.to_dict(), "mixers": {}})
         size = self.width * self.size
-        limits = {engine: limit is None or size <= limit for engine, limit in HEAD_SIZE_LIMITS.items()}
         return {
             "model_type": stock.model_type,
             "kv_heads": self.groups,
@@ -159,7 +159,7 @@ class WideHeads:
             "kv_bytes_per_token": 2 * self.groups * size * dtype.itemsize * config.num_hidden_layers,
             "kv_bytes_per_token_without_keep_cache": cache_bytes(mixed, dtype),
             "growth_of_q_proj_o_proj_and_attention": self.width,
-            "head_size_fits": limits,
+            "head_size_fits": {engine: size in sizes for engine, sizes in HEAD_SIZES.items()},
         }
 
 

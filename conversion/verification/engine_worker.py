@@ -39,7 +39,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
         enable_prefix_caching=False,
     )
     greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False}
-    scored = engine.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0, **greedy))
+    scored = engine.generate(prompts, SamplingParams(max_tokens=2, prompt_logprobs=0, **greedy))  # warms up, too
     started = time.perf_counter()
     generated = engine.generate(prompts, SamplingParams(max_tokens=job["new_tokens"], **greedy))
     seconds = time.perf_counter() - started

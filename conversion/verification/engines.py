@@ -110,7 +110,7 @@ def run_engine(
             "result": str(result),
         }
         job.write_text(json.dumps(content), encoding="utf-8")
-        interpreter = str(python or sys.executable)
+        interpreter = os.path.abspath(os.path.expanduser(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
         environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
         command = [interpreter, "-P", str(WORKER), str(job)]

@@ -1,0 +1,63 @@
+"""Models folded with their smaller cache, in real engines without code of ours: `make test-vllm` runs this."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm_models import BACKBONES_BY_NAME, SHAPE
+
+import crosshead
+from crosshead.conversion.verification.engines import NEW_TOKENS, run_engine
+from crosshead.modeling import BACKBONES
+from toy_checkpoints import write_model
+
+ROOT = Path(__file__).parents[2]
+VLLM = ROOT / "build" / "vllm" / "bin" / "python"
+TOLERANCE = 1e-3
+"""Of a log-probability."""
+EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
+THREE = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "3 heads to 2": ("llama", THREE, {"key_heads": 2, "value_heads": 2}),
+    "Qwen2, 8 heads to 2": ("qwen2", EIGHT, {"key_heads": 2, "value_heads": 2}),
+    "8 heads to 4 in 2 groups": ("llama", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 2}),
+    "8 heads to 4 in 4 groups": ("llama", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 4}),
+    "Qwen3, 8 heads to 4 in 4 groups": ("qwen3", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 4}),
+}
+PROMPTS = [[1, 17, 200, 5, 99], [1, 3], [1, *range(40, 75)], [1, 250, 250, 8, 12, 77, 31, 140]]
+
+pytestmark = pytest.mark.slow
+
+
+def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
+    """A model with random weights, its folded folder, and the report of the fold."""
+    backbone, heads, options = CASES[name]
+    torch.manual_seed(0)
+    config = BACKBONES_BY_NAME[backbone](**SHAPE | heads, mixers={"explicit": {"norm": False, **options}})
+    model: Any = BACKBONES[type(config)][1](config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            parameter += torch.randn_like(parameter) * (0.3 if ".mixers." in parameter_name else 0.08)
+    write_model(model, folder / "model")
+    report = crosshead.fold(folder / "model", folder / "folded", keep_cache=True)
+    return model, folder / "folded", report
+
+
+@torch.no_grad()
+def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
+    """An engine's tokens and log-probabilities are ours, and its cache is as much smaller as the report says."""
+    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+        ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert tokens == ids[0, len(prompt) :].tolist()
+        expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
+        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+    assert found["kv_bytes_per_token"] == report["kept_cache"]["kv_bytes_per_token"]
+
+
+@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
+@pytest.mark.parametrize("name", CASES)
+def test_vllm(name: str, tmp_path: Path) -> None:
+    model, folded, report = write(name, tmp_path)
+    check(model, run_engine("vllm", folded, PROMPTS, remote_code=False, python=VLLM), report)
