@@ -1,0 +1,145 @@
+"""The time of one decoded token of a stock checkpoint and of the same folded with half of its cache.
+
+usage: PYTHONPATH=tests python -P tests/measure/folded_decode.py FOLDER [--tokens 4096 16384] [--vllm PYTHON]
+
+Both are stock models of random weights (8 KV heads of 64 features, folded to 4 component heads in 4, 2 and 1 groups).
+They run in transformers' own classes with SDPA, and in vLLM where its interpreter is given. The results are in
+FOLDER/folded_decode.json. Times say something only on a machine that does nothing else.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+SHAPE = {
+    "vocab_size": 512,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 32768,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+GROUPS = (4, 2, 1)
+NEW_TOKENS = 32
+ROUNDS = 5
+
+
+def write_models(folder: Path) -> dict[str, Path]:
+    """The source, and the folded models by their names."""
+    import crosshead
+    from toy_checkpoints import write_stock
+
+    places = {"source": write_stock(folder / "source", "Llama", **SHAPE)}
+    for groups in GROUPS:
+        mixed, name = folder / f"mixed{groups}", f"{groups} of {4 // groups * 64} features"
+        options = {"key_heads": 4, "value_heads": 4, "groups": groups, "method": "svd"}
+        crosshead.convert(places["source"], mixed, {"explicit": options}, verify=False)
+        crosshead.fold(mixed, folder / f"folded{groups}", keep_cache=True, verify=False)
+        places[name] = folder / f"folded{groups}"
+    return places
+
+
+def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[float]]:
+    """Seconds for each token with a cache of this many random entries, by model; the models in turn."""
+    import torch
+    from transformers import AutoModelForCausalLM, DynamicCache
+
+    token, prepared = torch.tensor([[3]]), {}
+    for name, place in places.items():
+        model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+        cache = DynamicCache(config=model.config)
+        shape = (1, model.config.num_key_value_heads, length, model.config.head_dim)
+        for layer in range(model.config.num_hidden_layers):
+            cache.update(torch.randn(shape), torch.randn(shape), layer)
+        prepared[name] = (model, cache)
+    times: dict[str, list[float]] = {name: [] for name in places}
+    with torch.inference_mode():
+        for _ in range(ROUNDS + 1):
+            for name, (model, cache) in prepared.items():
+                started = time.perf_counter()
+                for _ in range(NEW_TOKENS // 4):
+                    model(token, past_key_values=cache)
+                times[name].append((time.perf_counter() - started) / (NEW_TOKENS // 4))
+                cache.crop(length)
+    return {name: seconds[1:] for name, seconds in times.items()}
+
+
+def vllm_times(python: str, place: Path, length: int) -> list[float]:
+    """The same in vLLM, which keeps the prompt's cache between the runs."""
+    settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
+    command = [python, "-P", __file__, "worker", str(place), str(length)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: list[float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def vllm_worker(place: str, length: int) -> None:
+    """Print the seconds for each new token: many tokens and one, the difference divided."""
+    from vllm import LLM, SamplingParams
+
+    engine = LLM(
+        model=place,
+        dtype="float32",
+        skip_tokenizer_init=True,
+        max_model_len=length + 2 * NEW_TOKENS,
+        max_num_seqs=1,
+        enable_prefix_caching=True,
+    )
+    prompt = {"prompt_token_ids": [3 + 7 * i % 500 for i in range(length)]}
+
+    def seconds(tokens: int) -> float:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        started = time.perf_counter()
+        engine.generate([prompt], sampling, use_tqdm=False)
+        return time.perf_counter() - started
+
+    seconds(2)
+    times = [(seconds(NEW_TOKENS + 1) - seconds(1)) / NEW_TOKENS for _ in range(ROUNDS)]
+    print(json.dumps(times))
+
+
+def compared(times: dict[str, list[float]]) -> dict[str, Any]:
+    """Medians, and their ratios to the source's."""
+    source = median(times["source"])
+    return {name: {"seconds": median(found), "ratio": median(found) / source} for name, found in times.items()}
+
+
+def main() -> None:
+    """All of it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
+    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM")
+    arguments = parser.parse_args()
+    from crosshead.evals.bench.machine import machine
+
+    arguments.folder.mkdir(parents=True)
+    places = write_models(arguments.folder)
+    result: dict[str, Any] = {"shape": SHAPE, "machine": machine(), "transformers": {}, "vllm": {}}
+    for length in arguments.tokens:
+        result["transformers"][length] = compared(transformers_times(places, length))
+        if arguments.vllm:
+            found = {name: vllm_times(arguments.vllm, place, length) for name, place in places.items()}
+            result["vllm"][length] = compared(found)
+        text = json.dumps(result, indent=2)
+        (arguments.folder / "folded_decode.json").write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["worker"]:
+        vllm_worker(sys.argv[2], int(sys.argv[3]))
+    else:
+        main()
