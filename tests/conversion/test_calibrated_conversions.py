@@ -45,13 +45,21 @@ def text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "counts"),
-    grid(toys.BACKBONES, [(3, 3), ([2, 4], [4, 1])], strength=1),
+    ("source", "options"),
+    grid(
+        toys.BACKBONES,
+        [
+            {"key_heads": 3, "value_heads": 3},
+            {"key_heads": [2, 4], "value_heads": [4, 1]},
+            {"key_heads": 2, "value_heads": [2, 4], "groups": 2},
+        ],
+        strength=1,
+    ),
     indirect=["source"],
     ids=str,
 )
-def test_component_heads(source, counts, text, tmp_path):
-    asked = {"explicit": {"key_heads": counts[0], "value_heads": counts[1]}}
+def test_component_heads(source, options, text, tmp_path):
+    asked = {"explicit": options, "gating": {}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
     measured = report["verification"]
     assert measured["kv_bytes_per_token_after"] < measured["kv_bytes_per_token_before"]
@@ -71,8 +79,16 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
     assert losses["aligned"] < 0.7 * losses["svd"]
 
 
-def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
-    asked = {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}},
+        {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}},
+        {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}, "mixture": {"active_heads": 6}},
+    ],
+    ids=["reordered", "groups", "groups in order"],
+)
+def test_saved_calibration_gives_the_same_bytes(source, asked, text, tmp_path):
     saved = tmp_path / "saved.safetensors"
     crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
     report = crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
@@ -203,6 +219,14 @@ def test_layers_chosen_within_a_budget(source, text, tmp_path):
     heads = json.loads((source / "config.json").read_text())["num_key_value_heads"]
     assert mixers["layers"] == [layer for layer, pair in enumerate(pairs) if min(pair) < heads]
     assert set(report["chosen"]["losses"]) == {"0", "1"}
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+def test_layers_with_groups_chosen_within_a_budget(method, source, text, tmp_path):
+    asked, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
+    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text, **options)
+    assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-4
+    assert {*report["chosen"]["key_heads"], *report["chosen"]["value_heads"]} == {2, 4}
 
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
