@@ -5,8 +5,10 @@ from itertools import permutations
 import pytest
 import torch
 
+import crosshead
 from crosshead.conversion.compress.head_groups import Counts, equal_groups, query_order
 from crosshead.modeling.mechanisms.base import HeadLayout
+from toy_checkpoints import write_stock
 
 
 def random_cost(heads, seed):
@@ -53,3 +55,12 @@ def test_names_tell_what_was_fitted_apart():
         "2",
     ]
     assert (counts[0].sides, counts[0].fewest) == ({"key": 2, "value": 4}, 2)
+
+
+@pytest.mark.parametrize("method", ["svd", "aligned"])
+def test_layers_with_groups_are_chosen_within_a_budget(method, tmp_path):
+    source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
+    asked, options = {"explicit": {"groups": 2, "method": method}}, {"layers": "auto", "budget": 0.8}
+    report = crosshead.convert(source, tmp_path / "made", asked, **options)
+    assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-4
+    assert {*report["chosen"]["key_heads"], *report["chosen"]["value_heads"]} == {2, 4}
