@@ -15,7 +15,7 @@ from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, re
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.budget_search import AutoLayers
-from .compress.convert_layers import active_heads, component_pairs, convert_layers, needed_observations, routings
+from .compress.convert_layers import active_heads, component_counts, convert_layers, needed_observations, routings
 from .options import MixerRequest, Options, read_mixers
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
@@ -107,7 +107,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     wanted = needed_observations(target, request, auto is not None)
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
-    components = [] if auto is not None else component_pairs(target)
+    components = [] if auto is not None else component_counts(target, request)
     biased = bool(family_of(stock).qkv_bias(stock))
     observers = Observers(
         wanted, target.layouts(), active_heads(target), biased, components, routings(target, request)

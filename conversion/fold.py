@@ -154,16 +154,27 @@ def _has_starting_values(store: TensorStore, config: Any, layer: int, mechanism:
     return True
 
 
-def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, product: str) -> Tensors:
-    """Multiply a mechanism's matrices into the projections' rows (heads, features, ...)."""
+Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""A matrix, and a projection's rows (heads, features, ...) -> the new rows."""
+
+
+def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, product: Product) -> Tensors:
+    """Multiply a mechanism's matrices into the projections' rows."""
     folded = dict(tensors)
     for side, projection in PROJECTIONS.items():
         matrix = tensors.get(f"mixers.{mechanism}.{side}.weight")
         for name in (f"{projection}.weight", f"{projection}.bias"):
             if matrix is not None and name in tensors:
                 rows = tensors[name].unflatten(0, (-1, layout.head_dim))
-                folded[name] = torch.einsum(product, matrix, rows).flatten(0, 1)
+                folded[name] = product(matrix, rows).flatten(0, 1)
     return folded
+
+
+def _combine(scalars: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
+    """Combinations of the components of each group; the scalars are (heads, components of a group)."""
+    groups = len(components) // scalars.shape[1]
+    blocks, of_group = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
+    return torch.einsum("gij,gj...->gi...", blocks, of_group).flatten(0, 1)
 
 
 def _refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:
@@ -202,12 +213,11 @@ def _never(reason: str) -> FoldRule:
 FOLD_RULES: dict[str, FoldRule] = {
     # T (W_i x + b_i)
     "knocking": FoldRule(
-        _refuse_knocking, partial(_multiply_projections, mechanism="knocking", product="ef,hf...->he...")
+        _refuse_knocking,
+        partial(_multiply_projections, mechanism="knocking", product=partial(torch.einsum, "ef,hf...->he...")),
     ),
     # sum_j C_ij (W_j x + b_j)
-    "explicit": FoldRule(
-        _refuse_explicit, partial(_multiply_projections, mechanism="explicit", product="ij,jf...->if...")
-    ),
+    "explicit": FoldRule(_refuse_explicit, partial(_multiply_projections, mechanism="explicit", product=_combine)),
     "mixture": FoldRule(_refuse_mixture),
     "talking": _never("stock attention has no map across heads on logits or weights"),
     "differential": _never("stock attention does not subtract one softmax from another"),

@@ -137,6 +137,12 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     if "mixture" in mixers and choices["mixture"]["method"] == "paper":
         _share_half(mixers["mixture"], layouts[0].query_heads)
     _check_fitted_router(mixers, choices)
+    groups = mixers.get("explicit", {}).get("groups", 1)
+    if groups != 1 and choices.get("mixture", {}).get("shared") == "calibrated":
+        raise ConversionError(
+            f"mixers.explicit.groups={groups!r} does not go together with mixers.mixture.shared='calibrated', which "
+            "moves heads to other groups: use shared=first"
+        )
     return MixerRequest(mixers, choices)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .mechanisms.base import AttentionState
-from .ops import one_wide_head, split_heads
+from .ops import split_heads, wide_heads
 
 
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
@@ -24,11 +24,11 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    keys, side_data = one_wide_head(state.key), [numbers.unsqueeze(1) for numbers in state.key_side_data.values()]
+    keys, side_data = wide_heads(state.key), [numbers.unsqueeze(1) for numbers in state.key_side_data.values()]
     widths = [numbers.shape[-1] for numbers in (keys, *side_data)]
     keys = torch.cat([keys, *side_data], dim=-1) if side_data else keys
     _check_past(past, keys, layer_index)
-    keys, values = cache.update(keys, one_wide_head(state.value), layer_index)
+    keys, values = cache.update(keys, wide_heads(state.value), layer_index)
     if side_data:
         keys, *side_data = keys.split(widths, dim=-1)
         state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, side_data, strict=True)}

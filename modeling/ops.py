@@ -70,9 +70,9 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
-def one_wide_head(x: Tensor) -> Tensor:
-    """(B, heads, S, d) -> (B, 1, S, heads * d); a view where the cache holds them so."""
-    return x.transpose(1, 2).reshape(x.shape[0], 1, x.shape[2], x.shape[1] * x.shape[3])
+def wide_heads(x: Tensor, groups: int = 1) -> Tensor:
+    """(B, heads, S, d) -> (B, groups, S, heads / groups * d); a view where the cache holds them as one wide head."""
+    return x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:

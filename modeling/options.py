@@ -104,8 +104,11 @@ class Number(Option):
         return float(value)
 
 
+@dataclass(frozen=True)
 class Integer(Option):
-    """A whole number from 1 up; not given by default."""
+    """A whole number from 1 up; not given by default, unless it has a default."""
+
+    default: int | None = None
 
     def check(self, name: str, value: Any, layers: int) -> int:
         """The number."""

@@ -18,10 +18,16 @@ MASKS = ("none", "left", "right", "window", "packed", "future", "nothing")
 
 @dataclass
 class Components:
-    """Heads (B, heads, S, d), and the scalars (h, heads) that combine them; None where they are not combined."""
+    """Heads (B, heads, S, d), and the scalars (h, heads / groups) that combine them; None for heads as they are."""
 
     heads: torch.Tensor
     scalars: torch.Tensor | None
+
+    @property
+    def matrix(self) -> torch.Tensor:
+        """The scalars as one block-diagonal matrix (h, heads)."""
+        assert self.scalars is not None
+        return torch.block_diag(*self.scalars.chunk(self.heads.shape[1] // self.scalars.shape[1]))
 
 
 @dataclass
@@ -56,7 +62,7 @@ class Case:
         return attend(None, *heads, mask, scaling=1.0, implementation="sdpa", **maps)[0]
 
     @property
-    def groups(self) -> int:
+    def combined(self) -> int:
         """Combined heads."""
         return len(self.keys.heads[0]) if self.keys.scalars is None else len(self.keys.scalars)
 
@@ -68,16 +74,16 @@ class Case:
         sides = []
         for side in (self.keys, self.values):
             seen = [[head[s] for head in side.heads[row]] for s in range(side.heads.shape[2])]
-            sides.append([token if side.scalars is None else oracles.combine(token, side.scalars) for token in seen])
+            sides.append([token if side.scalars is None else oracles.combine(token, side.matrix) for token in seen])
         if self.scale is not None:
             sides[0] = [[self.scale[row, i, 0, s] * k for i, k in enumerate(t)] for s, t in enumerate(sides[0])]
         outputs = []
         for t in range(self.query.shape[2]):
             for head in range(self.query.shape[1]):
-                group = head * self.groups // self.query.shape[1]
-                logits = torch.stack([self.query[row, head, t] @ key[group] for key in sides[0]])
+                source = head * self.combined // self.query.shape[1]
+                logits = torch.stack([self.query[row, head, t] @ key[source] for key in sides[0]])
                 weights = oracles.softmax_over_allowed(logits, self.allowed[row, t])
-                outputs.append(oracles.add(weights[s] * value[group] for s, value in enumerate(sides[1])))
+                outputs.append(oracles.add(weights[s] * value[source] for s, value in enumerate(sides[1])))
         return torch.stack(outputs).unflatten(0, (-1, self.query.shape[1]))
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:
@@ -85,7 +91,7 @@ class Case:
         key, value = (
             x.heads.to(dtype)
             if x.scalars is None
-            else torch.einsum("ij,bjsd->bisd", x.scalars.to(dtype), x.heads.to(dtype))
+            else torch.einsum("ij,bjsd->bisd", x.matrix.to(dtype), x.heads.to(dtype))
             for x in (self.keys, self.values)
         )
         key = key if self.scale is None else key * self.scale.to(dtype).transpose(2, 3)
@@ -113,7 +119,8 @@ def visible(kind: str, batch: int, length: int, keys: int) -> torch.Tensor:
 def make(seed: int) -> Case:
     """Everything drawn from a seed."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    batch, groups, shared, size = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), draw.choice((1, 3, 8))
+    groups = draw.choice((1, 1, 2, 3))
+    batch, most, shared, size = draw.randint(1, 3), draw.randint(1, 4), draw.randint(1, 4), draw.choice((1, 3, 8))
     length, kind = draw.choice((1, 1, 1, 2, 3)), draw.choice(MASKS)
     keys = length + draw.choice((0, 1, 2, 5, 9, 16))
 
@@ -121,8 +128,8 @@ def make(seed: int) -> Case:
         return torch.randn(*sizes, generator=generator, dtype=torch.float64)
 
     def side(combined: bool) -> Components:
-        heads = draw.randint(1, groups) if combined else groups
-        scalars = normal(groups, heads) if combined else None
+        heads = groups * (draw.randint(1, most) if combined else most)
+        scalars = normal(groups * most, heads // groups) if combined else None
         if draw.random() < 0.5:
             return Components(normal(batch, heads, keys, size), scalars)
         wide = normal(batch, keys, heads * size + 2)[..., :-2]  # as one wide head with numbers beside
@@ -130,7 +137,7 @@ def make(seed: int) -> Case:
 
     on = draw.choice(((True, True), (True, True), (True, False), (False, True)))
     sides = [side(combined) for combined in on]
-    scale = normal(batch, groups, 1, keys).abs() + 0.1 if draw.random() < 0.4 else None
+    scale = normal(batch, groups * most, 1, keys).abs() + 0.1 if draw.random() < 0.4 else None
     kind = kind if length == 1 or kind != "none" else "window"
     allowed = visible(kind, batch, length, keys)
     mask: torch.Tensor | None = allowed[:, None]
@@ -139,5 +146,5 @@ def make(seed: int) -> Case:
     elif draw.random() < 0.5:
         hidden = -math.inf if allowed.any(-1).all() and draw.random() < 0.5 else torch.finfo(torch.float64).min
         mask = torch.zeros(allowed.shape, dtype=torch.float64).masked_fill(~allowed, hidden)[:, None]
-    query = 2 * normal(batch, groups * shared, length, size)
+    query = 2 * normal(batch, groups * most * shared, length, size)
     return Case(query, *sides, scale, allowed, mask)

@@ -22,6 +22,7 @@ OPTION_CASES: dict[str, dict[str, Any]] = {
     "explicit without norm": {"explicit": {"norm": False, "key_heads": 1}},
     "explicit keys": {"explicit": {"on": ["key"], "key_heads": 1}},
     "explicit values": {"explicit": {"on": ["value"], "value_heads": 1, "norm": False}},
+    "explicit in groups": {"explicit": {"groups": 2}},
     **{
         f"mixture {router} {gate} {scale} {shared} shared": {
             "mixture": {

@@ -41,8 +41,7 @@ def linear(vector: Tensor, weights: Weights, name: str) -> Tensor:
 
 def project(inputs: Tensor, weights: Weights, name: str, head_dim: int) -> Heads:
     """Project every token of one sequence and cut the result into heads."""
-    projected = [linear(inputs[t], weights, name) for t in range(inputs.shape[0])]
-    return [[row[start : start + head_dim] for start in range(0, row.shape[0], head_dim)] for row in projected]
+    return [list(linear(token, weights, name).split(head_dim)) for token in inputs]
 
 
 def add(terms: Iterable[Tensor]) -> Tensor:
@@ -62,9 +61,10 @@ def rotate(vector: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return vector * cos + torch.cat([-vector[half:], vector[:half]]) * sin
 
 
-def combine(heads: list[Tensor], matrix: Tensor) -> list[Tensor]:
-    """Return the combined heads `new_i = sum_j matrix_ij heads_j` of one token, or of one pair of tokens."""
-    return [add(matrix[i, j] * heads[j] for j in range(matrix.shape[1])) for i in range(matrix.shape[0])]
+def combine(heads: list[Tensor], matrix: Tensor, groups: int = 1) -> list[Tensor]:
+    """Return `new_i = sum_j matrix_ij heads_j` of one token, or of one pair; j counts within the group of i."""
+    rows, columns = matrix.shape
+    return [add(matrix[i, j] * heads[i * groups // rows * columns + j] for j in range(columns)) for i in range(rows)]
 
 
 def softmax_over_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ def explicit(components: list[Tensor], side: str, weights: Weights, options: Opt
     """MEA, equations 10 and 11: one token's keys or values as combinations `K_i = sum_j C_ij B_j` of components."""
     if side not in options["on"]:
         return components
-    return combine(components, weights[f"mixers.explicit.{side}.weight"])
+    return combine(components, weights[f"mixers.explicit.{side}.weight"], options["groups"])
 
 
 def talking(
@@ -156,9 +156,9 @@ def mixture(
     shared, count = options["shared_heads"], options["active_heads"] - options["shared_heads"]
     selected = sorted(range(probabilities.shape[0]), key=lambda i: -probabilities[i].item())[:count]
     selected_sum = probabilities[selected].sum()
-    zero, one = probabilities.new_zeros(()), probabilities.new_ones(())
+    zero = probabilities.new_zeros(())
+    one = paper_factor = unit_factor = probabilities.new_ones(())
     paper, unit, on = [one] * shared, [one] * shared, [one] * shared
-    paper_factor, unit_factor = one, one
     if options["router"] == "two_stage" and shared > 0:
         a1, a2 = torch.softmax(linear(token_input, weights, "mixers.mixture.balance"), dim=0)
         shares = torch.softmax(linear(token_input, weights, "mixers.mixture.shared"), dim=0)

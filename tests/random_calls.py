@@ -143,12 +143,13 @@ def a_talking(device: str, longest: int) -> Checked:
 
 def an_explicit(device: str, longest: int) -> Checked:
     """A token or two that meet components as a cache holds them; some of the first keys may be padding."""
-    batch, groups, tokens = random.randint(1, 2), random.randint(1, 8), random.randint(1, 2)
-    components, heads, size = random.randint(1, groups), groups * random.choice((1, 2, 4)), random.choice((64, 128))
+    batch, groups, tokens = random.randint(1, 2), random.choice((1, 1, 2)), random.randint(1, 2)
+    most, shared, size = random.randint(1, 8 // groups), random.choice((1, 2, 4)), random.choice((64, 128))
+    components, heads = groups * random.randint(1, most), groups * most * shared
     length = random.randint(tokens, longest)
     shapes = ((batch, heads, tokens, size), (batch, components, length, size), (batch, components, length, size))
     inputs = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
-    scalars = [torch.rand(groups, components, device=device).bfloat16() for _ in range(2)]
+    scalars = [torch.rand(groups * most, components // groups, device=device).bfloat16() for _ in range(2)]
     seen = torch.arange(length, device=device) >= random.randrange(length)
     mask = seen.expand(batch, 1, tokens, length)
 
@@ -158,7 +159,7 @@ def an_explicit(device: str, longest: int) -> Checked:
         return attend("crosshead_explicit", query, key, value, mask, **options)
 
     def plain(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        of_keys, of_values = (some.double() for some in scalars)
+        of_keys, of_values = (torch.block_diag(*some.double().chunk(groups)) for some in scalars)
         keys, values = (torch.einsum("ij,bjsd->bisd", some, x) for some, x in ((of_keys, key), (of_values, value)))
         logits = SCALING * query @ repeat_heads(keys, heads).transpose(2, 3)
         weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)

@@ -123,7 +123,7 @@ def tokens(batch: int = 2, length: int = 9, seed: int = 1, vocabulary: int = 61)
 
 NEUTRAL: dict[str, list[dict[str, Any]]] = {
     "knocking": [{"knocking": {"form": form, "on": ["query", "key", "value"]}} for form in ("mlp", "linear", "gate")],
-    "explicit": [{"explicit": {"norm": False}}],
+    "explicit": [{"explicit": {"norm": False}}, {"explicit": {"norm": False, "groups": 2}}],
     "mixture": [
         {"mixture": {"active_heads": 4, "router": router, "gate": "binary"}} for router in ("two_stage", "query_norm")
     ],

@@ -20,9 +20,10 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..architectures.families import HEAD, Shapes, tensor_shapes
 from ..compress.fitted_output import AttentionCalls, output_change
 from ..compress.fitted_router import HeadOutputs, Routing, fit_router, routed
+from ..compress.head_groups import Counts
 from ..compress.layer_rewrites import Tensors, substituted
 from ..compress.reorder_heads import HeadUse
-from ..compress.virtual_heads import Counts, approximate, output_name, shapes_of_solved, solved
+from ..compress.virtual_heads import approximate, output_name, shapes_of_solved, solved
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
@@ -67,7 +68,7 @@ class Observers:
     def solves(self, layer: int) -> bool:
         """Whether a layer's component heads are fitted."""
         heads = self.layouts[layer].key_value_heads
-        return "statistics" in self.kinds and bool(self.components) and min(self.components[layer]) < heads
+        return "statistics" in self.kinds and bool(self.components) and self.components[layer].fewest < heads
 
     def shapes(self) -> Shapes:
         """The names and shapes of the statistics in a calibration file."""

@@ -6,7 +6,7 @@ maps cost nothing, and heads that are similar up to a map share a component. The
 `HeadStatistics` describes, plus the rounding error of 16-bit weights, which avoids nearly singular maps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -32,6 +32,18 @@ class Frame:
     maps: torch.Tensor
     """`M`: (h, d, d)."""
 
+    @classmethod
+    def joined(cls, frames: Sequence["Frame"]) -> "Frame":
+        """One frame for groups of heads, from the frame of each group for the features of its own heads."""
+        own = [frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames]
+        others = [
+            frame.components[..., rows.shape[1] :].flatten(0, 1) for frame, rows in zip(frames, own, strict=True)
+        ]
+        components = torch.cat([torch.block_diag(*own), torch.cat(others)], dim=1)
+        scalars = torch.block_diag(*(frame.scalars for frame in frames))
+        maps = torch.cat([frame.maps for frame in frames])
+        return cls(components.unflatten(0, (-1, maps.shape[1])), scalars, maps)
+
     def combined(self) -> torch.Tensor:
         """`sum_j C_ij T_j`: (h, d, n)."""
         return torch.einsum("ij,jdn->idn", self.scalars, self.components)
@@ -54,6 +66,8 @@ class Errors:
     """(h, parts, d, d)."""
     gram: torch.Tensor
     """(h, parts, n, n)."""
+    scale: float = 1.0
+    """The error of the sums that these are made from, for an error of 1."""
 
     @classmethod
     def of(cls, metric: torch.Tensor, gram: torch.Tensor, weight: torch.Tensor) -> "Errors":
@@ -62,13 +76,20 @@ class Errors:
         size = (_mean_diagonal(metric.double()) * _mean_diagonal(gram.double() / share)).mean()
         size = size.clamp_min(torch.finfo(torch.float64).tiny)
         metric, gram = _ridged(metric.double() / size.sqrt()), _ridged(gram.double() / share / size.sqrt())
-        return cls(metric, gram)
+        return cls(metric, gram, float(size))
+
+    def part(self, heads: Sequence[int]) -> "Errors":
+        """The errors of some heads, as functions of their own features (and of the number 1)."""
+        (count, _, size, _), features = self.metric.shape, torch.arange(self.gram.shape[-1])
+        own = torch.cat([*(features[head * size : (head + 1) * size] for head in heads), features[count * size :]])
+        gram = self.gram[list(heads)][..., own, :][..., own]
+        return Errors(self.metric[list(heads)], gram, self.scale)
 
     def in_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Errors":
         """The errors of heads `root_i x_i` instead of `x_i`."""
         whole = _block_diagonal(root, self.gram.shape[-1])
         inverse = inverse.unsqueeze(1)
-        return Errors(inverse.mT @ self.metric @ inverse, whole @ self.gram @ whole.mT)
+        return Errors(inverse.mT @ self.metric @ inverse, whole @ self.gram @ whole.mT, self.scale)
 
     @cached_property
     def pooled(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,6 +153,8 @@ def simplex(heads: int) -> torch.Tensor:
 
 def refine(frame: Frame, errors: Errors, family: Maps, parameters: torch.Tensor | None, steps: int) -> Frame:
     """Minimise the error with L-BFGS, starting at a frame. Maps are `family(parameters)`, or constant without them."""
+    if not steps:
+        return frame
     _, gram = errors.pooled
     root, inverse = roots(gram)
     whitened = (frame.components @ root).contiguous().requires_grad_()

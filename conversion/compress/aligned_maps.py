@@ -49,13 +49,14 @@ def membership(heads: int, groups: list[Group]) -> torch.Tensor:
     return scalars
 
 
-def aligned_values(errors: Errors, components: int) -> Frame:
-    """The frame of values with the minimum error."""
+def aligned_values(errors: Errors, components: int, refines: bool = True) -> Frame:
+    """The frame of values with the minimum error; without `refines`, the start of the search."""
     heads, _, size, _ = errors.metric.shape
     root, inverse = roots(errors.pooled[0])  # each head in coordinates in which its metric is the identity
     even = errors.in_coordinates(root, inverse)
     start = (one_fewer if components == heads - 1 > 1 else grouped)(even.pooled[1], heads, size, components)
-    return refine(start, even, lambda maps: maps, start.maps, VALUE_STEPS).out_of_coordinates(root, inverse)
+    steps = VALUE_STEPS if refines else 0
+    return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse)
 
 
 def grouped(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
@@ -89,8 +90,8 @@ def one_fewer(gram: torch.Tensor, heads: int, size: int, components: int) -> Fra
     return Frame(_padded(combined, gram.shape[0]), scalars, (right.mT / values.unsqueeze(-2)) @ left.mT)
 
 
-def aligned_keys(errors: Errors, components: int) -> Frame:
-    """The frame of keys without a norm with the minimum error."""
+def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame:
+    """The frame of keys without a norm with the minimum error; without `refines`, the start of the search."""
     heads, _, size, _ = errors.metric.shape
     weights = errors.pooled[0].diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1)).mean(-2).sqrt()  # (h, d / 2)
     root, inverse = (pair_maps(torch.complex(x, torch.zeros_like(x))) for x in (weights, 1 / weights))
@@ -98,13 +99,13 @@ def aligned_keys(errors: Errors, components: int) -> Frame:
     pairs = _pairs(even.pooled[1], heads, size)
     combined, factors, scalars = (_one_fewer if components == heads - 1 > 1 else _grouped)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
-    parameters = torch.view_as_real(factors.resolve_conj())
-    frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, KEY_STEPS)
+    parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
+    frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
     return frame.out_of_coordinates(root, inverse)
 
 
-def mixed_keys(errors: Errors, components: int) -> Frame:
-    """The frame of keys with a norm with the minimum error: scalar combinations of heads."""
+def mixed_keys(errors: Errors, components: int, refines: bool = True) -> Frame:
+    """The frame of keys with a norm with the minimum error: scalar combinations of heads. `refines` as above."""
     heads, _, size, _ = errors.metric.shape
     metric, gram = errors.pooled
     across = torch.einsum("a,iaja->ij", metric.mean(0).diagonal(), _blocks(gram, heads, size))
@@ -112,7 +113,7 @@ def mixed_keys(errors: Errors, components: int) -> Frame:
     one = torch.eye(size).to(scalars)
     combined = _features(torch.einsum("ij,ab->jiab", scalars, one), errors.gram.shape[-1])
     start = Frame(combined, scalars, one.expand(heads, -1, -1))
-    return refine(start, errors, lambda maps: maps, None, KEY_STEPS)
+    return refine(start, errors, lambda maps: maps, None, KEY_STEPS if refines else 0)
 
 
 def pair_maps(factors: torch.Tensor) -> torch.Tensor:

@@ -30,22 +30,27 @@ from ..options import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
+from .convert_layers import component_counts
+from .head_groups import Counts
 from .layer_rewrites import Tensors, read_attention, substituted
-from .virtual_heads import PROJECTIONS, Counts, approximate
+from .virtual_heads import PROJECTIONS, approximate
 
 TRIAL_LENGTH, TRIALS = 256, 8
 STRIDE = 2
 """Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
 Trial = tuple[int, str, int]
 """Layer, side, component heads."""
+Pair = tuple[int, int]
+"""Component heads of a layer's keys and of its values."""
 Losses = dict[Trial, float]
 LossFunction = Callable[[int, torch.Tensor, torch.Tensor], float]
 """The loss of a trial on one window: index, the source's logits (T / STRIDE, vocabulary), and the trial's."""
 
 
-def counts_to_try(heads: int) -> list[int]:
-    """All smaller counts for up to 4 heads, else quarters."""
-    return list(range(1, heads)) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
+def counts_to_try(heads: int, groups: int = 1) -> list[int]:
+    """All smaller counts for up to 4 heads, else quarters; those that can be divided into groups."""
+    counts = range(1, heads) if heads <= 4 else sorted({heads // 4, heads // 2, 3 * heads // 4})
+    return [count for count in counts if count % groups == 0]
 
 
 def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -59,19 +64,20 @@ def measure_losses(
     model: StreamedModel,
     store: TensorStore,
     layouts: list[HeadLayout],
+    kept: list[Counts],
     calibration: Calibration | None,
     method: str,
     tokens: torch.Tensor,
     advance: Advance,
     loss: LossFunction = divergence,
 ) -> Losses:
-    """The loss of each trial, the mean over windows of tokens (B, T)."""
+    """The loss of each trial, the mean over windows of tokens (B, T); `kept` are the counts of the other side."""
     hidden = model.embed(tokens)
     trials: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
         for states in trials.values():
             model.step(module, states)
-        for side, count, tensors in _substitutes(store, layouts[layer], calibration, method):
+        for side, count, tensors in _substitutes(store, layouts[layer], kept[layer], calibration, method):
             states = trials[layer, side, count] = hidden.clone()
             with substituted(module.self_attn, tensors):  # type: ignore[arg-type]
                 model.step(module, states)
@@ -87,21 +93,20 @@ def measure_losses(
 
 
 def _substitutes(
-    store: TensorStore, layout: HeadLayout, calibration: Calibration | None, method: str
+    store: TensorStore, layout: HeadLayout, kept: Counts, calibration: Calibration | None, method: str
 ) -> Iterator[tuple[str, int, Tensors]]:
-    """For each side and count of a layer, stock projections equivalent to the compressed ones."""
+    """For each side and count of a layer, the stock tensors that change so that it computes the same as compressed."""
     tensors = read_attention(store, layout.layer_index)
     statistics = None
     if calibration is not None:
         statistics = HeadStatistics(layout, calibration.layer(layout.layer_index)["statistics"])
-    heads = layout.key_value_heads
-    for count in counts_to_try(heads):
-        for side, counts in (("key", (count, heads)), ("value", (heads, count))):
+    for count in counts_to_try(layout.key_value_heads, kept.groups):
+        for side, counts in (("key", replace(kept, key=count)), ("value", replace(kept, value=count))):
             changed = approximate(tensors, statistics, layout, counts, method)
-            yield side, count, {name: changed[name] for name in changed if name.startswith(PROJECTIONS[side])}
+            yield side, count, {name: each for name, each in changed.items() if not each.equal(tensors[name])}
 
 
-def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Counts]:
+def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Pair]:
     """The component heads of each layer with the minimum total loss and a cache of at most `budget` of the source's.
 
     A knapsack problem: each layer has one pair of counts, whose price is the numbers that it caches per token.
@@ -110,9 +115,9 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Cou
     side_data = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
     unit = gcd(size, side_data)
     limit = int(budget * sum(2 * layout.key_value_heads * size for layout in layouts) / unit)
-    best: dict[int, tuple[float, tuple[Counts, ...]]] = {0: (0.0, ())}
+    best: dict[int, tuple[float, tuple[Pair, ...]]] = {0: (0.0, ())}
     for layout in layouts:
-        extended: dict[int, tuple[float, tuple[Counts, ...]]] = {}
+        extended: dict[int, tuple[float, tuple[Pair, ...]]] = {}
         options = _options(losses, layout, side_data)
         for (price, (loss, counts)), (added_price, added_loss, added) in product(best.items(), options):
             total = price + added_price // unit
@@ -120,15 +125,17 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Cou
                 extended[total] = (loss + added_loss, (*counts, added))
         best = extended
     if not best:
-        raise ConversionError(f"--budget {budget} is too small: one component head for each side and layer needs more")
+        raise ConversionError(
+            f"--budget {budget} is too small: the fewest component heads for each side and layer need more"
+        )
     return list(min(best.values())[1])
 
 
-def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, Counts]]:
+def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, Pair]]:
     """Cached numbers per token, loss, and counts, for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
     of_side = {
-        side: {heads: 0.0} | {count: losses[layer, side, count] for count in counts_to_try(heads)}
+        side: {heads: 0.0} | {trial[2]: loss for trial, loss in losses.items() if trial[:2] == (layer, side)}
         for side in PROJECTIONS
     }
     options = []
@@ -192,6 +199,7 @@ class AutoLayers:
             StreamedModel(self.source.store, self.stock),
             self.source.store,
             layouts,
+            component_counts(self.target, self.request),
             calibration,
             self.request.choices["explicit"]["method"],
             tokens,

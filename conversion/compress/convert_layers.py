@@ -9,14 +9,27 @@ from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
 from .fitted_router import Routing
+from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .reorder_heads import most_used_first, reorder
-from .virtual_heads import Counts, rewrite, rewritten_names
+from .virtual_heads import rewrite, rewritten_names
+
+ORDER_FREE = {"explicit", "knocking", "gating"}
+"""Mechanisms that a conversion can combine with any order of heads."""
 
 
 def _combines(config: Any, layer: int) -> bool:
     """Whether keys or values of the target have fewer components than heads."""
     return min(component_heads(config, layer)) < config.num_key_value_heads
+
+
+def _counts(config: Any, request: MixerRequest, layer: int) -> Counts:
+    """The component heads of a layer; `aligned` assigns heads to groups where nothing depends on their order."""
+    mixers = config.mixers_of_layer(layer)
+    groups = mixers.get("explicit", {}).get("groups", 1)
+    is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
+    reorders = is_aligned and groups > 1 and mixers.keys() <= ORDER_FREE
+    return Counts(*component_heads(config, layer), groups, reorders)
 
 
 def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
@@ -55,7 +68,7 @@ def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: in
     prefix, parts = attention_prefix(layer), list[str]()
     if _combines(config, layer):
         method = request.choices["explicit"]["method"]
-        parts += rewritten_names(config.layout_of_layer(layer), component_heads(config, layer), method)
+        parts += rewritten_names(config.layout_of_layer(layer), _counts(config, request, layer), method)
     if _reorders(config, request, layer):
         parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
     if _routing(config, request, layer) is not None:
@@ -79,7 +92,7 @@ def _rewritten(
     if combines:
         heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
         method = request.choices["explicit"]["method"]
-        tensors = rewrite(tensors, heads, layout, component_heads(config, layer), method)
+        tensors = rewrite(tensors, heads, layout, _counts(config, request, layer), method)
     if reorders:
         shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
         order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
@@ -110,6 +123,6 @@ def active_heads(config: Any) -> list[int]:
     return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
 
 
-def component_pairs(config: Any) -> list[Counts]:
+def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
     """The component heads of each layer's keys and values."""
-    return [component_heads(config, layer) for layer in range(config.num_hidden_layers)]
+    return [_counts(config, request, layer) for layer in range(config.num_hidden_layers)]

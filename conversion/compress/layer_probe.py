@@ -19,6 +19,7 @@ from ..calibration.text import Text, default_text, load_tokenizer, read_text, wi
 from ..plan import check_source
 from ..sources.resolve import open_source
 from .budget_search import STRIDE, by_layer, measure_losses
+from .head_groups import Counts
 from .virtual_heads import METHODS
 
 
@@ -64,9 +65,9 @@ def probe_layers(
             return _loss(logits, tokens[window]) - source_losses[window]
 
         model = StreamedModel(checkpoint.store, stock)
-        rises = measure_losses(
-            model, checkpoint.store, layouts, statistics, method, tokens, partial(progress, "measuring"), rise
-        )
+        kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
+        advance = partial(progress, "measuring")
+        rises = measure_losses(model, checkpoint.store, layouts, kept, statistics, method, tokens, advance, rise)
     return {
         "source": checkpoint.origin,
         "method": method,

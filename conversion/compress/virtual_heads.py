@@ -3,11 +3,13 @@
 Method `svd` is the paper's: the singular value decomposition of a projection's weights, one column for each head. It
 needs no text, but the model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses much less:
 see `aligned_frame`, `aligned_maps` and `fitted_output`. Both leave keys (values) unchanged that keep as many
-components as heads.
+components as heads. Groups of heads are compressed each on its own; `aligned` can first reorder the KV heads, so that
+those that share components well are in one group.
 
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", appendix F.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,15 +21,15 @@ from ..architectures.families import Shapes
 from ..calibration.head_statistics import KINDS, PARTS, HeadStatistics
 from .aligned_frame import Errors, Frame
 from .aligned_maps import aligned_keys, aligned_values, mixed_keys
+from .head_groups import Counts, Group, equal_groups, query_order
 from .layer_rewrites import Tensors
+from .reorder_heads import reorder
 
 METHODS = ("aligned", "svd")
 PROJECTIONS = {"key": "k_proj", "value": "v_proj"}
 READERS = {"key": "q_proj", "value": "o_proj"}
 """The projections that absorb the maps of key and value heads."""
 FRAME = ("components", "scalars", "maps")
-Counts = tuple[int, int]
-"""Component heads of a layer's keys and of its values."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,14 @@ class _Compressed:
     components: torch.Tensor
     """(h', d, hidden), and the biases as a last column if there are any."""
     scalars: torch.Tensor
-    """(h, h')."""
+    """(h, h'), block-diagonal if there are groups."""
     maps: torch.Tensor | None
     """(h, d, d); None if the reading projection does not change."""
+
+    def blocks(self, groups: int) -> torch.Tensor:
+        """The scalars of each group, as the model stores them: (h, h' / groups)."""
+        by_group = self.scalars.unflatten(1, (groups, -1)).unflatten(0, (groups, -1))
+        return by_group.diagonal(dim1=0, dim2=2).permute(2, 0, 1).flatten(0, 1)
 
     def heads(self) -> torch.Tensor:
         """The approximated heads: (h, d, hidden)."""
@@ -50,7 +57,7 @@ class _Compressed:
 def rewritten_names(layout: HeadLayout, counts: Counts, method: str) -> list[str]:
     """The tensors, within the layer's attention, that `rewrite` changes or creates; includes possible biases."""
     names = []
-    for side, count in zip(PROJECTIONS, counts, strict=True):
+    for side, count in counts.sides.items():
         if count == layout.key_value_heads:
             continue
         names += [f"mixers.explicit.{side}.weight", *_names(PROJECTIONS[side])]
@@ -58,16 +65,19 @@ def rewritten_names(layout: HeadLayout, counts: Counts, method: str) -> list[str
             names += _names(READERS[side])
     if method == "aligned" and names:  # it absorbs the maps of values, and may be fitted
         names += _names(READERS["value"])
+    if counts.reorders:
+        names += [name for projection in (*PROJECTIONS.values(), *READERS.values()) for name in _names(projection)]
     return names
 
 
 def solved(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> Tensors:
-    """The frames for these component counts, by their names in the statistics; they take time to compute."""
-    tensors: Tensors = {}
-    for side, count in zip(PROJECTIONS, counts, strict=True):
+    """The order and the frames for these counts, by their names in the statistics; they take time to compute."""
+    statistics = with_order(statistics, layout, counts)
+    tensors: Tensors = {_order_name(counts): statistics.sums[_order_name(counts)]} if counts.reorders else {}
+    for side, count in counts.sides.items():
         if count < layout.key_value_heads:
-            frame = _frame(statistics, layout, side, count)
-            tensors |= {_frame_name(side, count, part): getattr(frame, part) for part in FRAME}
+            frame = _frame(statistics, layout, side, counts)
+            tensors |= {_frame_name(side, counts, part): getattr(frame, part) for part in FRAME}
     return tensors
 
 
@@ -75,15 +85,17 @@ def shapes_of_solved(layout: HeadLayout, counts: Counts, biased: bool) -> Shapes
     """The shapes of these tensors, and of the change of the output projection."""
     heads, size = layout.key_value_heads, layout.head_dim
     shapes: Shapes = {output_name(counts): (layout.hidden_size, layout.query_heads * size)}
-    for side, count in zip(PROJECTIONS, counts, strict=True):
+    if counts.reorders:
+        shapes[_order_name(counts)] = (heads,)
+    for side, count in counts.sides.items():
         of_frame = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
-        shapes |= {_frame_name(side, count, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
+        shapes |= {_frame_name(side, counts, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
     return shapes
 
 
 def output_name(counts: Counts) -> str:
     """The name, in the statistics, of the change of the output projection."""
-    return f"output.{counts[0]}x{counts[1]}"
+    return f"output.{counts.label(f'{counts.key}x{counts.value}')}"
 
 
 def rewrite(
@@ -94,7 +106,7 @@ def rewrite(
     new = dict(tensors)
     for side, compressed in sides.items():
         new |= _split(compressed.components.flatten(0, 1), tensors, PROJECTIONS[side])
-        new[f"mixers.explicit.{side}.weight"] = compressed.scalars.to(tensors["q_proj.weight"])
+        new[f"mixers.explicit.{side}.weight"] = compressed.blocks(counts.groups).to(tensors["q_proj.weight"])
         if compressed.maps is not None:
             new |= _ABSORB[side](tensors, compressed.maps)
     return new
@@ -114,29 +126,32 @@ def approximate(
 def _compress(
     tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
 ) -> tuple[Tensors, dict[str, _Compressed]]:
-    """The tensors with the fitted output projection, if there is one; and the compressed keys and values."""
+    """The tensors with their heads in order and the fitted output projection; and the compressed keys and values."""
+    if counts.reorders and statistics is not None:
+        statistics = with_order(statistics, layout, counts)
+        tensors = reorder(tensors, query_order(_order(statistics, layout, counts), layout), layout)
     if method == "aligned" and statistics is not None:
         change = statistics.sums.get(output_name(counts))
         if change is not None:
             output = tensors["o_proj.weight"]
             tensors = tensors | {"o_proj.weight": output + change.to(output)}
-    sides = zip(PROJECTIONS, counts, strict=True)
-    return tensors, {side: _compress_side(tensors, statistics, layout, side, count, method) for side, count in sides}
+    return tensors, {side: _compress_side(tensors, statistics, layout, side, counts, method) for side in PROJECTIONS}
 
 
 def _compress_side(
-    tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, side: str, count: int, method: str
+    tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, side: str, counts: Counts, method: str
 ) -> _Compressed:
     weight = _joined(tensors, PROJECTIONS[side]).unflatten(0, (layout.key_value_heads, -1))
+    count = counts.sides[side]
     if count == layout.key_value_heads:
         return _Compressed(weight, torch.eye(count).to(weight), None)
     if method == "svd":
-        left, values, right = torch.linalg.svd(weight.flatten(1).T, full_matrices=False)
-        components = left[:, :count].T.unflatten(1, weight.shape[1:])
-        return _Compressed(components, (values.unsqueeze(-1) * right)[:count].T, None)
+        parts = [_singular_vectors(heads, count // counts.groups) for heads in weight.chunk(counts.groups)]
+        components, scalars = zip(*parts, strict=True)
+        return _Compressed(torch.cat(components), torch.block_diag(*scalars), None)
     if statistics is None:
         raise ConversionError(f"method={method!r} needs statistics: calibrate first, or use method='svd'")
-    frame = _frame(statistics, layout, side, count)
+    frame = _frame(statistics, layout, side, counts)
     features = weight.flatten(0, 1)
     if f"{PROJECTIONS[side]}.bias" in tensors:  # the last feature is the number 1
         one = torch.eye(features.shape[1]).to(features)[-1:]
@@ -145,12 +160,61 @@ def _compress_side(
     return _Compressed(frame.components @ features, frame.scalars, frame.maps if absorbs else None)
 
 
-def _frame_name(side: str, count: int, part: str) -> str:
-    return f"{side}.frame.{count}.{part}"
+def _singular_vectors(heads: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Components (h', d, hidden) and scalars (h, h') of heads (h, d, hidden)."""
+    left, values, right = torch.linalg.svd(heads.flatten(1).T, full_matrices=False)
+    return left[:, :count].T.unflatten(1, heads.shape[1:]), (values.unsqueeze(-1) * right)[:count].T
 
 
-def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, count: int) -> Frame:
+def with_order(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> HeadStatistics:
+    """The statistics, with the KV heads group after group: a search for the minimum error, unless they have it."""
+    name, heads = _order_name(counts), layout.key_value_heads
+    if name in statistics.sums or not counts.reorders:
+        return statistics
+    sides = {side: _errors(statistics, layout, side) for side, count in counts.sides.items() if count < heads}
+    # The statistics of keys leave out the factor of attention's logits.
+    factors = {"key": 1 / layout.head_dim, "value": 1.0}
+
+    def cost(group: Group) -> float:
+        total = 0.0
+        for side, errors in sides.items():
+            part = errors.part(group)
+            components = min(counts.sides[side] // counts.groups, len(group) - 1)
+            frame = _solver(layout, side)(part, components, refines=False)
+            total += float(part.total(frame)) * errors.scale * factors[side]
+        return total
+
+    order = [head for group in equal_groups(heads, counts.groups, cost) for head in group]
+    return HeadStatistics(layout, statistics.sums | {name: torch.tensor(order, dtype=torch.float64)})
+
+
+def _order(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> list[int]:
+    """The KV heads, group after group."""
+    return statistics.sums[_order_name(counts)].int().tolist() if counts.reorders else [*range(layout.key_value_heads)]
+
+
+def _order_name(counts: Counts) -> str:
+    return f"order.{counts.label('')}"
+
+
+def _frame_name(side: str, counts: Counts, part: str) -> str:
+    return f"{side}.frame.{counts.label(str(counts.sides[side]))}.{part}"
+
+
+def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, counts: Counts) -> Frame:
     """The frame in the statistics, or a new one."""
+    cached = [statistics.sums.get(_frame_name(side, counts, part)) for part in FRAME]
+    if all(part is not None for part in cached):
+        return Frame(*cached)  # type: ignore[arg-type]
+    errors, solve = _errors(statistics, layout, side), _solver(layout, side)
+    if counts.groups == 1:
+        return solve(errors, counts.sides[side])
+    order, size = _order(statistics, layout, counts), layout.key_value_heads // counts.groups
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    return Frame.joined([solve(errors.part(group), counts.sides[side] // counts.groups) for group in groups])
+
+
+def _errors(statistics: HeadStatistics, layout: HeadLayout, side: str) -> Errors:
     sums = [statistics.sums[f"{side}.{kind}"] for kind in KINDS]
     shape, expected = sums[0].shape, (layout.key_value_heads, PARTS[side], layout.head_dim, layout.head_dim)
     if shape != expected:
@@ -158,13 +222,14 @@ def _frame(statistics: HeadStatistics, layout: HeadLayout, side: str, count: int
             f"the calibration has {side} heads of the shape {list(shape)}, the layer has {list(expected)}: "
             "it was made for another model"
         )
-    cached = [statistics.sums.get(_frame_name(side, count, part)) for part in FRAME]
-    if all(part is not None for part in cached):
-        return Frame(*cached)  # type: ignore[arg-type]
-    errors = Errors.of(*sums)
+    return Errors.of(*sums)
+
+
+def _solver(layout: HeadLayout, side: str) -> Callable[..., Frame]:
+    """The function that fits components to heads."""
     if side == "value":
-        return aligned_values(errors, count)
-    return (aligned_keys if layout.key_norm_eps is None else mixed_keys)(errors, count)
+        return aligned_values
+    return aligned_keys if layout.key_norm_eps is None else mixed_keys
 
 
 def _absorb_key_maps(tensors: Tensors, maps: torch.Tensor) -> Tensors:

@@ -10,6 +10,7 @@ from torch.nn.functional import avg_pool2d
 
 from crosshead.modeling.mechanisms.base import Mechanism
 from crosshead.modeling.mechanisms.differential import Differential
+from crosshead.modeling.mechanisms.explicit import Explicit
 from crosshead.modeling.mechanisms.talking import STAGES, Talking
 
 from .pack import pack_numbers
@@ -34,11 +35,17 @@ def matrix_records(layer: int, name: str, mechanism: Mechanism) -> Iterator[dict
 
 
 def learnt_matrices(mechanism: Mechanism) -> dict[str, torch.Tensor]:
-    """The matrices, with a row for each output; for talking also the product of its two maps, without the softmax."""
+    """The matrices, with a row for each output; for talking also the product of its two maps, without the softmax.
+
+    Those of explicit are block-diagonal, with a block for each group.
+    """
     if isinstance(mechanism, Differential):
         return {"lambda": mechanism().detach().reshape(1, 1)}
     parameters = {name.removesuffix(".weight"): each.detach() for name, each in mechanism.named_parameters()}
     matrices = {name: each for name, each in parameters.items() if each.ndim == 2}
+    if isinstance(mechanism, Explicit):
+        groups = mechanism.settings["groups"]
+        matrices = {name: torch.block_diag(*each.chunk(groups)) for name, each in matrices.items()}
     if isinstance(mechanism, Talking) and set(mechanism.settings["on"]) == set(STAGES):
         matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
     return matrices

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..backends import is_plain_sdpa
 from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
-from ..ops import one_wide_head
+from ..ops import wide_heads
 from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
 
 LEAST_KEYS = 256
@@ -35,7 +35,7 @@ def explicit_attention(
     batch, heads, tokens, _ = query.shape
     mask = None if attention_mask is None else row_mask(attention_mask, heads, query.dtype)
     rows = fold_map(query, maps[0]).flatten(1, 2)
-    output = attend_in_parts(rows, one_wide_head(key)[:, 0], one_wide_head(value)[:, 0], mask, scaling)
+    output = attend_in_parts(rows, wide_heads(key)[:, 0], wide_heads(value)[:, 0], mask, scaling)
     return unfold_outputs(output.view(batch, heads, tokens, -1), maps[1]).transpose(1, 2), None
 
 
@@ -50,8 +50,13 @@ def explicit_eligible(
     implementation: str | None = "sdpa",
     **options: Any,
 ) -> bool:
-    """Whether attention in parts works for a call: keys and values are both combined, and nothing is learnt."""
+    """Whether attention in parts works for a call: keys and values are both combined, and nothing is learnt.
+
+    Each head combines all components: with groups, there are several wide heads.
+    """
     if key_map is None or value_map is None or key_scale is not None or key.shape != value.shape:
+        return False
+    if key_map.shape[1] != key.shape[1]:
         return False
     if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
         return False

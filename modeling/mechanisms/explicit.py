@@ -5,9 +5,10 @@ feature. The cache holds the components. RoPE commutes with the combination, so 
 already. A per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token
 and combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts
 as grouped attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's
-output.
+output. With `groups`, consecutive heads combine the components of their own group only: `C` is block-diagonal, and
+`weight` holds its blocks, as that of a grouped convolution does.
 
-Few queries, as in decoding, attend to the components as one wide head (`explicit_attention_forward`).
+Few queries, as in decoding, attend to a group's components as one wide head (`explicit_attention_forward`).
 
 Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Language Models", sections 4.1 and 4.2.
 """
@@ -23,8 +24,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, is_plain_sdpa, logger, register_backend
-from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, one_wide_head, widened
-from ..options import Count, Flag, Subset, refuse
+from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, wide_heads, widened
+from ..options import Count, Flag, Integer, Subset, refuse
 from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
 FOLDED_ROWS = 16
@@ -41,18 +42,23 @@ class ExplicitRules(Rules):
         "on": Subset(("key", "value"), ("key", "value")),
         "key_heads": Count(),
         "value_heads": Count(),
+        "groups": Integer(1),
         "norm": Flag(True),
     }
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
-        """Component heads fit the backbone; the norm meets one head's features."""
+        """Component heads fit the backbone, groups divide them; the norm meets one head's features."""
         for side in ("key", "value"):
             name, heads = f"mixers.explicit.{side}_heads", settings.get(f"{side}_heads")
             if heads and side not in settings["on"]:
                 raise refuse(name, heads, f"mixers.explicit.on={settings['on']!r} does not have {side!r}")
             if heads and heads > layout.key_value_heads:
                 raise refuse(name, heads, f"use 1 to {layout.key_value_heads}, the key/value heads")
+        counts = (layout.key_value_heads, layout.key_components, layout.value_components)
+        if any(count % settings["groups"] for count in counts):
+            allowed = "use a divisor of the {} key/value heads and of the components of keys ({}) and values ({})"
+            raise refuse("mixers.explicit.groups", settings["groups"], allowed.format(*counts))
         if settings["norm"] and "differential" in layer:
             raise refuse("mixers.explicit.norm", True, "'differential' norms pairs of heads itself: use False")
 
@@ -75,19 +81,24 @@ class ExplicitRules(Rules):
 
 
 class HeadCombination(ParameterModule):
-    """The scalars `C` (heads x components)."""
+    """The scalars `C` (heads x components of the head's group)."""
 
-    def __init__(self, heads: int, components: int) -> None:
+    def __init__(self, heads: int, components: int, groups: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, components))
+        self.groups = groups
+        self.weight = nn.Parameter(torch.empty(heads, components // groups))
 
     def initialise(self, std: float) -> None:
         """Each head starts as one component; neighbours share one where there are fewer."""
-        init.copy_(self.weight, head_map_init(self.weight).to(self.weight.dtype))
+        block = head_map_init(self.weight[: len(self.weight) // self.groups])
+        init.copy_(self.weight, block.repeat(self.groups, 1).to(self.weight.dtype))
 
     def forward(self, components: Tensor | None) -> Tensor:
         """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""
-        return self.weight.clone() if components is None else torch.einsum("ij,bjsd->bisd", self.weight, components)
+        if components is None:
+            return self.weight.clone()
+        blocks, of_group = self.weight.unflatten(0, (self.groups, -1)), components.unflatten(1, (self.groups, -1))
+        return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
 
 
 class Explicit(Mechanism):
@@ -102,7 +113,7 @@ class Explicit(Mechanism):
         super().__init__(layout, settings)
         components = {"key": layout.key_components, "value": layout.value_components}
         for side in settings["on"]:
-            self.add_module(side, HeadCombination(layout.key_value_heads, components[side]))
+            self.add_module(side, HeadCombination(layout.key_value_heads, components[side], settings["groups"]))
         self.norm = HeadRMSNorm(layout.value_dim, layout.norm_eps) if settings["norm"] else None
         self.wide_cache = len(settings["on"]) == 2
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
@@ -134,8 +145,8 @@ class Explicit(Mechanism):
         return "crosshead_explicit"
 
     def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
-        """Whether another implementation can attend to one wide head; a warning where it cannot."""
-        wide = state.key.shape[1] * state.key.shape[3]
+        """Whether another implementation can attend to wide heads; a warning where it cannot."""
+        wide = state.key.shape[1] // self.settings["groups"] * state.key.shape[3]
         fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
         if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
             return True
@@ -185,29 +196,29 @@ def explicit_attention_forward(
     """Attention of few queries (B, H, T, d) to component heads (B, h', S, d); all keys are visible without a mask.
 
     `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries take the scalars `key_map`
-    (h, h'), components are one wide head, and the wide outputs take the scalars `value_map`. A side without a map has
-    all its heads. `key_scale` (B, h, S) multiplies combined keys.
+    (h, h' / groups), the components of a group are one wide head, and the wide outputs take the scalars `value_map`. A
+    side without a map has all its heads. `key_scale` (B, h, S) multiplies combined keys.
     """
     if key_map is None and value_map is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     wide = key_map is not None and value_map is not None
     if key_map is not None:
-        query, key = fold_map(query, key_map), one_wide_head(key)
+        query, key = fold_map(query, key_map), wide_heads(key, key.shape[1] // key_map.shape[1])
     if value_map is not None:
-        value = one_wide_head(value)
+        value = wide_heads(value, value.shape[1] // value_map.shape[1])
     if not is_plain_sdpa(implementation):
         attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
         output = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
     elif wide and key_scale is None:
-        output = attend_one_head(query, key, value, attention_mask, scaling)
+        output = attend_wide_heads(query, key, value, attention_mask, scaling)
     else:
         output = weigh_components(query, key, value, attention_mask, scaling, key_scale)
     return (output if value_map is None else unfold_outputs(output, value_map)).transpose(1, 2), None
 
 
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
-    """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head."""
+    """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head, for h' of its group."""
     heads, components = scalars.shape
     by_head = query.reshape(len(query), heads, -1, 1, query.shape[3])  # (B, h, group x T, 1, d)
     return (by_head * scalars.to(query.dtype).view(heads, 1, components, 1)).view(*query.shape[:3], -1)
@@ -220,12 +231,12 @@ def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
     return (by_head * scalars.to(output.dtype).view(heads, 1, components, 1)).sum(3).view(*output.shape[:3], -1)
 
 
-def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of all query heads (B, H, T, n) to keys and values of one head, which is read once: (B, H, T, m)."""
-    batch, heads, tokens, size = query.shape
+def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """Attention of query heads (B, H, T, n) to keys and values of few heads, each read once: (B, H, T, m)."""
+    (batch, heads, tokens, size), groups = query.shape, key.shape[1]
     if mask is not None and (tokens > 1 or mask.shape[1] > 1):
-        mask = mask.expand(-1, heads, -1, -1).flatten(1, 2).unsqueeze(1)
-    rows = query.reshape(batch, 1, heads * tokens, size)
+        mask = mask.expand(-1, heads, -1, -1).reshape(len(mask), groups, -1, mask.shape[3])
+    rows = query.reshape(batch, groups, -1, size)
     output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
     return output.view(batch, heads, tokens, -1)
 
@@ -233,7 +244,7 @@ def attend_one_head(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
 def weigh_components(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, key_scale: Tensor | None
 ) -> Tensor:
-    """Attention with logits in float32; queries (B, H, T, n), keys and values of one head or of h: (B, H, T, m)."""
+    """Attention with logits in float32; queries (B, H, T, n), keys and values of few heads or of h: (B, H, T, m)."""
     (batch, heads, tokens, _), wide = query.shape, widened(query.dtype)
     rows = query.to(wide).reshape(batch, key.shape[1], -1, query.shape[3])
     logits = torch.matmul(rows, key.to(wide).transpose(2, 3)).view(batch, heads, tokens, -1) * scaling

@@ -11,9 +11,10 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.compress.budget_search import choose, counts_to_try, measure_losses
+from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
-from tiers import first
+from tiers import grid
 from toy_checkpoints import write_stock
 
 
@@ -81,23 +82,25 @@ def test_many_heads_are_tried_in_quarters():
     assert counts_to_try(4) == [1, 2, 3]
     assert counts_to_try(8) == [2, 4, 6]
     assert counts_to_try(32) == [8, 16, 24]
+    assert [counts_to_try(8, groups) for groups in (2, 4, 8)] == [[2, 4, 6], [4], []]
 
 
-@pytest.mark.parametrize("backbone", first(["Qwen3", "Qwen2", "Llama"]))
-def test_a_trials_loss_is_that_of_the_compressed_model(backbone, tmp_path):
+@pytest.mark.parametrize(("backbone", "groups"), grid(["Qwen3", "Qwen2", "Llama"], [1, 2], strength=1))
+def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_path):
     folder = write_stock(tmp_path / "source", backbone, num_key_value_heads=4)
     source = open_source(folder, scratch=tmp_path)
     stock = toys.STOCK[backbone][0].from_pretrained(folder)
     target = toys.mixed_config(backbone, {}, num_key_value_heads=4)
     tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
     model = StreamedModel(source.store, stock)
-    losses = measure_losses(model, source.store, target.layouts(), None, "svd", tokens, lambda *done: None)
-    assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3)))
+    kept = [Counts(4, 4, groups)] * 2
+    losses = measure_losses(model, source.store, target.layouts(), kept, None, "svd", tokens, lambda *done: None)
+    assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3) if groups == 1 else (2,)))
     expected = toys.STOCK[backbone][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
     for (layer, side, count), loss in losses.items():
         counts = [4, 4]
         counts[layer] = count
-        mixers = {"explicit": {f"{side}_heads": counts, "method": "svd"}}
+        mixers = {"explicit": {f"{side}_heads": counts, "groups": groups, "method": "svd"}}
         crosshead.convert(folder, tmp_path / "out", mixers, verify=False, overwrite=True)
         made = getattr(crosshead, f"Crosshead{backbone}ForCausalLM").from_pretrained(tmp_path / "out")
         found = made(tokens).logits[:, ::2].log_softmax(-1)

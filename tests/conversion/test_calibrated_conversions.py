@@ -46,12 +46,12 @@ def text(tmp_path):
 
 @pytest.mark.parametrize(
     ("source", "counts"),
-    grid(toys.BACKBONES, [(3, 3), ([2, 4], [4, 1])], strength=1),
+    grid(toys.BACKBONES, [(3, 3, 1), ([2, 4], [4, 1], 1), (2, [2, 4], 2)], strength=1),
     indirect=["source"],
     ids=str,
 )
 def test_component_heads(source, counts, text, tmp_path):
-    asked = {"explicit": {"key_heads": counts[0], "value_heads": counts[1]}}
+    asked = {"explicit": dict(zip(("key_heads", "value_heads", "groups"), counts, strict=True)), "gating": {}}
     report = crosshead.convert(source, tmp_path / "made", asked, calibration=text)
     measured = report["verification"]
     assert measured["kv_bytes_per_token_after"] < measured["kv_bytes_per_token_before"]
@@ -71,8 +71,16 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
     assert losses["aligned"] < 0.7 * losses["svd"]
 
 
-def test_saved_calibration_gives_the_same_bytes(source, text, tmp_path):
-    asked = {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}},
+        {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}},
+        {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}, "mixture": {"active_heads": 6}},
+    ],
+    ids=["reordered", "groups", "groups in order"],
+)
+def test_saved_calibration_gives_the_same_bytes(source, asked, text, tmp_path):
     saved = tmp_path / "saved.safetensors"
     crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
     report = crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)

@@ -13,6 +13,7 @@ FOLDABLE = {
     "linear knock on values": {"knocking": {"form": "linear"}},
     "fewer components": {"explicit": {"norm": False, "key_heads": 1, "value_heads": [1, 2]}},
     "combined values": {"explicit": {"norm": False, "on": ["value"]}},
+    "combinations in groups": {"explicit": {"norm": False, "groups": 2, "value_heads": [2, 4]}},
     "all heads": {"mixture": {"active_heads": 4, "shared_heads": 1, "gate": "binary"}},
     "some layers": {"knocking": {"form": "linear", "layers": [1]}},
     "three at once": {
@@ -57,8 +58,9 @@ def folded_state(model, stock):
 @pytest.mark.parametrize("mixers", FOLDABLE.values(), ids=FOLDABLE)
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_trained_mixers_fold(backbone, mixers):
-    model = toys.mixed_model(backbone, mixers)
-    stock = toys.stock_model(backbone)
+    heads = {"num_key_value_heads": 4} if "groups" in mixers.get("explicit", {}) else {}
+    model = toys.mixed_model(backbone, mixers, **heads)
+    stock = toys.stock_model(backbone, **heads)
     stock.load_state_dict(folded_state(model, stock.state_dict()))
     tokens = toys.tokens()
     expected = model(tokens).logits

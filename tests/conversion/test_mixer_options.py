@@ -19,6 +19,7 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
         ("knocking:layers=0+2", {"knocking": {"layers": [0, 2]}}),
         ("talking:softmax_heads=16,dynamic=key_logits", {"talking": {"softmax_heads": 16, "dynamic": ["key_logits"]}}),
         ("explicit:key_heads=50%,value_heads=3", {"explicit": {"norm": False, "key_heads": 2, "value_heads": 3}}),
+        ("explicit:value_heads=50%,groups=2", {"explicit": {"norm": False, "value_heads": 2, "groups": 2}}),
         ("explicit:norm=true,key_heads=1+2+75%", {"explicit": {"norm": True, "key_heads": [1, 2, 3]}}),
         ("mixture:active_heads=75%", {"mixture": {**FITTED, "active_heads": 6}}),
         ("mixture:active_heads=75%,shared_heads=2", {"mixture": {**FITTED, "active_heads": 6, "shared_heads": 2}}),
@@ -50,6 +51,12 @@ LAYOUTS = toys.mixed_config("Llama", {}, num_attention_heads=8, num_key_value_he
 def test_arguments(argument, mixers):
     name, options = split_argument(argument)
     assert read_mixers({name: options}, LAYOUTS).mixers == mixers
+
+
+def test_groups_and_reordered_heads_are_refused():
+    asked = {"explicit": {"groups": 2}, "mixture": {"active_heads": 6, "shared": "calibrated"}}
+    with pytest.raises(ConversionError, match=r"groups=2 .*shared='calibrated'.*shared=first"):
+        read_mixers(asked, LAYOUTS)
 
 
 def test_python_values_pass_unchanged():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -5,6 +7,8 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.head_statistics import KINDS, HeadStatistics
 from crosshead.conversion.compress import aligned_maps as aligned_keys
+from crosshead.conversion.compress.head_groups import Counts
+from crosshead.conversion.compress.reorder_heads import reorder
 from crosshead.conversion.compress.virtual_heads import (
     FRAME,
     approximate,
@@ -13,6 +17,7 @@ from crosshead.conversion.compress.virtual_heads import (
     rewritten_names,
     shapes_of_solved,
     solved,
+    with_order,
 )
 from tiers import grid
 
@@ -77,7 +82,7 @@ def changed_model(model, make, counts, method, mixers=None, fitted=False):
     statistics = calibrated(model) if method == "aligned" else [None] * len(model.model.layers)
     for index, layout in enumerate(layouts(model)):
         prefix, seen = PREFIX.format(index), statistics[index]
-        if min(counts) < HEADS and seen is not None and fitted:
+        if counts.fewest < HEADS and seen is not None and fitted:
             seen = with_output(seen, counts)
         new = make(layer_tensors(model, index), seen, layout, counts, method)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
@@ -98,20 +103,26 @@ def logits(model):
 
 
 def explicit(counts):
-    return {"explicit": {"key_heads": counts[0], "value_heads": counts[1], "norm": False}}
+    return {"explicit": {"key_heads": counts.key, "value_heads": counts.value, "groups": counts.groups, "norm": False}}
 
 
 @pytest.mark.parametrize("method", ["svd", "aligned"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 def test_all_heads_kept_is_the_model_itself(backbone, method):
     model = toy(backbone)
-    other = changed_model(model, rewrite, (HEADS, HEADS), method, explicit((HEADS, HEADS)))
+    counts = Counts(HEADS, HEADS)
+    other = changed_model(model, rewrite, counts, method, explicit(counts))
     torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
     ("backbone", "method", "counts"),
-    grid(["Llama", "Qwen2", "Qwen3"], ["svd", "aligned"], [(3, 3), (2, 1), (1, 2), (4, 3)], strength=1),
+    grid(
+        ["Llama", "Qwen2", "Qwen3"],
+        ["svd", "aligned"],
+        [Counts(3, 3), Counts(2, 1), Counts(1, 2), Counts(4, 3), Counts(2, 2, 2), Counts(2, 4, 2)],
+        strength=1,
+    ),
 )
 def test_mechanism_computes_what_the_approximation_does(backbone, method, counts):
     model = toy(backbone)
@@ -130,15 +141,13 @@ def test_names_are_those_that_change(backbone, method):
     model = toy(backbone)
     statistics, layout = calibrated(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
-    for counts in ((2, 4), (4, 3), (1, 1)):
+    for counts in (Counts(2, 4), Counts(4, 3), Counts(1, 1)):
         new = rewrite(tensors, with_output(statistics, counts), layout, counts, method)
         names = set(rewritten_names(layout, counts, method)) & new.keys()
         differ = {
             n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
         }
-        kept = {
-            f"mixers.explicit.{side}.weight" for side, n in zip(("key", "value"), counts, strict=True) if n == HEADS
-        }
+        kept = {f"mixers.explicit.{side}.weight" for side, n in counts.sides.items() if n == HEADS}
         assert names == differ - kept
         assert all(torch.equal(new[name], torch.eye(HEADS).double()) for name in kept)
 
@@ -148,7 +157,7 @@ def test_svd_is_appendix_f(count):
     """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
-    new = rewrite(tensors, None, layouts(model)[0], (count, count), "svd")
+    new = rewrite(tensors, None, layouts(model)[0], Counts(count, count), "svd")
     for side, projection in (("key", "k_proj"), ("value", "v_proj")):
         matrix = tensors[f"{projection}.weight"].T
         columns = torch.stack([matrix[:, i * D : (i + 1) * D].T.flatten() for i in range(HEADS)], dim=1)
@@ -163,11 +172,48 @@ def test_svd_is_appendix_f(count):
     assert torch.equal(new["o_proj.weight"], tensors["o_proj.weight"])
 
 
+@pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
+def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(backbone):
+    model, other, order = toy(backbone), toy(backbone), [0, 3, 1, 2]
+    queries = [2 * head + place for head in order for place in (0, 1)]
+    for index, layout in enumerate(layouts(model)):
+        reordered = reorder(layer_tensors(model, index), queries, layout)
+        other.model.layers[index].self_attn.load_state_dict(reordered)
+    torch.testing.assert_close(logits(other), logits(model))
+    statistics, layout, tensors = calibrated(model)[1], layouts(model)[1], layer_tensors(model, 1)
+    counts, consecutive = Counts(2, 4, 2, reorders=True), Counts(2, 4, 2)
+    held = HeadStatistics(layout, statistics.sums | {"order.2x4.2groups.reordered": torch.tensor(order)})
+    new = rewrite(tensors, held, layout, counts, "aligned")
+    expected = rewrite(layer_tensors(other, 1), calibrated(other)[1], layout, consecutive, "aligned")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-7)
+    moved = {name for name, tensor in tensors.items() if name in new and tensor.shape == new[name].shape}
+    assert moved - {"q_norm.weight", "k_norm.weight"} <= set(rewritten_names(layout, counts, "aligned"))
+
+
+def test_heads_that_are_alike_share_a_group():
+    """Their keys and values differ by maps that the layer absorbs, and some noise."""
+    model = toy("Llama")
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            heads = projection.weight.data.unflatten(0, (HEADS, D))
+            for one, like in ((3, 0), (2, 1)):
+                heads[one] = -2 * heads[like] + 0.1 * heads[one]
+    counts = Counts(2, 2, 2, reorders=True)
+    for statistics, layout in zip(calibrated(model), layouts(model), strict=True):
+        assert with_order(statistics, layout, counts).sums["order.2x2.2groups.reordered"].tolist() == [0, 3, 1, 2]
+    target, lost = logits(model), {}
+    for reorders in (True, False):
+        changed = changed_model(model, approximate, replace(counts, reorders=reorders), "aligned")
+        lost[reorders] = (logits(changed) - target).norm()
+    assert lost[True] < 0.3 * lost[False]
+
+
 def test_aligned_loses_far_less_than_svd():
     model = toy("Llama")
     target = logits(model)
     lost = {
-        method: (logits(changed_model(model, approximate, (3, 3), method)) - target).norm()
+        method: (logits(changed_model(model, approximate, Counts(3, 3), method)) - target).norm()
         for method in ("svd", "aligned")
     }
     assert lost["aligned"] < 0.7 * lost["svd"]
@@ -176,31 +222,32 @@ def test_aligned_loses_far_less_than_svd():
 def test_same_bits_twice():
     model = toy("Llama")
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
-    first, second = (rewrite(tensors, calibrated(model)[1], layout, (3, 2), "aligned") for _ in range(2))
+    first, second = (rewrite(tensors, calibrated(model)[1], layout, Counts(3, 2), "aligned") for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.parametrize("counts", [Counts(3, 2), Counts(2, 2, 2, True)], ids=["one group", "groups"])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
-def test_what_is_solved_already_is_not_solved_again(backbone, monkeypatch):
+def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatch):
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
-    expected = rewrite(tensors, statistics, layout, (3, 2), "aligned")
-    found = solved(statistics, layout, (3, 2))
-    shapes = shapes_of_solved(layout, (3, 2), biased=backbone == "Qwen2")
+    expected = rewrite(tensors, statistics, layout, counts, "aligned")
+    found = solved(statistics, layout, counts)
+    shapes = shapes_of_solved(layout, counts, biased=backbone == "Qwen2")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith("output")
     }
-    assert len(found) == 2 * len(FRAME)
+    assert len(found) == 2 * len(FRAME) + counts.reorders
     held = HeadStatistics(layout, statistics.sums | found)
     monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
-    again = rewrite(tensors, held, layout, (3, 2), "aligned")
+    again = rewrite(tensors, held, layout, counts, "aligned")
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
 def test_tensors_come_back_in_their_dtype():
     model = toy("Qwen2")
     tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
-    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], (2, 2), "aligned")
+    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], Counts(2, 2), "aligned")
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
 
 
@@ -209,6 +256,6 @@ def test_another_models_statistics_are_refused():
     sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
     other = HeadStatistics(layouts(model)[0], sums)
     with pytest.raises(ConversionError, match="calibration"):
-        rewrite(layer_tensors(model, 0), other, layouts(model)[0], (2, 2), "aligned")
+        rewrite(layer_tensors(model, 0), other, layouts(model)[0], Counts(2, 2), "aligned")
     with pytest.raises(ConversionError, match="statistics"):
-        rewrite(layer_tensors(model, 0), None, layouts(model)[0], (2, 2), "aligned")
+        rewrite(layer_tensors(model, 0), None, layouts(model)[0], Counts(2, 2), "aligned")

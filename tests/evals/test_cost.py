@@ -112,6 +112,17 @@ def test_the_stock_side_is_the_stock_model(backbone, case):
     )
 
 
+def test_groups_divide_the_scalars_and_the_work_of_combining():
+    mixers = [{"explicit": {"groups": groups, "norm": False}} for groups in (1, 2)]
+    one, two = (model_cost(toys.mixed_config("Llama", each, **HEADS), LENGTH) for each in mixers)
+    sides_and_layers, heads, size = 4, 4, toys.SIZES["head_dim"]
+    scalars = sides_and_layers * heads * (heads - heads // 2)
+    assert one.new_parameters - two.new_parameters == scalars
+    assert one.prefill_multiplications - two.prefill_multiplications == scalars * size
+    assert one.decode_multiplications - two.decode_multiplications == scalars * size * LENGTH  # of all that is cached
+    assert one.kv_bytes_per_token == two.kv_bytes_per_token
+
+
 def test_a_length_without_tokens_is_refused():
     with pytest.raises(ValueError, match="length=0"):
         model_cost(toys.stock_config("Llama"), 0)

@@ -209,6 +209,8 @@ def test_what_mechanisms_have_learnt():
     alone = toys.mixed_model("Llama", {"talking": {"on": ["logits"]}}).model.layers[0].self_attn.mixers["talking"]
     assert list(learnt_matrices(alone)) == ["logits"]
     differential = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers["differential"]
+    grouped = toys.mixed_model("Llama", {"explicit": {"groups": 2}}).model.layers[0].self_attn.mixers["explicit"]
+    assert torch.equal(learnt_matrices(grouped)["value"], grouped.value.weight.detach().flatten().diag())
     (record,) = matrix_records(1, "differential", differential)
     assert shown(record).item() == pytest.approx(differential().item(), rel=1e-4)
 

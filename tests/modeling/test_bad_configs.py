@@ -36,6 +36,8 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("explicit.value_heads", COUNT, ["50%", [], [1], [1, 2, 1], [1, None], [1, 0], [2, True], [[1], [2]]]),
     ("explicit.key_heads", ("1", "2"), [3]),
     ("explicit.value_heads", ("1", "2"), [8]),
+    ("explicit.groups", ("2", "key/value heads"), [3, 4]),
+    ("explicit.groups", WHOLE, [0, -2, True, 2.0, "2", [1, 2]]),
     ("explicit.norm", FLAG, [1, "false", [True, False]]),
     ("mixture.active_heads", COUNT, [0, -2, True, 0.75, "75%", [3], [3, 3.0], [[3], [3]]]),
     ("mixture.active_heads", ("1", "4"), [5]),
@@ -109,6 +111,8 @@ BAD_MIXERS: list[tuple[Any, tuple[str, ...]]] = [
     ({"explicit": {"key_heads": [1, 3]}}, ("explicit.key_heads=3", "1", "2", "layer 1")),
     ({"explicit": {"on": ["value"], "key_heads": 1}}, ("explicit.key_heads=1", "'key'", "explicit.on=['value']")),
     ({"explicit": {"on": ["key"], "value_heads": [2, 1]}}, ("value_heads=2", "'value'", "explicit.on=['key']")),
+    ({"explicit": {"groups": 2, "value_heads": 1}}, ("explicit.groups=2", "2 key/value", "keys (2)", "values (1)")),
+    ({"explicit": {"groups": 2, "key_heads": [2, 1]}}, ("explicit.groups=2", "keys (1)", "layer 1")),
     ({"explicit": {}, "differential": {}}, TWO_NORMS),
     ({"differential": {"layers": [1]}, "explicit": {}}, (*TWO_NORMS, "layer 1")),
     # talking

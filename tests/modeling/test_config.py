@@ -19,7 +19,7 @@ MODEL_TYPES = {"Llama": "crosshead_llama", "Qwen2": "crosshead_qwen2", "Qwen3": 
 MODEL_TYPES |= {"Qwen3Moe": "crosshead_qwen3_moe"}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},
-    "explicit": {"on": ["key", "value"], "norm": True},
+    "explicit": {"on": ["key", "value"], "groups": 1, "norm": True},
     "mixture": {"router": "two_stage", "gate": "weighted", "gate_scale": "unit", "balance_weight": 0.01},
     "talking": {"on": ["logits", "weights"], "dynamic": []},
     "differential": {"norm": True},
@@ -38,6 +38,7 @@ VALUES: list[tuple[str, str, list[Any]]] = [
     ("explicit", "on", [["key"], ["value"], ["value", "key"]]),
     ("explicit", "key_heads", [1, 2, [2, 1]]),
     ("explicit", "value_heads", [1, 2, [1, 2]]),
+    ("explicit", "groups", [1, 2]),
     ("explicit", "norm", [True, False]),
     ("mixture", "shared_heads", [0, 2, [0, 2]]),
     ("mixture", "active_heads", [2, 4, [2, 4]]),
@@ -243,6 +244,7 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
         new("explicit.key explicit.value", 2, 1) | KEYS | VALUES_TOO,
         new("explicit.key", 2, 1) | new("explicit.value", 2, 2) | KEYS,
     ),
+    ({"explicit": {"groups": 2, "layers": [1]}}, {}, new("explicit.key explicit.value", 2, 1) | NORM),
     ({"mixture": {"active_heads": 4}}, ROUTERS, ROUTERS),
     ({"mixture": {"active_heads": 4, "layers": [1]}}, {}, ROUTERS),
     ({"mixture": {"active_heads": 4, "shared_heads": [0, 2]}}, new("mixture.routed", 4, 24), ROUTERS),

@@ -257,7 +257,7 @@ def test_explicit(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(
-    "case", ("gradients", "half precision", "normed keys", "keys alone", "another", "busy threads")
+    "case", ("gradients", "half precision", "normed keys", "keys alone", "groups", "another", "busy threads")
 )
 def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a call does not fit, the plain function gets it."""
@@ -270,6 +270,7 @@ def test_explicit_falls_back(case: str, monkeypatch: pytest.MonkeyPatch) -> None
         changes: dict[str, dict[str, Any]] = {
             "normed keys": {"key_scale": torch.ones(1, 4, 97)},
             "keys alone": {"value_map": None},
+            "groups": {"key_map": torch.ones(4, 1), "value_map": torch.ones(4, 1)},
             "another": {"implementation": "flash_attention_2"},
         }
         options |= changes[case]

@@ -21,6 +21,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "explicit, fewer components": ("Qwen2", {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False}}),
     "explicit with a norm and biases": ("Qwen2", {"explicit": {"key_heads": 1}}),
     "explicit without a norm": ("Llama", {"explicit": {"on": ["value"], "norm": False}}),
+    "explicit in groups": ("Llama", {"explicit": {"groups": 2, "norm": False}}),
+    "explicit on normed keys in groups": ("Qwen3", {"explicit": {"groups": 2}}),
     "explicit on normed keys": ("Qwen3", {"explicit": {"key_heads": 1, "value_heads": 1, "norm": False}}),
     "explicit on normed keys with a norm": ("Qwen3", {"explicit": {}}),
     "mixture": ("Llama", {"mixture": {"active_heads": 3, "shared_heads": 1}}),

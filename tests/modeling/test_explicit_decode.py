@@ -98,23 +98,25 @@ class Largest(TorchDispatchMode):
 
 @torch.no_grad()
 def test_components_are_not_copied() -> None:
-    """Where they lie side by side in the cache, with numbers behind them or not."""
-    for numbers in (0, 3):
-        heads = torch.randn(2, 400, 2 * 64 + numbers)[..., : 2 * 64].unflatten(-1, (2, 64)).transpose(1, 2)
-        maps: dict[str, Any] = {side: torch.randn(3, 2) for side in ("key_map", "value_map")}
+    """Where they lie side by side in the cache, with numbers behind them or not, in one group or two."""
+    for numbers, groups in ((0, 1), (3, 1), (0, 2), (3, 2)):
+        heads = torch.randn(2, 400, 4 * 64 + numbers)[..., : 4 * 64].unflatten(-1, (4, 64)).transpose(1, 2)
+        maps: dict[str, Any] = {side: torch.randn(6, 4 // groups) for side in ("key_map", "value_map")}
         with Largest() as largest:
             explicit_attention_forward(
-                None, torch.randn(2, 3, 1, 64), heads, heads, None, 1.0, implementation="sdpa", **maps
+                None, torch.randn(2, 6, 1, 64), heads, heads, None, 1.0, implementation="sdpa", **maps
             )
         assert largest.numbers < heads[0, 0].numel()
 
 
 @pytest.mark.parametrize(
-    ("on", "backbone"), grid((["key", "value"], ["key"], ["value"]), ("Llama", "Qwen3"), strength=2)
+    ("on", "backbone", "groups"),
+    grid((["key", "value"], ["key"], ["value"]), ("Llama", "Qwen3"), (1, 2), strength=2),
 )
-def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str) -> None:
-    counts = {f"{side}_heads": 1 for side in on}
-    layer = Layer(backbone, {"explicit": {"on": on, **counts}})
+def test_layers_with_a_cache_follow_the_oracle(on: list[str], backbone: str, groups: int) -> None:
+    counts = {f"{side}_heads": groups * (1 + (side == "value")) for side in on}
+    sizes = {"num_attention_heads": 4 * groups, "num_key_value_heads": 2 * groups}
+    layer = Layer(backbone, {"explicit": {"on": on, "groups": groups, **counts}}, **sizes)
     layer.attention.config._attn_implementation = "sdpa"
     cache = DynamicCache()
     parts = ((0, 4), (4, 6), (6, 7))
@@ -135,12 +137,13 @@ def folded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 @pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
+@pytest.mark.parametrize("mixers", (CASES["explicit"], {"explicit": {"groups": 2}}), ids=("components", "groups"))
 @torch.no_grad()
-def test_decoding_does_without_combining(backbone: str, folded: list[int]) -> None:
+def test_decoding_does_without_combining(mixers: dict[str, Any], backbone: str, folded: list[int]) -> None:
     """One token, or few; a prompt, and the backends that return weights or have masks of their own, combine."""
-    model = mixed_model(backbone, CASES["explicit"], backend="sdpa")
+    model = mixed_model(backbone, mixers, backend="sdpa")
     ids, padding = tokens(2, 12), torch.tensor([[1] * 12, [0] * 4 + [1] * 8])
-    expected = mixed_model(backbone, CASES["explicit"])(ids, attention_mask=padding).logits
+    expected = mixed_model(backbone, mixers)(ids, attention_mask=padding).logits
     for cache in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)):
         folded.clear()
         start = model(ids[:, :9], attention_mask=padding[:, :9], past_key_values=cache).logits

@@ -122,6 +122,17 @@ def test_static_cache_takes_components_only() -> None:
     assert [tuple(layer.keys.shape) for layer in cache.layers] == [(2, 1, 32, 2 * 8)] * 2
 
 
+@pytest.mark.parametrize("backbone", ("Llama", "Qwen3"))
+def test_groups_leave_the_cache_as_it_is_and_decode_what_the_full_forward_does(backbone: str) -> None:
+    counts = {"key_heads": 2, "value_heads": 4, "norm": False}
+    caches = [filled_cache(backbone, {"explicit": {"groups": groups, **counts}}) for groups in (1, 2)]
+    assert cache_bytes(caches[0]) == cache_bytes(caches[1])
+    model, ids = mixed_model(backbone, {"explicit": {"groups": 2, **counts}}, "sdpa", num_key_value_heads=4), tokens()
+    expected = greedy_without_cache(model, ids)
+    assert torch.equal(generate(model, ids), expected)
+    assert torch.equal(generate(model, ids, cache_implementation="static", disable_compile=True), expected)
+
+
 @pytest.mark.parametrize("mixers", ({"explicit": {}}, {"explicit": {"on": ["key"]}}, {"explicit": {}, "talking": {}}))
 @torch.no_grad()
 def test_heads_liewide_cache_where_they_are_read_so(mixers: dict[str, Any]) -> None:

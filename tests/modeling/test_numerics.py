@@ -138,6 +138,9 @@ def test_starting_values_of_the_papers() -> None:
     assert torch.equal(explicit["explicit.key.weight"], torch.eye(4).repeat_interleave(2, dim=0))
     assert torch.equal(explicit["explicit.value.weight"], torch.eye(8))
     assert torch.equal(explicit["explicit.norm.weight"], torch.ones(32))
+    grouped = started({"explicit": {"key_heads": 4, "groups": 2}}, **sizes)
+    assert torch.equal(grouped["explicit.key.weight"], torch.eye(2).repeat_interleave(2, dim=0).repeat(2, 1))
+    assert torch.equal(grouped["explicit.value.weight"], torch.eye(4).repeat(2, 1))
     for weight in started({"differential": {}}, **sizes).values():
         assert weight.std().item() == pytest.approx(0.1, rel=0.4)
 

@@ -17,7 +17,7 @@ FREE = ((1, 1), (2, 1), (3, 3), (4, 2), (6, 2))
 HEADS = {
     "knocking": FREE,
     "knocking mlp": FREE,
-    "explicit": FREE,
+    "explicit": (*FREE, (8, 4)),
     "mixture": ((2, 1), (2, 2), (3, 3), (4, 2), (6, 2)),
     "differential": ((2, 2), (4, 2), (4, 4), (8, 2)),
     "talking": FREE,
@@ -46,7 +46,9 @@ def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> di
         return {"form": name.partition(" ")[2] or "linear", "on": some(SIDES, draw) or ["value"]}
     if name == "explicit":
         on = some(SIDES[1:], draw) or ["key", "value"]
-        return {"on": on, "norm": draw.random() < 0.5} | {f"{side}_heads": draw.randint(1, groups) for side in on}
+        cut = draw.choice([each for each in range(1, groups + 1) if groups % each == 0])
+        counts = {f"{side}_heads": cut * draw.randint(1, groups // cut) for side in on}
+        return {"on": on, "norm": draw.random() < 0.5, "groups": cut} | counts
     if name == "mixture":
         shared = draw.randint(0, heads - 2)
         options = {
