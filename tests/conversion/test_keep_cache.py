@@ -27,8 +27,13 @@ WIDE = {
     "linear knocking": (LINEAR | explicit(2, 2), 1, 2),
     "all mechanisms": (LINEAR | explicit(2, 2) | ALL_ON, 1, 2),
     "one component": (explicit(1, 1), 1, 1),
+    "groups of one": (explicit(2, 2, groups=2), 2, 1),
+    "groups and linear knocking": (LINEAR | explicit(2, 2, groups=2), 2, 1),
+    "two groups of two": (explicit(4, 4, groups=2), 2, 2),
+    "two groups, fewer values": (explicit(6, 4, groups=2), 2, 3),
 }
 """Mechanisms -> KV heads of the stock model, and components in each."""
+MORE_HEADS = {name: {"num_key_value_heads": 8} for name in WIDE if name.startswith("two groups")}
 ROPE = {
     "linear": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
     "llama3": {
@@ -79,7 +84,8 @@ def check(source, out, groups, width, largest=1e-5):
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_logits_and_cache(backbone, name, tmp_path):
     mixers, groups, width = WIDE[name]
-    source = write(tmp_path / "model", backbone, mixers)
+    heads = HEADS | MORE_HEADS.get(name, {})
+    source = write(tmp_path / "model", backbone, mixers, **heads)
     if width > 1 and backbone.startswith("Qwen3"):
         with pytest.raises(ConversionError, match="normalised"):
             crosshead.fold(source, tmp_path / "out", keep_cache=True)
@@ -88,7 +94,8 @@ def test_logits_and_cache(backbone, name, tmp_path):
     kept = report["kept_cache"]
     assert kept["model_type"] == model.config.model_type == ("llama" if width > 1 else backbone_type(backbone))
     assert kept["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
-    assert kept["kv_bytes_per_token"] * 4 == kept["kv_bytes_per_token_without_keep_cache"] * groups * width
+    share = groups * width / heads["num_key_value_heads"]
+    assert kept["kv_bytes_per_token"] == kept["kv_bytes_per_token_without_keep_cache"] * share
     assert kept["growth_of_q_proj_o_proj_and_attention"] == width
     assert report["options"] == {"keep_cache": True}
 

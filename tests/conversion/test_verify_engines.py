@@ -1,4 +1,4 @@
-"""`verify --engine`: what is refused, and the comparison of two engines' results. `tests/engines/` runs real engines."""
+"""`verify --engine`: refusals, and the comparison of two engines' results. `tests/engines/` runs real engines."""
 
 import sys
 
