@@ -116,6 +116,10 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 			--calibration build/small/$$family/calibration.txt --out build/heads.json \
 			--name "small $$family, 4 heads" svd:3 aligned:3 svd:2 aligned:2 || exit 1; \
 	done
+	$(PYTHON) -P tests/measure/train_small.py llama build/small/llama --kv-heads 8
+	$(PYTHON) -P tests/measure/component_heads.py build/small/llama build/small/llama/evaluation.txt \
+		--calibration build/small/llama/calibration.txt --out build/heads.json \
+		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4
 
 measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
 	rm -rf build/streaming

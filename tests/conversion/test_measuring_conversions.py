@@ -13,7 +13,7 @@ def test_a_small_model_is_trained_and_its_heads_are_measured(tmp_path):
     assert said.startswith("2 steps of 1024 tokens, loss 8.")
     text, out = tmp_path / "small" / "evaluation.txt", tmp_path / "heads.json"
     common = (tmp_path / "small", text, "--windows", 1, "--length", 256, "--out", out, "--name")
-    first, *lines = measured("component_heads.py", *common, "default", "svd:2", "aligned:3,2:bfloat16")
+    first, *lines = measured("component_heads.py", *common, "default", "pooled:2", "svd:2/2", "aligned:3,2:bfloat16")
     seen = ("--calibration", tmp_path / "small" / "calibration.txt", "--calibration-part", "0:0.1")
     measured("component_heads.py", *common, "seen", *seen, "auto:0.75")
     found = json.loads(out.read_text())

@@ -3,8 +3,9 @@
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, all in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, auto:BUDGET or mixture:ACTIVE, followed by :DTYPE
-for the dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 auto:0.75 mixture:7 mixture:7:paper.
+overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, mixture:ACTIVE or
+pooled:COUNT (means of neighbouring KV heads, as in the paper of grouped-query attention), followed by :DTYPE for the
+dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 mixture:7:paper.
 Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
 `--out` adds the figures to a JSON document, under `--name`.
 """
@@ -56,13 +57,31 @@ def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
     if method == "auto":
         return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
-    keys, values = (what.split(",") * 2)[:2]
-    return {"explicit": {"key_heads": keys, "value_heads": values, "method": method}}, {"dtype": dtype}
+    counts, groups = [*what.split("/"), "1"][:2]
+    keys, values = (counts.split(",") * 2)[:2]
+    options = {"key_heads": keys, "value_heads": values, "groups": groups, "method": method}
+    return {"explicit": options}, {"dtype": dtype}
+
+
+def loaded(folder: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @torch.no_grad()
-def loss(folder: Path, tokens: torch.Tensor) -> float:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+def pooled(folder: Path, heads: int) -> Any:
+    """A stock model whose KV heads are the means of neighbours, from a neutral conversion."""
+    model = loaded(folder)
+    size, every = model.config.head_dim, model.config.num_key_value_heads // heads
+    for layer in model.model.layers:
+        for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+            for parameter in projection.parameters():
+                means = parameter.unflatten(0, (heads, every, size)).mean(1, keepdim=True)
+                parameter.copy_(means.expand(-1, every, *means.shape[2:]).flatten(0, 2))
+    return model
+
+
+@torch.no_grad()
+def loss(model: Any, tokens: torch.Tensor) -> float:
     total = 0.0
     for window in tokens.split(1):
         total += float(functional.cross_entropy(model(window).logits[0, :-1], window[0, 1:]))
@@ -86,20 +105,24 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(neutral)
         prose = part_of(read_text(options.text), options.part)
         tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
-        source = loss(neutral, tokens)
+        source = loss(loaded(neutral), tokens)
         given = None if options.calibration is None else options.calibration.name
         found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
         found |= {"text": options.text.name, "part": options.part, "calibration": given}
         found |= {"calibration_part": options.calibration_part if given else None, "cases": {}, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
-            mixers, asked = request(case)
-            if options.calibration is not None and not case.startswith("svd") and not case.endswith("paper"):
-                asked["calibration"] = text
             started = time.perf_counter()
-            report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
+            if case.startswith("pooled:"):
+                model, report = pooled(neutral, int(case.partition(":")[2])), dict[str, Any]()
+            else:
+                mixers, asked = request(case)
+                if options.calibration is not None and not case.startswith("svd") and not case.endswith("paper"):
+                    asked["calibration"] = text
+                report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
+                model = loaded(out)
             seconds = time.perf_counter() - started
-            above = round(loss(out, tokens) - source, 4)
+            above = round(loss(model, tokens) - source, 4)
             chosen = {side: report["chosen"][f"{side}_heads"] for side in ("key", "value") if "chosen" in report}
             found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | found["cases"][case]), flush=True)

@@ -22,7 +22,11 @@ def _told(case: str) -> str:
     method, what, *dtype = case.split(":")
     if method == "mixture":
         return f"mixture, {what} active" + (f", `method={dtype[0]}`" if dtype else "")
-    way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{what}, `method={method}`"
+    if method == "pooled":
+        return f"{what}, means of neighbouring heads"
+    counts, _, groups = what.partition("/")
+    grouped = f"{counts} in {groups} groups" if groups else counts
+    way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{grouped}, `method={method}`"
     return way + (f", in {dtype[0]}" if dtype else "")
 
 

@@ -1,6 +1,6 @@
 """A small stock checkpoint, trained from nothing on text that every CPython carries.
 
-usage: python tests/measure/train_small.py FAMILY OUT [--steps N]
+usage: python tests/measure/train_small.py FAMILY OUT [--steps N] [--kv-heads N]
 
 FAMILY is llama, qwen2, qwen3 or qwen3_moe; OUT becomes a checkpoint folder, with calibration.txt (the text that the
 model was trained on) and evaluation.txt (text that it has never seen) beside the weights. It is for measuring what a
@@ -90,10 +90,11 @@ def train_tokenizer(texts: list[str]) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
 
 
-def new_model(family: str) -> Any:
+def new_model(family: str, kv_heads: int) -> Any:
     """A model with random weights, in float32."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(SIZES | EXTRA_SIZES[family])))
+    sizes = SIZES | EXTRA_SIZES[family] | {"num_key_value_heads": kv_heads}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     for name, parameter in model.named_parameters():
         # Published Qwen2 models have large biases on their keys. A short training from zero would leave these near
         # zero, and then a compression that forgets biases would measure as well as one that does not.
@@ -140,13 +141,14 @@ def main() -> None:
     parser.add_argument("family", choices=sorted(EXTRA_SIZES))
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--kv-heads", type=int, default=SIZES["num_key_value_heads"])
     options = parser.parse_args()
     texts = documents()
     held_out, seen = texts[HELD_OUT - 1 :: HELD_OUT], [t for i, t in enumerate(texts, 1) if i % HELD_OUT]
     tokenizer = train_tokenizer(seen)
     tokens = torch.tensor(tokenizer(END.join(seen), verbose=False)["input_ids"])
     print(f"{len(texts)} documents, {sum(map(len, texts)):,} characters; {len(tokens):,} tokens to train on")
-    model = new_model(options.family)
+    model = new_model(options.family, options.kv_heads)
     train(model, tokens, options.steps)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
