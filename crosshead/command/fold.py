@@ -11,7 +11,13 @@ from crosshead_command.screen import progress, show_report
 
 def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, or a GGUF file: a name that ends in .gguf.")],
+    type: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0; by default the model's."
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -22,10 +28,12 @@ def fold(
     """Convert a crosshead model back to a stock checkpoint.
 
     Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
+
+    crosshead fold models/converted model.gguf --type q8_0
     """
     from crosshead.conversion.fold import fold as run
 
     how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
-        report = run(model, out, revision=revision, **how, progress=show)
+        report = run(model, out, type=type, revision=revision, **how, progress=show)
     show_report(report, as_json)
