@@ -58,13 +58,9 @@ class _Export:
     targets: Sequence[Target]
 
     @property
-    def tolerance(self) -> Tolerance | None:
-        """The maximum difference from the source; None for a quantised type."""
-        formats = {target.format for target in self.targets}
-        if not formats <= DTYPES.keys():
-            return None
-        rounded = {step.entry.dtype for step in self.plan.steps if step.action == "rewritten"}
-        return tolerance(self.plan.config, {"F32"} | rounded | formats)
+    def size(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(target.size for target in self.targets)
 
     def report(self) -> dict[str, Any]:
         """For the record: the type, and the format of every tensor."""
@@ -90,26 +86,25 @@ def run_gguf(
     out = Path(os.path.expanduser(out))
     for place in request.source.store.places:
         check_apart(place, out)
-    check_file(out, MAGIC, overwrite)
-    check_record(out, overwrite)
-    export = _prepare(request, out, type)
     if plan_only:
-        return _plan_report(export)
-    sample = read_sample(request.source, None) if verify else None
-    size = sum(target.size for target in export.targets)
+        check_file(out, MAGIC, overwrite)
+        check_record(out, overwrite)
+        return _plan_report(_prepare(request, type))
     with atomic_file(out, record_file(out, stock=True), MAGIC, overwrite) as (path, record_path):
-        check_free(path.parent, out, size)
+        check_record(out, overwrite)
+        export = _prepare(request, type)
+        sample = read_sample(request.source, None) if verify else None
+        check_free(path.parent, out, export.size)
         store = request.source.store
         digests = write_gguf(path, export.description, export.further, export.targets, export.plan, store, progress)
         content = record(export.request, export.plan, digests.planned) | {"gguf": export.report()}
-        content["tolerance"] = export.tolerance and {**vars(export.tolerance)}
         if sample is not None:
             content["verification"] = _verify(export, path, digests, sample, progress)
         write_json(record_path, content)
     return content | {"folder": str(out)}
 
 
-def _prepare(request: Request, out: Path, type: str | None) -> _Export:
+def _prepare(request: Request, type: str | None) -> _Export:
     """Check everything that can be checked before the file is written."""
     plan, source = request.plan(), request.source
     integers = [step.entry.name for step in plan.steps if step.entry.is_integer]
@@ -127,8 +122,17 @@ def _prepare(request: Request, out: Path, type: str | None) -> _Export:
     targets = plan_targets(plan, description, type)
     if not {target.format for target in targets} <= DTYPES.keys():
         further["general.quantization_version"] = _QUANTISATION_VERSION
-    request = replace(request, options={**request.options, "type": type})
+    request = replace(request, options={**request.options, "type": type}, tolerance=_tolerance(plan, targets))
     return _Export(request=request, plan=plan, type=type, description=description, further=further, targets=targets)
+
+
+def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
+    """The maximum difference from the source; None if some tensors are quantised."""
+    if not {target.format for target in targets} <= DTYPES.keys():
+        return None
+    rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
+    rounded |= {each.format for each in targets if {step.entry.dtype for step in each.steps} != {each.format}}
+    return tolerance(plan.config, {"F32"} | rounded)
 
 
 def _plan_report(export: _Export) -> dict[str, Any]:
@@ -136,8 +140,8 @@ def _plan_report(export: _Export) -> dict[str, Any]:
         target.name: {"fate": target.action, "dtype": target.format, "shape": list(target.shape)}
         for target in export.targets
     }
-    size = sum(target.size for target in export.targets)
-    return plan_report(export.request, export.plan) | {"bytes": size, "tensors": tensors, "gguf": export.report()}
+    report = plan_report(export.request, export.plan)
+    return report | {"bytes": export.size, "tensors": tensors, "gguf": export.report()}
 
 
 def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progress: Progress) -> dict[str, Any]:
@@ -155,6 +159,6 @@ def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progr
         if digest_of(store.chunks(stock)) != digest:
             raise ConversionError(f"{name} reads back with other values of {stock}; please report this")
     written = Source(store, store.config, [], {"kind": "gguf", "name": name}, "", store.dropped)
-    measured = measure_logits(export.request.source, written, sample, export.tolerance, progress)
-    check_equal(measured, export.tolerance)
+    measured = measure_logits(export.request.source, written, sample, export.request.tolerance, progress)
+    check_equal(measured, export.request.tolerance)
     return measured

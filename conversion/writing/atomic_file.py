@@ -19,7 +19,6 @@ from .work_folder import locked, parents_of, remove, work_folder
 def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> Iterator[tuple[Path, Path]]:
     """Yield the paths to write the file and its record to. Only a file that begins with `magic` is overwritten."""
     target = Path(os.path.abspath(target))
-    check_file(target, magic, overwrite)
     work = work_folder(target)
     paths = work / target.name, work / record.name
     moves = dict(zip(paths, (target, record), strict=True))
