@@ -161,9 +161,10 @@ def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | N
 
 def _factor_parameters(theta: float, factors: Sequence[float], head_size: int) -> dict[str, Any] | None:
     """Parameters of the type llama3 with these factors; None if there are none."""
-    parameters = {"rope_theta": theta, "rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3_ROPE}
-    if parameters["factor"] < 1:
+    factor = round(max(factors), 4)
+    if factor < 1:
         return None
+    parameters = {"rope_theta": theta, "rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
     pairs = zip(factors, llama3_factors(parameters, head_size), strict=True)
     return parameters if all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs) else None
 

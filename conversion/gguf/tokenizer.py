@@ -152,7 +152,8 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str
 
 def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
     """Merges as pairs; older files have strings."""
-    return [tuple(merge.split(" ")) if isinstance(merge, str) else tuple(merge) for merge in merges]
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    return [(first, second) for first, second in pairs]
 
 
 def _scores(tokens: Sequence[str], merges: Sequence[Any]) -> list[float]:

@@ -146,7 +146,8 @@ def write_gguf(
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        file: Any = writer.fout[0]
+        files: Any = writer.fout
+        file = files[0]
         writer.write_padding(file, file.tell())
         if factors is not None:
             file.write(np.array(factors, dtype="<f4").tobytes())
