@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import PreTrainedTokenizerFast
 
 import toys
-from toy_checkpoints import write_model
+from toy_checkpoints import CHARACTERS, write_model
 
 MIXERS = {"knocking": {"form": "linear", "on": ["query", "key", "value"]}}
 VOCABULARY = 320
@@ -52,6 +52,15 @@ def bpe(pre: str = "gpt-2", **settings: Any) -> Any:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens([AddedToken("<think>", normalized=False)])
     return _finished(tokenizer, **settings)
+
+
+def characters() -> Any:
+    """Byte-level BPE without merges: the ids of `character_tokenizer`."""
+    spelled = {" ": "\u0120", "\n": "\u010a"}
+    words = ["<unknown>", *(spelled.get(character, character) for character in CHARACTERS[:60])]
+    tokenizer = Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = byte_level(None), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<unknown>", unk_token="<unknown>")
 
 
 def sentencepiece(prefix: str = "Metaspace", **settings: Any) -> Any:
