@@ -22,6 +22,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 from .architectures.families import FAMILIES, PREFIX, Shapes, attention_prefix, read_config, tensor_shapes
 from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
 from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
+from .gguf.export import check_type, run_gguf
 from .keep_cache import WideHeads
 from .plan import Plan, check_source, make_plan
 from .sources.resolve import Source, open_source
@@ -39,6 +40,7 @@ def fold(
     out: str | Path,
     *,
     keep_cache: bool = False,
+    type: str | None = None,
     revision: str | None = None,
     overwrite: bool = False,
     restart: bool = False,
@@ -52,11 +54,17 @@ def fold(
     The report is written next to the folder as `<name>.conversion.json`, so that the folder contains no crosshead
     files. A run continues an unfinished run of the same fold, unless `restart` discards it. With `plan_only` nothing
     is written, and the report is the plan.
+
+    If `out` ends in `.gguf`, it is a GGUF file for llama.cpp, of the given `type` (f32, f16, bf16, q8_0, q4_0, ...; by
+    default the checkpoint's dtype). An interrupted run then starts again.
     """
-    how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
+    how = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
+    is_gguf = check_type(Path(out), type)
     with tempfile.TemporaryDirectory() as scratch:
         request = resolve(open_source(model, revision, scratch=Path(scratch)), keep_cache)
-        return run(request, Path(out), **how, progress=progress)
+        if is_gguf:
+            return run_gguf(request, Path(out), type, **how, progress=progress)
+        return run(request, Path(out), **how, restart=restart, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,6 +103,11 @@ def _dry_run(request: Request, out: Path, overwrite: bool, progress: Progress) -
         check_record(out, overwrite)
     with tempfile.TemporaryDirectory() as scratch:
         plan = request.calibrate(Path(scratch), progress, dry_run=True).plan()
+    return plan_report(request, plan)
+
+
+def plan_report(request: Request, plan: Plan) -> dict[str, Any]:
+    """The report of a dry run."""
     entries = {step.entry.name: step.entry for step in plan.steps}
     return summary(request, plan) | {
         "bytes": plan.size,

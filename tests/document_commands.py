@@ -7,6 +7,7 @@ from pathlib import Path
 
 import crosshead
 import toys
+from gguf_tokenizers import characters
 from rules import ROOT, project_files
 from toy_eval import write_scorable
 
@@ -42,6 +43,7 @@ PLACEHOLDERS = {
     "PARAGRAPH.txt": "paragraph.txt",
     "FOLDER": "toy",
     "OUT": "out",
+    "OUT.gguf": "out.gguf",
     "quick": "offline",
 }
 """Words of documents -> what is there at toy size: MODEL was made from SOURCE, and folds; `quick` needs the Hub."""
@@ -126,6 +128,7 @@ def prepare(folder: Path) -> None:
     """Toy models, a text and recipes, where commands are run."""
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
+        characters().save_pretrained(folder / name)  # a GGUF file can hold it
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)

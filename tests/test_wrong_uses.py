@@ -33,6 +33,8 @@ CASES = {
     "fold source out": (1, "crosshead convert"),
     "fold trained out": (1, "form='mlp' is not linear"),
     "fold made made": (1, "overlaps with"),
+    "fold made out --type q8_0": (1, "ends in .gguf"),
+    "fold made out.gguf --type q4_k": (1, "use one of f32, f16"),
     "verify source": (2, "Missing argument 'model'"),
     "verify source none": (1, "none"),
     "verify source made --text none.txt": (1, "none.txt"),

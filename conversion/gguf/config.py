@@ -6,7 +6,7 @@ metadata key that is not in these tables is an error, because it may change the 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +17,25 @@ from ..sources.tensor_store import DTYPES
 from .header import GgufFile
 from .tensors import ARCHITECTURES, DEQUANTISED, EMBEDDING, HEAD, Architecture
 
-_SIZES = {
+SIZES = {
     "context_length": "max_position_embeddings",
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
     "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads",
 }
-_EXPERT_SIZES = {
+"""Metadata key, without the architecture -> field of the config."""
+EXPERT_SIZES = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-_TOKENS = {
+TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
     "tokenizer.ggml.padding_token_id": "pad_token_id",
 }
+"""Metadata key -> field of the config."""
 _OTHER_KEYS = {
     "attention.head_count_kv",
     "attention.key_length",
@@ -45,7 +47,7 @@ _OTHER_KEYS = {
     "rope.scaling.factor",
     "rope.scaling.original_context_length",
 }
-_IGNORED_KEYS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", *_EXPERT_SIZES}
+_IGNORED_KEYS = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned", *EXPERT_SIZES}
 """Keys that repeat shapes of tensors, or do not change the outputs."""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 """The values of all Llama 3.1, 3.2 and 3.3 models, which differ only in `factor`."""
@@ -70,7 +72,7 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
     for required in (EMBEDDING, "output_norm.weight"):
         if required not in file.tensors:
             raise ConversionError(f"{file.paths[0]} has no tensor {required!r}: give a GGUF file of a complete model")
-    sizes = _SIZES | (_EXPERT_SIZES if architecture.experts else {})
+    sizes = SIZES | (EXPERT_SIZES if architecture.experts else {})
     config: dict[str, Any] = {"model_type": architecture.model_type, "architectures": [architecture.stock_class]}
     config |= {field: metadata.integer(key) for key, field in sizes.items()}
     config["num_key_value_heads"] = metadata.integer("attention.head_count_kv", config["num_attention_heads"])
@@ -79,7 +81,7 @@ def stock_config(file: GgufFile, rope_factors: Sequence[float] | None) -> dict[s
     config["rms_norm_eps"] = metadata.number("attention.layer_norm_rms_epsilon")
     config["rope_parameters"] = _rope(metadata, config["head_dim"], rope_factors)
     config["tie_word_embeddings"] = HEAD not in file.tensors
-    config |= {field: file.metadata.get(key) for key, field in _TOKENS.items()}
+    config |= {field: file.metadata.get(key) for key, field in TOKENS.items()}
     inferred = {
         "attention_bias": "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
@@ -101,7 +103,7 @@ class _ModelMetadata:
 
     def check_known(self) -> None:
         """Refuse unknown keys."""
-        for key in sorted(self.values.keys() - _SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
+        for key in sorted(self.values.keys() - SIZES.keys() - _OTHER_KEYS - _IGNORED_KEYS):
             raise self.error(key, "which the stock model does not know: convert the checkpoint it was made from")
 
     def number(self, key: str, default: float | None = None) -> Any:
@@ -140,20 +142,34 @@ def _rope(metadata: _ModelMetadata, head_size: int, factors: Sequence[float] | N
         raise metadata.error("rope.scaling.type", "which cannot be converted: use one of none, linear, yarn")
     if kind == "yarn":
         parameters["original_max_position_embeddings"] = metadata.integer("rope.scaling.original_context_length")
-    if factors is not None and max(factors) != 1:
-        parameters |= {"rope_type": "llama3", "factor": round(max(factors), 4), **_LLAMA3_ROPE}
-        expected = _llama3_factors(parameters, head_size)
-        pairs = zip(factors, expected, strict=False)
-        fits = len(factors) == len(expected) and all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs)
-        if kind != "none" or not fits:
+    if factors is not None and any(factor != 1 for factor in factors):
+        if kind != "none" or len(factors) != head_size // 2 or not all(0 < factor < math.inf for factor in factors):
             raise ConversionError(
-                f"{metadata.path} scales RoPE by factors that are not Llama 3's: convert the checkpoint that it was "
-                "made from"
+                f"{metadata.path} has {len(factors)} RoPE factors and rope.scaling.type={kind!r}, which the stock "
+                "model does not support: convert the checkpoint that it was made from"
             )
+        parameters |= _factor_parameters(parameters["rope_theta"], factors, head_size) or {
+            "rope_type": "longrope",
+            "short_factor": list(factors),
+            "long_factor": list(factors),
+            "factor": 1.0,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": metadata.integer("context_length"),
+        }
     return parameters
 
 
-def _llama3_factors(parameters: dict[str, Any], head_size: int) -> list[float]:
+def _factor_parameters(theta: float, factors: Sequence[float], head_size: int) -> dict[str, Any] | None:
+    """Parameters of the type llama3 with these factors; None if there are none."""
+    factor = round(max(factors), 4)
+    if factor < 1:
+        return None
+    parameters = {"rope_theta": theta, "rope_type": "llama3", "factor": factor, **_LLAMA3_ROPE}
+    pairs = zip(factors, llama3_factors(parameters, head_size), strict=True)
+    return parameters if all(math.isclose(*pair, rel_tol=1e-4) for pair in pairs) else None
+
+
+def llama3_factors(parameters: Mapping[str, Any], head_size: int) -> list[float]:
     """The divisors of the frequencies in llama.cpp that correspond to these parameters."""
     low, high, factor = parameters["low_freq_factor"], parameters["high_freq_factor"], parameters["factor"]
     factors = []

@@ -16,7 +16,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.file_bytes import opened
 
 _PART = re.compile(r"(?P<stem>.*)-\d{5}-of-(?P<count>\d{5})\.gguf")
-_MAGIC = b"GGUF"
+MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 """Metadata types of a fixed size -> their codes in `struct`."""
@@ -87,8 +87,8 @@ def read_gguf(path: Path) -> GgufFile:
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     with opened(path) as (descriptor, status), open(descriptor, "rb", closefd=False) as file:
         cursor = _Cursor(path, file, status.st_size)
-        if cursor.take(4) != _MAGIC:
-            raise ConversionError(f"{path} does not begin with {_MAGIC.decode()}: it is not a GGUF file")
+        if cursor.take(4) != MAGIC:
+            raise ConversionError(f"{path} does not begin with {MAGIC.decode()}: it is not a GGUF file")
         (version,) = cursor.numbers("I")
         if version not in _VERSIONS:
             raise ConversionError(

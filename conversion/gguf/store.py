@@ -16,6 +16,7 @@ from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
+from .tokenizer import pre_tokeniser
 
 MAX_SHARD = 2_000_000_000
 """Bytes; a larger tensor has a shard of its own."""
@@ -27,10 +28,7 @@ class GgufStore:
     """The tensors of a GGUF file, and the configuration that its metadata describes."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import gguf  # noqa: F401
-        except ImportError as error:
-            raise ConversionError('GGUF files need the gguf package: pip install "crosshead[gguf]"') from error
+        require_gguf()
         self.file = read_gguf(path)
         self.places = self.file.paths
         for name, tensor in self.file.tensors.items():
@@ -95,6 +93,14 @@ class GgufStore:
         return size
 
 
+def require_gguf() -> None:
+    """`ConversionError` without the gguf package."""
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ConversionError('GGUF files need the gguf package: pip install "crosshead[gguf]"') from error
+
+
 def _values(tensor: GgufTensor) -> list[float]:
     return [value for block in StockTensor(tensor).blocks() for value in block.flatten().tolist()]
 
@@ -126,8 +132,12 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
     add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", kind == "llama"))
     add_eos = bool(metadata.get("tokenizer.ggml.add_eos_token", False))
     try:
-        return AutoTokenizer.from_pretrained(
+        tokenizer = AutoTokenizer.from_pretrained(
             link.parent, gguf_file=link.name, add_bos_token=add_bos, add_eos_token=add_eos, trust_remote_code=False
         )
     except Exception as error:  # the metadata may contain anything, and transformers raises many types of errors
         raise ConversionError(f"{path} has a tokenizer that transformers cannot read: {one_line(error)}") from error
+    known = pre_tokeniser(str(metadata.get("tokenizer.ggml.pre"))) if kind == "gpt2" else None
+    if known is not None:  # transformers reads smollm as gpt-2, for example
+        tokenizer.backend_tokenizer.pre_tokenizer = known
+    return tokenizer

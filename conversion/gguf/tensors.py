@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file: their stock names, and their rows, dequantised and in stock order, a few at a time."""
+"""Tensors of a GGUF file: names there and in stock checkpoints, and rows in stock order, a few at a time."""
 
 import re
 from collections.abc import Iterator
@@ -26,10 +26,14 @@ class Architecture:
     interleaved: bool = False
     """Whether the two features that RoPE rotates together are adjacent rows; in stock heads they are in two halves."""
     experts: bool = False
+    rope_factors: bool = False
+    """Whether llama.cpp reads a tensor of RoPE factors."""
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", "LlamaForCausalLM", ("attention_bias", "mlp_bias"), interleaved=True),
+    "llama": Architecture(
+        "llama", "LlamaForCausalLM", ("attention_bias", "mlp_bias"), interleaved=True, rope_factors=True
+    ),
     "qwen2": Architecture("qwen2", "Qwen2ForCausalLM"),
     "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", ("attention_bias",)),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", ("attention_bias", "norm_topk_prob"), experts=True),
@@ -56,6 +60,9 @@ _INNER = {
 }
 _STACKED = {"ffn_gate_exps": "gate_proj", "ffn_up_exps": "up_proj", "ffn_down_exps": "down_proj"}
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_STOCK_LAYER = re.compile(r"model\.layers\.(\d+)\.(?:mlp\.experts\.\d+\.)?([\w.]+)\.(weight|bias)")
+_OUTER_NAMES = {stock: name for name, stock in _OUTER.items()}
+_LAYER_NAMES = {stock: name for name, stock in (_INNER | _STACKED).items()}
 
 
 def stock_names(name: str, experts: int) -> dict[str, int | None]:
@@ -74,6 +81,12 @@ def stock_names(name: str, experts: int) -> dict[str, int | None]:
     if part in _STACKED:
         return {f"model.layers.{layer}.mlp.experts.{i}.{_STACKED[part]}.{kind}": i for i in range(experts)}
     return {}
+
+
+def gguf_name(stock: str) -> str:
+    """The inverse of `stock_names`: the GGUF tensor that contains a stock tensor."""
+    match = _STOCK_LAYER.fullmatch(stock)
+    return f"blk.{match[1]}.{_LAYER_NAMES[match[2]]}.{match[3]}" if match else _OUTER_NAMES[stock]
 
 
 def head_count_key(name: str) -> str | None:
@@ -119,10 +132,17 @@ class StockTensor:
                 yield self._in_stock_order(dequantise(raw, self.source.format)).view(count, *entry.shape[1:])
 
     def _in_stock_order(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.head_rows is None:
-            return rows
-        # (heads, pairs, first and second, columns) -> (heads, first and second, pairs, columns)
-        return rows.view(-1, self.head_rows // 2, 2, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
+        return rows if self.head_rows is None else _swapped(rows, self.head_rows // 2, 2)
+
+
+def interleaved(rows: torch.Tensor, head_rows: int) -> torch.Tensor:
+    """Rows of complete stock heads (rows, columns) with the two features that RoPE rotates together in pairs."""
+    return _swapped(rows, 2, head_rows // 2)
+
+
+def _swapped(rows: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
+    """Rows (heads x outer x inner, columns), in the order (heads, inner, outer, columns)."""
+    return rows.view(-1, outer, inner, rows.shape[-1]).transpose(1, 2).reshape(rows.shape)
 
 
 def dequantise(raw: torch.Tensor, quantisation: Any) -> torch.Tensor:

@@ -118,20 +118,41 @@ def measure(
 ) -> dict[str, Any]:
     """All measurements of a model and its source; the tolerance is not applied."""
     (before, _), (after, tensors) = checked(source), checked(model)
+    streamed = _streamed(source, before, model, after)
+    return _compared(streamed, tensors, sample, tolerance, progress) | {
+        "kv_bytes_per_token_before": cache_of(before, source.store.entries),
+        "kv_bytes_per_token_after": cache_of(after, model.store.entries),
+        "reload": _reload(streamed[0], model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
+    }
+
+
+def measure_logits(
+    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress
+) -> dict[str, Any]:
+    """The measurements that need no folder; the tolerance is not applied."""
+    (before, _), (after, tensors) = checked(source), checked(model)
+    return _compared(_streamed(source, before, model, after), tensors, sample, tolerance, progress)
+
+
+_Pair = tuple[StreamedModel, StreamedModel]
+
+
+def _streamed(source: Source, before: Any, model: Source, after: Any) -> _Pair:
     attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
-    streamed = (
+    return (
         StreamedModel(source.store, before, attn_implementation=attention),
         StreamedModel(model.store, after, attn_implementation=attention),
     )
-    compared = compare(*streamed, sample.tokens, partial(progress, "comparing"))
+
+
+def _compared(
+    streamed: _Pair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
+) -> dict[str, Any]:
     return {
         "must_equal": tolerance is not None,
         "tensors": tensors,
         "sample": {"text": sample.text},
-        **asdict(compared),
-        "kv_bytes_per_token_before": cache_of(before, source.store.entries),
-        "kv_bytes_per_token_after": cache_of(after, model.store.entries),
-        "reload": _reload(streamed[0], model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
+        **asdict(compare(*streamed, sample.tokens, partial(progress, "comparing"))),
     }
 
 

@@ -92,7 +92,7 @@ class AtomicOutput:
         """
         files = self.folder.glob("*.safetensors"), self.work.glob("*.safetensors*")
         written, written_cached = [sum(path.stat().st_size for path in paths) for paths in files]
-        self._check_free(max(minimum - written, 0) + max(cached - written_cached, 0))
+        check_free(self.work, self._target, max(minimum - written, 0) + max(cached - written_cached, 0))
 
     def expect(self, shards: Mapping[str, Sequence[Entry]]) -> None:
         """Declare the weight files: keeps the intact ones, removes all other files, and checks the free space."""
@@ -107,15 +107,7 @@ class AtomicOutput:
         self._write_journal()
         sizes = {file: shard_size(entries) for file, entries in shards.items()}
         self._total = sum(sizes.values())
-        self._check_free(self._total - sum(sizes[file] for file in self.finished))
-
-    def _check_free(self, needed: int) -> None:
-        free = shutil.disk_usage(self.work).free
-        if needed > free:
-            raise ConversionError(
-                f"{self._target} needs {_gigabytes(needed)}, but its disk has {_gigabytes(free)} free: free some "
-                "space, or choose another disk"
-            )
+        check_free(self.work, self._target, self._total - sum(sizes[file] for file in self.finished))
 
     def record(self, file: str, digests: Digests) -> None:
         """Add a finished weight file to the journal."""
@@ -259,6 +251,16 @@ def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
     if names and not any(name.endswith(".safetensors") for name in names):
         return "is not a model directory (it has no safetensors)"
     return None
+
+
+def check_free(work: Path, target: Path, needed: int) -> None:
+    """`ConversionError` if the disk of the working directory has fewer than `needed` bytes free."""
+    free = shutil.disk_usage(work).free
+    if needed > free:
+        raise ConversionError(
+            f"{target} needs {_gigabytes(needed)}, but its disk has {_gigabytes(free)} free: free some space, or "
+            "choose another disk"
+        )
 
 
 def check_apart(source: Path, target: Path) -> None:

@@ -91,7 +91,7 @@ class _Stream:
         """Check, hash and write the next chunk, mostly without the GIL."""
         if self._done + chunk.nbytes > self.entry.size:
             raise ConversionError(f"tensor {self.entry.name!r} came out as more than its {self.entry.size} bytes")
-        _check_finite(self.entry, chunk)
+        check_finite(self.entry, chunk)
         self._crc = zlib.crc32(chunk, self._crc)
         with self._lock:  # the system serialises writes to a file, and waiting threads would spin
             _write_at(self._descriptor, chunk, self._start + self._done)
@@ -128,7 +128,8 @@ def _write_streams(streams: Iterator[_Stream], pool: Executor) -> dict[str, str]
             proceed(stream)
 
 
-def _check_finite(entry: Entry, chunk: memoryview) -> None:
+def check_finite(entry: Entry, chunk: memoryview | bytearray) -> None:
+    """`ConversionError` if some of a tensor's bytes are nan or infinity."""
     if entry.is_integer:
         return
     for extreme in torch.aminmax(torch.frombuffer(chunk, dtype=DTYPES[entry.dtype])):  # NaN if any value is NaN

@@ -11,10 +11,16 @@ from crosshead_command.screen import progress, show_report
 
 def fold(
     model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
-    out: Annotated[Path, typer.Argument(help="The folder to write.")],
+    out: Annotated[Path, typer.Argument(help="The folder to write, or a GGUF file: a name that ends in .gguf.")],
     keep_cache: Annotated[
         bool, typer.Option(help="Cache the component heads of `explicit`, not all heads: fewer, wider KV heads.")
     ] = False,
+    type: Annotated[
+        str | None,
+        typer.Option(
+            help="Type of a GGUF file: f32, f16, bf16, q8_0, q5_1, q5_0, q4_1 or q4_0; by default the model's."
+        ),
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -26,10 +32,12 @@ def fold(
 
     Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
     With `--keep-cache`, every engine that runs Llama models serves the smaller KV cache of `explicit`.
+
+    crosshead fold models/converted model.gguf --type q8_0
     """
     from crosshead.conversion.fold import fold as run
 
     how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
-        report = run(model, out, keep_cache=keep_cache, revision=revision, **how, progress=show)
+        report = run(model, out, keep_cache=keep_cache, type=type, revision=revision, **how, progress=show)
     show_report(report, as_json)

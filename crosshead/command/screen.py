@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -87,7 +88,7 @@ def show_report(report: Mapping[str, Any], as_json: bool) -> None:
         return
     if "counts" in report:
         print(", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count))
-    for line in [*plan_lines(report), *calibration_lines(report)]:
+    for line in [*plan_lines(report), *gguf_lines(report), *calibration_lines(report)]:
         print(line)
     if "verification" in report:
         for line in verification_lines(report["verification"]):
@@ -113,6 +114,15 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
         if tensor["fate"] != "copied":
             yield f"{tensor['fate']} {name} {tensor['shape']} {tensor['dtype']}"
     yield from (f"dropped {name}: {reason}" for name, reason in report["dropped"].items())
+
+
+def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The formats in a GGUF file, for people."""
+    if gguf := report.get("gguf"):
+        counts = Counter(gguf["tensors"].values())
+        yield f"GGUF: {', '.join(f'{count} tensors {name}' for name, count in counts.items())}"
+        if others := gguf["not_quantised"]:
+            yield f"F16 because their rows are no multiple of a block: {', '.join(others)}"
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -2,6 +2,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -92,9 +93,26 @@ def test_factors_of_one_are_no_stretching(tmp_path):
 
 
 @pytest.mark.parametrize("changes", [{"low_freq_factor": 2.0}, {"original_max_position_embeddings": 4096}])
-def test_other_stretching_is_refused(tmp_path, changes):
+def test_other_stretching_is_longrope(tmp_path, changes):
+    model = llama3_model(**changes)
+    store = GgufStore(write_with_factors(tmp_path / "toy.gguf", model))
+    config = AutoConfig.for_model(**store.config)
+    parameters = config.rope_parameters
+    assert (parameters["rope_type"], parameters["attention_factor"]) == ("longrope", 1)
+    for length in (None, 2 * config.max_position_embeddings):
+        found, scale = ROPE_INIT_FUNCTIONS["longrope"](config, "cpu", seq_len=length)
+        expected, _ = ROPE_INIT_FUNCTIONS["llama3"](model.config, "cpu")
+        torch.testing.assert_close(found, expected)
+        assert scale == 1
+
+
+@pytest.mark.parametrize("factors", [[1.0] * 7 + [2.0] * 2, [2.0] * 7 + [0.0], [2.0] * 7 + [-1.0], [float("nan")] * 8])
+def test_factors_that_cannot_be(tmp_path, factors):
+    model = gguf_toys.model("Llama")
+    tensors = gguf_toys.gguf_tensors(model, "llama") | {"rope_freqs.weight": np.array(factors, dtype=np.float32)}
+    path = gguf_toys.write(tmp_path / "toy.gguf", tensors, gguf_toys.metadata(model, "llama"), "llama")
     with pytest.raises(ConversionError, match="RoPE"):
-        GgufStore(write_with_factors(tmp_path / "toy.gguf", llama3_model(**changes)))
+        GgufStore(path)
 
 
 def test_two_kinds_of_stretching_are_refused(tmp_path):

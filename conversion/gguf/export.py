@@ -1,0 +1,164 @@
+"""The stages of a fold to a GGUF file: plan, write, read back, compare, publish."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress
+
+from ..architectures.families import read_config
+from ..calibration.text import load_tokenizer
+from ..plan import Plan
+from ..sources.model_folder import check_record, record_file, write_json
+from ..sources.resolve import Source
+from ..sources.tensor_store import DTYPES
+from ..stages import Request, plan_report, record
+from ..verification.tolerances import Tolerance, check_equal, tolerance
+from ..verification.verify import Sample, measure_logits, read_sample
+from ..writing.atomic_file import atomic_file, check_file
+from ..writing.atomic_output import check_apart, check_free
+from ..writing.shard_writer import digest_of
+from .header import MAGIC
+from .metadata import Description, Metadata, describe
+from .store import GgufStore, require_gguf
+from .tokenizer import tokenizer_metadata
+from .writer import FILE_TYPES, Digests, Target, default_type, plan_targets, unblocked, write_gguf
+
+SUFFIX = ".gguf"
+_QUANTISATION_VERSION = 2
+"""The version of the formats of blocks that the `gguf` package writes."""
+
+
+def check_type(out: Path, type: str | None) -> bool:
+    """Whether `out` is to be a GGUF file; `ConversionError` for a type that does not exist or does not fit."""
+    if type is not None and type not in FILE_TYPES:
+        raise ConversionError(f"--type {type!r} cannot be written: use one of {', '.join(FILE_TYPES)}")
+    if out.suffix == SUFFIX:
+        require_gguf()
+        return True
+    if type is not None:
+        raise ConversionError(
+            f"--type {type} is for GGUF files, and {out} is a folder: use a name that ends in {SUFFIX}"
+        )
+    return False
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Export:
+    """A file that is planned in full."""
+
+    request: Request
+    plan: Plan
+    type: str
+    description: Description
+    further: Metadata
+    targets: Sequence[Target]
+
+    @property
+    def size(self) -> int:
+        """Size of all tensors in bytes."""
+        return sum(target.size for target in self.targets)
+
+    def report(self) -> dict[str, Any]:
+        """For the record: the type, and the format of every tensor."""
+        return {
+            "type": self.type,
+            "architecture": self.description.architecture,
+            "not_quantised": unblocked(self.targets, self.type),
+            "tensors": {target.name: target.format for target in self.targets},
+        }
+
+
+def run_gguf(
+    request: Request,
+    out: Path,
+    type: str | None,
+    *,
+    overwrite: bool,
+    verify: bool,
+    plan_only: bool,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Write the stock model of a request as a GGUF file; returns the record, or the plan with `plan_only`."""
+    out = Path(os.path.expanduser(out))
+    for place in request.source.store.places:
+        check_apart(place, out)
+    if plan_only:
+        check_file(out, MAGIC, overwrite)
+        check_record(out, overwrite)
+        return _plan_report(_prepare(request, type))
+    with atomic_file(out, record_file(out, stock=True), MAGIC, overwrite) as (path, record_path):
+        check_record(out, overwrite)
+        export = _prepare(request, type)
+        sample = read_sample(request.source, None) if verify else None
+        check_free(path.parent, out, export.size)
+        store = request.source.store
+        digests = write_gguf(path, export.description, export.further, export.targets, export.plan, store, progress)
+        content = record(export.request, export.plan, digests.planned) | {"gguf": export.report()}
+        if sample is not None:
+            content["verification"] = _verify(export, path, digests, sample, progress)
+        write_json(record_path, content)
+    return content | {"folder": str(out)}
+
+
+def _prepare(request: Request, type: str | None) -> _Export:
+    """Check everything that can be checked before the file is written."""
+    plan, source = request.plan(), request.source
+    integers = [step.entry.name for step in plan.steps if step.entry.is_integer]
+    dropped = plan.dropped | dict.fromkeys(integers, "a GGUF file holds no integer tensors of this model")
+    shards = {file: [step for step in steps if not step.entry.is_integer] for file, steps in plan.shards.items()}
+    plan = replace(plan, dropped=dropped, shards=shards)
+    type = type or default_type(plan)
+    description = describe(plan.config)
+    further: Metadata = {
+        "general.type": "model",
+        "general.name": Path(source.origin["name"]).name,
+        "general.file_type": FILE_TYPES[type],
+        **tokenizer_metadata(load_tokenizer(source), plan.config, source.origin["name"]),
+    }
+    targets = plan_targets(plan, description, type)
+    if not {target.format for target in targets} <= DTYPES.keys():
+        further["general.quantization_version"] = _QUANTISATION_VERSION
+    request = replace(request, options={**request.options, "type": type}, tolerance=_tolerance(plan, targets))
+    return _Export(request=request, plan=plan, type=type, description=description, further=further, targets=targets)
+
+
+def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
+    """The maximum difference from the source; None if some tensors are quantised."""
+    if not {target.format for target in targets} <= DTYPES.keys():
+        return None
+    rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
+    rounded |= {each.format for each in targets if {step.entry.dtype for step in each.steps} != {each.format}}
+    return tolerance(plan.config, {"F32"} | rounded)
+
+
+def _plan_report(export: _Export) -> dict[str, Any]:
+    tensors = {
+        target.name: {"fate": target.action, "dtype": target.format, "shape": list(target.shape)}
+        for target in export.targets
+    }
+    report = plan_report(export.request, export.plan)
+    return report | {"bytes": export.size, "tensors": tensors, "gguf": export.report()}
+
+
+def _verify(export: _Export, path: Path, digests: Digests, sample: Sample, progress: Progress) -> dict[str, Any]:
+    """Read the file back: metadata, names, shapes, values that are not quantised, and logits."""
+    store = GgufStore(path)
+    name = path.name
+    config = read_config(store.config, "stock", name)
+    if differ := export.description.differences(describe(config)):
+        raise ConversionError(f"{name} reads back with another {differ[0]}; please report this")
+    planned = {step.entry.name: step.entry.shape for step in export.plan.steps}
+    read = {stock: entry.shape for stock, entry in store.entries.items()}
+    if differ := sorted({stock for stock, _ in planned.items() ^ read.items()}):
+        raise ConversionError(f"{name} reads back with another name or shape of {differ[0]}; please report this")
+    for stock, digest in digests.stored.items():
+        if digest_of(store.chunks(stock)) != digest:
+            raise ConversionError(f"{name} reads back with other values of {stock}; please report this")
+    written = Source(store, store.config, [], {"kind": "gguf", "name": name}, "", store.dropped)
+    measured = measure_logits(export.request.source, written, sample, export.request.tolerance, progress)
+    check_equal(measured, export.request.tolerance)
+    return measured

@@ -1,0 +1,154 @@
+"""The metadata of a GGUF file for a stock configuration: the inverse of `config.stock_config`.
+
+What llama.cpp cannot compute is refused, because it would run the model with other outputs.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from crosshead.common.checked_json import shown
+from crosshead.common.errors import ConversionError
+
+from .config import EXPERT_SIZES, SIZES, llama3_factors
+from .tensors import ARCHITECTURES, Architecture
+
+Metadata = dict[str, Any]
+"""Key -> a string, a boolean, a number (written as uint32 or float32), or a list of strings or numbers."""
+_NAMES = {architecture.model_type: name for name, architecture in ARCHITECTURES.items()}
+_FEATURES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "use_sliding_window": (False,),
+    "norm_topk_prob": (True,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+}
+"""Field of a config -> the values that llama.cpp computes, in every family that has the field."""
+_BIASED = ("llama",)
+"""Architectures in which llama.cpp reads the biases of `attention_bias`."""
+_YARN_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    "beta_fast": (None, 32),
+    "beta_slow": (None, 1),
+    "mscale": (None, 0),
+    "mscale_all_dim": (None, 0),
+    "truncate": (None, True),
+}
+"""Parameter of YaRN -> the values that llama.cpp uses."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """The metadata of a model, without the tokenizer."""
+
+    architecture: str
+    """The value of `general.architecture`."""
+    keys: Metadata
+    """With the prefix of the architecture."""
+    rope_factors: list[float] | None
+    """Divisors of the RoPE frequencies, which are a tensor of the file."""
+
+    @property
+    def family(self) -> Architecture:
+        """The stock family."""
+        return ARCHITECTURES[self.architecture]
+
+    def differences(self, other: "Description") -> list[str]:
+        """The keys in which two descriptions differ by more than float32 rounds."""
+        pairs = {key: (self.keys.get(key), other.keys.get(key)) for key in sorted(self.keys | other.keys)}
+        differ = [key for key, (one, two) in pairs.items() if not _is_close(one, two)]
+        factors = self.rope_factors or [], other.rope_factors or []
+        if len(factors[0]) != len(factors[1]) or not all(map(_is_close, *factors)):
+            differ.append("the RoPE factors")
+        return differ
+
+
+def _is_close(one: Any, two: Any) -> bool:
+    if isinstance(one, float) and isinstance(two, float):
+        return math.isclose(one, two, rel_tol=1e-6)
+    return bool(one == two)
+
+
+def describe(config: Any) -> Description:
+    """The metadata of a stock config; `ConversionError` if llama.cpp would compute other outputs."""
+    name = _NAMES[config.model_type]
+    _check_features(config, name)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    keys: Metadata = {key: getattr(config, field) for key, field in SIZES.items()}
+    if ARCHITECTURES[name].experts:
+        keys |= {key: getattr(config, field) for key, field in EXPERT_SIZES.items()}
+    keys |= {
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": head_size,
+        "attention.value_length": head_size,
+        "attention.layer_norm_rms_epsilon": float(config.rms_norm_eps),
+        "rope.dimension_count": head_size,
+        "vocab_size": config.vocab_size,
+    }
+    rope, factors = _rope(config, head_size)
+    if factors is not None and not ARCHITECTURES[name].rope_factors:
+        raise _refused("rope_type", config.rope_parameters["rope_type"], f"in the architecture {name}")
+    return Description(name, {f"{name}.{key}": value for key, value in (keys | rope).items()}, factors)
+
+
+def _check_features(config: Any, name: str) -> None:
+    for field, allowed in _FEATURES.items():
+        value = getattr(config, field, allowed[0])
+        if value not in allowed:
+            raise _refused(field, value, f"in the architecture {name}")
+    if getattr(config, "attention_bias", False) and name not in _BIASED:
+        raise _refused("attention_bias", True, f"in the architecture {name}")
+
+
+def _rope(config: Any, head_size: int) -> tuple[Metadata, list[float] | None]:
+    """The metadata keys of RoPE, and the factors by which the frequencies are divided, if there are any."""
+    parameters: Mapping[str, Any] = config.rope_parameters
+    kind = parameters["rope_type"]
+    if parameters.get("partial_rotary_factor", 1) != 1:
+        raise _refused("partial_rotary_factor", parameters["partial_rotary_factor"])
+    keys: Metadata = {"rope.freq_base": float(parameters["rope_theta"])}
+    if kind == "default":
+        return keys, None
+    if kind == "llama3":
+        return keys, llama3_factors(parameters, head_size)
+    if kind == "longrope":
+        return keys, _longrope_factors(parameters, config.max_position_embeddings, head_size)
+    if kind not in ("linear", "yarn"):
+        raise _refused("rope_type", kind)
+    keys |= {"rope.scaling.type": kind, "rope.scaling.factor": float(parameters["factor"])}
+    if kind == "yarn":
+        _check_yarn(parameters)
+        keys["rope.scaling.original_context_length"] = int(parameters["original_max_position_embeddings"])
+    return keys, None
+
+
+def _check_yarn(parameters: Mapping[str, Any]) -> None:
+    for field, allowed in _YARN_DEFAULTS.items():
+        if parameters.get(field) not in allowed:
+            raise _refused(field, parameters[field], "in RoPE of the type yarn")
+    usual, factor = 0.1 * math.log(max(parameters["factor"], 1)) + 1, parameters.get("attention_factor")
+    if factor is not None and not math.isclose(factor, usual, rel_tol=1e-6):
+        raise _refused("attention_factor", factor, "in RoPE of the type yarn")
+
+
+def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int) -> list[float]:
+    """The factors of the type longrope, if they are the same at any length and logits are not scaled."""
+    short, long = parameters["short_factor"], parameters["long_factor"]
+    if short != long:
+        raise _refused("short_factor", short, "that differs from long_factor in RoPE of the type longrope")
+    if len(short) != head_size // 2:
+        raise ConversionError(
+            f"config.json has {len(short)} RoPE factors, but heads of {head_size} features: repair it"
+        )
+    ratio = parameters.get("factor") or length / parameters["original_max_position_embeddings"]
+    scale = parameters.get("attention_factor") or (1.0 if ratio <= 1 else None)
+    if scale != 1:
+        raise _refused("attention_factor", scale, "in RoPE of the type longrope")
+    return [float(factor) for factor in short]
+
+
+def _refused(field: str, value: Any, where: str = "") -> ConversionError:
+    place = f" {where}" if where else ""
+    return ConversionError(
+        f"the model has {field}={shown(value)}, which llama.cpp does not support{place}: fold it to a folder instead"
+    )

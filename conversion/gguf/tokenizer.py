@@ -1,0 +1,197 @@
+"""The tokenizer of a model as metadata of a GGUF file, for llama.cpp.
+
+Two kinds can be written: byte-level BPE (`gpt2`), and the BPE of SentencePiece with a fallback to bytes (`llama`).
+llama.cpp has its own code for the pre-tokeniser of every kind of byte-level BPE and reads only its name.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer, models
+
+from crosshead.common.checked_json import shown
+from crosshead.common.errors import ConversionError
+
+from .config import TOKENS
+from .metadata import Metadata
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+"""Types of tokens, as the `gguf` package numbers them."""
+_CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_GPT2 = _BYTES | {"use_regex": True}
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+PRE_TOKENISERS: dict[str, list[dict[str, Any]]] = {
+    "gpt-2": [_GPT2],
+    "smollm": [{"type": "Digits", "individual_digits": True}, _GPT2],
+    "llama-bpe": [_split(_CASED + r"\p{N}{1,3}" + _REST), _BYTES],
+    "qwen2": [_split(_CASED + r"\p{N}" + _REST), _BYTES],
+}
+"""`tokenizer.ggml.pre` -> the pre-tokenisers in tokenizer.json that llama.cpp computes under that name."""
+_TRIM = "trim_offsets"
+"""A field of pre-tokenisers that does not affect tokens."""
+_SPACE = "\u2581"
+_SPECIAL = {
+    "tokenizer.ggml.bos_token_id": "bos_token_id",
+    "tokenizer.ggml.eos_token_id": "eos_token_id",
+    "tokenizer.ggml.padding_token_id": "pad_token_id",
+    "tokenizer.ggml.unknown_token_id": "unk_token_id",
+}
+"""Key -> attribute of the tokenizer."""
+
+
+def tokenizer_metadata(tokenizer: Any, config: Any, name: str) -> Metadata:
+    """The metadata of a tokenizer of transformers; `ConversionError` if llama.cpp would tokenise otherwise."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise _refused(name, "is not one of the tokenizers library")
+    content = json.loads(backend.to_str())
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise _refused(name, f"is of the type {model['type']}")
+    kind = _sentencepiece(content, name) if model["byte_fallback"] else _byte_level(content, name)
+    tokens, types = _vocabulary(content, tokenizer, config.vocab_size, name)
+    if model["byte_fallback"]:
+        kind["tokenizer.ggml.scores"] = _scores(tokens, model["merges"])
+    else:
+        kind["tokenizer.ggml.merges"] = [" ".join(pair) for pair in _pairs(model["merges"])]
+    ids = {key: getattr(tokenizer, field) for key, field in _SPECIAL.items()}
+    ids |= {key: getattr(config, field) for key, field in TOKENS.items() if ids[key] is None}
+    return {
+        **kind,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        **{key: value for key, value in ids.items() if isinstance(value, int)},
+        **_added(tokenizer, ids, name),
+        **_templates(tokenizer.chat_template),
+    }
+
+
+def pre_tokeniser(name: str) -> Any:
+    """The pre-tokeniser of this name, as an object of the tokenizers library; None for an unknown name."""
+    if name not in PRE_TOKENISERS:
+        return None
+    content = json.loads(Tokenizer(models.BPE()).to_str())
+    parts = [part | {_TRIM: True} if part["type"] == "ByteLevel" else part for part in PRE_TOKENISERS[name]]
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts} if len(parts) > 1 else parts[0]
+    return Tokenizer.from_str(json.dumps(content)).pre_tokenizer
+
+
+def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
+    normaliser = content["normalizer"]
+    if normaliser not in (None, {"type": "NFC"}):
+        raise _refused(name, f"has the normaliser {shown(normaliser)}")
+    parts = _flat(content["pre_tokenizer"])
+    known = next((key for key, expected in PRE_TOKENISERS.items() if parts == expected), None)
+    if known is None:
+        raise _refused(name, f"has a pre-tokeniser other than {', '.join(PRE_TOKENISERS)}: {shown(parts)}")
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": known,
+        "tokenizer.ggml.add_space_prefix": False,
+    }
+
+
+def _flat(part: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """The pre-tokenisers of a sequence."""
+    if part is None:
+        return []
+    if part["type"] == "Sequence":
+        return [each for nested in part["pretokenizers"] for each in _flat(nested)]
+    return [{key: value for key, value in part.items() if key != _TRIM}]
+
+
+def _sentencepiece(content: Mapping[str, Any], name: str) -> Metadata:
+    """Spaces become U+2581 by a normaliser or a pre-tokeniser, which also may put one in front of the text."""
+    normaliser = content["normalizer"]
+    steps = normaliser["normalizers"] if normaliser and normaliser["type"] == "Sequence" else [normaliser]
+    parts = _flat(content["pre_tokenizer"])
+    spaced = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}
+    prefix = {"type": "Prepend", "prepend": _SPACE}
+    if parts == [] and steps in ([prefix, spaced], [spaced]):
+        has_prefix = prefix in steps
+    elif steps == [None] and [part["type"] for part in parts] == ["Metaspace"] and not parts[0].get("split", True):
+        has_prefix = parts[0]["prepend_scheme"] != "never"
+    else:
+        raise _refused(name, f"has the normaliser {shown(normaliser)} and the pre-tokenisers {shown(parts)}")
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.add_space_prefix": has_prefix,
+    }
+
+
+def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str) -> tuple[list[str], list[int]]:
+    """The tokens and their types, one for each row of the embedding."""
+    model = content["model"]
+    ids: dict[str, int] = model["vocab"] | {token["content"]: token["id"] for token in content["added_tokens"]}
+    if max(ids.values()) >= size:
+        raise _refused(name, f"has the token {max(ids.values())}, but the model's vocabulary ends at {size - 1}")
+    tokens, types = [f"[PAD{index}]" for index in range(size)], [_UNUSED] * size
+    for token, index in ids.items():
+        tokens[index], types[index] = token, _NORMAL
+    if model["byte_fallback"]:
+        for index in (model["vocab"].get(f"<0x{byte:02X}>") for byte in range(256)):
+            if index is None:
+                raise _refused(name, "has no tokens for some bytes")
+            types[index] = _BYTE
+    for token in content["added_tokens"]:
+        types[token["id"]] = _CONTROL if token["special"] else _USER_DEFINED
+    if model["byte_fallback"] and tokenizer.unk_token_id is not None:
+        types[tokenizer.unk_token_id] = _UNKNOWN
+    return tokens, types
+
+
+def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
+    """Merges as pairs; older files have strings."""
+    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
+    return [(first, second) for first, second in pairs]
+
+
+def _scores(tokens: Sequence[str], merges: Sequence[Any]) -> list[float]:
+    """Scores that give the order of the merges: llama.cpp first merges the pair whose result has the highest score.
+
+    Tokens that are no result of a merge come last.
+    """
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(_pairs(merges)):
+        ranks.setdefault("".join(pair), rank)
+    return [-float(ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
+
+
+def _added(tokenizer: Any, ids: Mapping[str, Any], name: str) -> Metadata:
+    """Whether BOS and EOS are added to a text."""
+    plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+    complete = tokenizer("a")["input_ids"]
+    bos, eos = ids["tokenizer.ggml.bos_token_id"], ids["tokenizer.ggml.eos_token_id"]
+    for start, end in ((False, False), (True, False), (False, True), (True, True)):
+        if complete == [bos] * start + plain + [eos] * end:
+            return {"tokenizer.ggml.add_bos_token": start, "tokenizer.ggml.add_eos_token": end}
+    raise _refused(name, f"adds other tokens than BOS and EOS to a text: {shown(complete)} for {shown(plain)}")
+
+
+def _templates(templates: str | Mapping[str, str] | None) -> Metadata:
+    """The chat template, and further ones by name."""
+    if templates is None:
+        return {}
+    if isinstance(templates, str):
+        return {"tokenizer.chat_template": templates}
+    others = {re.sub(r"[^A-Za-z0-9]", "_", key): text for key, text in templates.items() if key != "default"}
+    keys: Metadata = {"tokenizer.chat_template": templates["default"]} if "default" in templates else {}
+    if others:
+        keys["tokenizer.chat_templates"] = sorted(others)
+    return keys | {f"tokenizer.chat_template.{key}": text for key, text in others.items()}
+
+
+def _refused(name: str, fault: str) -> ConversionError:
+    return ConversionError(
+        f"the tokenizer of {name} {fault}, which a GGUF file cannot hold: fold it to a folder instead"
+    )

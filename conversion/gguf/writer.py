@@ -1,0 +1,229 @@
+"""Writes the tensors of a plan and their metadata as a GGUF file, a few megabytes at a time."""
+
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from crosshead.common.errors import ConversionError
+from crosshead.common.file_bytes import CHUNK
+from crosshead.common.progress import Counter, Progress
+
+from ..plan import Plan, Step
+from ..sources.tensor_store import DTYPES, TensorStore
+from ..writing.shard_writer import check_finite
+from ..writing.writer import produce
+from .metadata import Description, Metadata
+from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
+
+FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "q4_1": 3, "q4_0": 2}
+"""Type of a file -> its number in `general.file_type`. Of these formats the `gguf` package has a quantiser."""
+_UNBLOCKED = "F16"
+"""The format of a matrix whose rows cannot be divided into the blocks of the file's type."""
+_SINGLE = ("ffn_gate_inp.",)
+"""Parts of the names of matrices that stay in F32, as in llama.cpp's converter: expert routers."""
+_MAX_SCALE = torch.finfo(torch.float16).max
+"""Blocks have a float16 scale."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One tensor of a GGUF file."""
+
+    name: str
+    format: str
+    """The name of a `gguf.GGMLQuantizationType`."""
+    shape: tuple[int, ...]
+    steps: tuple[Step, ...]
+    """The stock tensors that it contains, one after the other."""
+    head_rows: int | None
+    """The number of rows of one head, if the file has them interleaved."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+        block, block_size = block_of(self.format)
+        return prod(self.shape) // block * block_size
+
+    @property
+    def action(self) -> str:
+        """copied, if all bytes are in the file as they are in the source; or else rewritten."""
+        is_copied = all(step.action == "copied" and step.entry.dtype == self.format for step in self.steps)
+        return "copied" if is_copied and self.head_rows is None else "rewritten"
+
+
+@dataclass(frozen=True)
+class Digests:
+    """Checksums by stock names."""
+
+    planned: dict[str, str]
+    """Of the bytes in the plan, as in a folder."""
+    stored: dict[str, str]
+    """Of the bytes after rounding to the file's format, in stock order; without quantised tensors."""
+
+
+def block_of(form: str) -> tuple[int, int]:
+    """The number of values in a block of a format, and its size in bytes."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    return GGML_QUANT_SIZES[GGMLQuantizationType[form]]
+
+
+def default_type(plan: Plan) -> str:
+    """The dtype of most bytes of a plan, as the type of a file."""
+    sizes: dict[str, int] = {}
+    for step in plan.steps:
+        sizes[step.entry.dtype] = sizes.get(step.entry.dtype, 0) + step.entry.size
+    dtype = max(sizes, key=lambda name: sizes[name]).lower()
+    return dtype if dtype in FILE_TYPES else "f32"
+
+
+def plan_targets(plan: Plan, description: Description, type: str) -> list[Target]:
+    """The tensors of the file, in the order of the model; integer tensors are left out."""
+    groups: dict[str, list[Step]] = {}
+    for step in sorted(plan.steps, key=_expert):
+        if not step.entry.is_integer:
+            groups.setdefault(gguf_name(step.entry.name), []).append(step)
+    head_size = description.keys[f"{description.architecture}.attention.key_length"]
+    return [
+        _target(name, groups[name], description.family, head_size, type)
+        for name in sorted(groups, key=lambda name: (depth(name), name))
+    ]
+
+
+def _expert(step: Step) -> int:
+    """The index of an expert, or 0."""
+    _, found, after = step.entry.name.partition(".experts.")
+    return int(after.split(".")[0]) if found else 0
+
+
+def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: int, type: str) -> Target:
+    shape = steps[0].entry.shape
+    form = type.upper()
+    if len(shape) < 2 or any(part in name for part in _SINGLE):
+        form = "F32"
+    elif shape[-1] % block_of(form)[0]:
+        form = _UNBLOCKED
+    head_rows = head_size if family.interleaved and head_count_key(name) is not None else None
+    if len(steps) > 1 or ".experts." in steps[0].entry.name:
+        shape = (len(steps), *shape)
+    return Target(name, form, shape, tuple(steps), head_rows)
+
+
+def unblocked(targets: Iterable[Target], type: str) -> list[str]:
+    """The names of matrices that are not in the format of the file's type because of the length of their rows."""
+    return [each.name for each in targets if each.format == _UNBLOCKED != type.upper()]
+
+
+def write_gguf(
+    path: Path,
+    description: Description,
+    further: Metadata,
+    targets: Sequence[Target],
+    plan: Plan,
+    store: TensorStore,
+    progress: Progress,
+) -> Digests:
+    """Write the file; `further` is metadata about the file and its tokenizer."""
+    import gguf
+
+    writer = gguf.GGUFWriter(None, description.architecture)
+    _add_metadata(writer, further | description.keys)
+    factors = description.rope_factors
+    if factors is not None:
+        writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))
+    for target in targets:
+        number = gguf.GGMLQuantizationType[target.format]
+        # A shape in values, because the package takes one of bytes for np.uint8.
+        writer.add_tensor_info(target.name, target.shape, np.dtype(np.float32), target.size, raw_dtype=number)
+    digests, written = Digests({}, {}), Counter(progress, "writing", plan.size)
+    try:
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        files: Any = writer.fout
+        file = files[0]
+        writer.write_padding(file, file.tell())
+        if factors is not None:
+            file.write(np.array(factors, dtype="<f4").tobytes())
+            writer.write_padding(file, 4 * len(factors))
+        for target in targets:
+            for step in target.steps:
+                for block in _encoded(target, step, produce(store, step, plan.rewrites), digests):
+                    file.write(block)
+                written.add(step.entry.size)
+            writer.write_padding(file, target.size)
+    finally:
+        writer.close()
+    return digests
+
+
+def _add_metadata(writer: Any, metadata: Mapping[str, Any]) -> None:
+    adders = {
+        str: writer.add_string,
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in metadata.items():
+        adders[type(value)](key, value)
+
+
+def _encoded(target: Target, step: Step, chunks: Iterable[memoryview], digests: Digests) -> Iterator[memoryview]:
+    """One stock tensor in the format of its target."""
+    entry = step.entry
+    columns = entry.shape[-1] if len(entry.shape) > 1 else 1
+    row = columns * DTYPES[entry.dtype].itemsize
+    planned = stored = 0
+    for block in _complete(chunks, row * (target.head_rows or 1)):
+        check_finite(entry, block)
+        planned = zlib.crc32(block, planned)
+        rows = torch.frombuffer(block, dtype=DTYPES[entry.dtype]).view(-1, columns)
+        if target.format in DTYPES:
+            rows = _rounded(rows, entry.name, target.format)
+            stored = zlib.crc32(_bytes(rows), stored)
+        if target.head_rows is not None:
+            rows = interleaved(rows, target.head_rows)
+        yield _bytes(rows if target.format in DTYPES else _quantised(rows, entry.name, target.format))
+    digests.planned[entry.name] = f"{planned:08x}"
+    if target.format in DTYPES:
+        digests.stored[entry.name] = f"{stored:08x}"
+
+
+def _complete(chunks: Iterable[memoryview], unit: int) -> Iterator[bytearray]:
+    """The same bytes in blocks of complete units, a few megabytes each."""
+    size = max(1, CHUNK // unit) * unit
+    pending = bytearray()
+    for chunk in chunks:
+        pending += chunk
+        while len(pending) >= size:
+            yield pending[:size]
+            pending = pending[size:]
+    if pending:
+        yield pending
+
+
+def _rounded(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
+    result = rows.to(DTYPES[form])
+    if not result.isfinite().all():
+        raise ConversionError(f"tensor {name} overflows in {form}: use --type bf16 or f32")
+    return result
+
+
+def _quantised(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
+    from gguf import GGMLQuantizationType, quantize
+
+    if rows.abs().max() > _MAX_SCALE:
+        raise ConversionError(f"tensor {name} overflows in {form}: use --type bf16 or f32")
+    return torch.from_numpy(quantize(rows.float().numpy(), GGMLQuantizationType[form]))
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    data: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    return data

@@ -1,0 +1,240 @@
+"""The tokenizer in a GGUF file, and what happens around the file: bad requests, overwriting, kills."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import transformers
+from tokenizers import normalizers, pre_tokenizers, processors
+from transformers import AutoTokenizer
+
+import crosshead
+from broken import Case, config, leaves_nothing, remove, run
+from crosshead.common.errors import ConversionError
+from crosshead.conversion.gguf.store import OLDEST_TRANSFORMERS, GgufStore, write_side_files
+from tiers import first
+from toy_checkpoints import character_tokenizer
+
+gguf = pytest.importorskip("gguf")
+toy = pytest.importorskip("gguf_tokenizers")
+
+TEXT = "The lower  towers' 1234 in\n\n  the   low <think>low</s> they'll 56\u00e9\u4e16 end\n"
+KINDS = {
+    **{pre: lambda pre=pre: toy.bpe(pre) for pre in toy.PRE},
+    **{prefix: lambda prefix=prefix: toy.sentencepiece(prefix) for prefix in ("Metaspace", "Prepend", "Replace")},
+}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+
+
+def fields(path):
+    return {name: field.contents() for name, field in gguf.GGUFReader(path).fields.items()}
+
+
+def written(place, tokenizer, **changes):
+    made = toy.write_mixed(place / "made", tokenizer=tokenizer, **changes)
+    crosshead.fold(made, place / "x.gguf", verify=False)
+    return fields(place / "x.gguf")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_written_is_read(kind, tmp_path):
+    tokenizer = KINDS[kind]()
+    found = written(tmp_path, tokenizer)
+    tokens = found["tokenizer.ggml.tokens"]
+    assert len(tokens) == toy.VOCABULARY
+    assert all(tokens[index] == token for token, index in tokenizer.get_vocab().items())
+    assert tokens[-1] == f"[PAD{toy.VOCABULARY - 1}]" and found["tokenizer.ggml.token_type"][-1] == UNUSED
+    assert found["tokenizer.ggml.pre"] == (kind if kind in toy.PRE else "default")
+    assert found["tokenizer.ggml.bos_token_id"] == tokenizer.bos_token_id
+    assert not found["tokenizer.ggml.add_bos_token"] and not found["tokenizer.ggml.add_eos_token"]
+    assert found["tokenizer.ggml.add_space_prefix"] is (kind in ("Metaspace", "Prepend"))
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS or kind in (
+        "Prepend",
+        "Replace",
+    ):
+        return  # transformers reads only the other form
+    write_side_files(GgufStore(tmp_path / "x.gguf"), tmp_path / "side")
+    assert AutoTokenizer.from_pretrained(tmp_path / "side")(TEXT).input_ids == tokenizer(TEXT).input_ids
+
+
+def test_types_of_tokens(tmp_path):
+    found = written(tmp_path, toy.bpe())
+    types = dict(zip(found["tokenizer.ggml.tokens"], found["tokenizer.ggml.token_type"], strict=True))
+    assert (types["<s>"], types["</s>"], types["<think>"], types["low"]) == (CONTROL, CONTROL, USER_DEFINED, NORMAL)
+    assert found["tokenizer.ggml.model"] == "gpt2" and "tokenizer.ggml.scores" not in found
+    assert found["tokenizer.ggml.merges"][:3] == ["l o", "lo w", "e r"]
+
+
+def test_types_and_scores_of_sentencepiece(tmp_path):
+    found = written(tmp_path, toy.sentencepiece())
+    tokens = found["tokenizer.ggml.tokens"]
+    types = dict(zip(tokens, found["tokenizer.ggml.token_type"], strict=True))
+    assert (types["<unk>"], types["<s>"], types["<0x0A>"], types["low"]) == (UNKNOWN, CONTROL, BYTE, NORMAL)
+    assert found["tokenizer.ggml.model"] == "llama" and found["tokenizer.ggml.unknown_token_id"] == 0
+    scores = dict(zip(tokens, found["tokenizer.ggml.scores"], strict=True))
+    merged = ["".join(pair) for pair in toy.MERGES]
+    assert sorted(scores, key=lambda token: -scores[token])[: len(merged)] == merged
+
+
+@pytest.mark.parametrize(("start", "end"), [("<s> ", ""), ("", " </s>"), ("<s> ", " </s>")])
+def test_bos_and_eos(start, end, tmp_path):
+    tokenizer = toy.bpe()
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in ("<s>", "</s>")]
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{start}$A{end}", special_tokens=special
+    )
+    found = written(tmp_path, tokenizer)
+    assert found["tokenizer.ggml.add_bos_token"] is bool(start)
+    assert found["tokenizer.ggml.add_eos_token"] is bool(end)
+
+
+def test_ids_of_the_config_where_the_tokenizer_has_none(tmp_path):
+    tokenizer = toy.bpe()
+    tokenizer.bos_token = None
+    found = written(tmp_path, tokenizer, bos_token_id=5, eos_token_id=[1, 2], pad_token_id=7)
+    ids = {name: found.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding", "unknown")}
+    assert ids == {"bos": 5, "eos": tokenizer.eos_token_id, "padding": 7, "unknown": None}
+
+
+@pytest.mark.parametrize("templates", ["{{ 1 }}", {"default": "{{ 1 }}", "tool-use": "{{ 2 }}"}])
+def test_chat_templates(templates, tmp_path):
+    tokenizer = toy.bpe()
+    tokenizer.chat_template = templates
+    found = written(tmp_path, tokenizer)
+    assert found["tokenizer.chat_template"] == "{{ 1 }}"
+    if isinstance(templates, dict):
+        assert found["tokenizer.chat_templates"] == ["tool_use"]
+        assert found["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
+
+
+def part(**parts):
+    """A tokenizer with other parts."""
+
+    def damage(folder):
+        tokenizer = toy.bpe()
+        for name, value in parts.items():
+            setattr(tokenizer.backend_tokenizer, name, value)
+        tokenizer.save_pretrained(folder)
+
+    return damage
+
+
+def beside(name, content=b""):
+    """A file beside the source, or a folder without `content`."""
+
+    def make(folder):
+        path = folder.parent / name
+        path.mkdir() if content is None else path.write_bytes(content)
+
+    return make
+
+
+FOLD = "fold source x.gguf"
+ROUTED = {"mixture": {"shared_heads": 1, "active_heads": 3, "router": "query_norm", "gate": "binary"}}
+SPLIT = pre_tokenizers.Split(" ", "isolated")
+BAD = {
+    "unknown type": Case("'q9_9'", command=f"{FOLD} --type q9_9"),
+    "k-quants": Case("use one of f32, f16, bf16, q8_0", command=f"{FOLD} --type q4_k_m"),
+    "upper case": Case("'Q8_0'", command=f"{FOLD} --type Q8_0"),
+    "a folder with a type": Case("ends in .gguf", command="fold source x --type q8_0"),
+    "another suffix": Case("ends in .gguf", command="fold source x.bin --type q8_0"),
+    "a file": Case("--overwrite", beside("x.gguf", b"GGUF"), FOLD),
+    "a folder in its place": Case("is a folder", beside("x.gguf", None), f"{FOLD} --overwrite"),
+    "another file": Case("does not begin with GGUF", beside("x.gguf", b"text"), f"{FOLD} --overwrite"),
+    "a record": Case("x.gguf.conversion.json", beside("x.gguf.conversion.json"), FOLD),
+    "a folder in the record's place": Case(
+        "x.gguf.conversion.json", beside("x.gguf.conversion.json", None), f"{FOLD} --overwrite"
+    ),
+    "in the source": Case("overlaps", command="fold source source/x.gguf"),
+    "under a file": Case("file/x.gguf", beside("file"), "fold source file/x.gguf"),
+    "a stock model": Case("crosshead convert", config(model_type="llama", mixers=...), FOLD),
+    "what cannot be folded": Case("'mixture' in layer 0", config(mixers=toy.MIXERS | ROUTED), FOLD),
+    "no tokenizer": Case("tokenizer", remove("tokenizer.json"), FOLD),
+    "words": Case("WordLevel", lambda folder: character_tokenizer().save_pretrained(folder), FOLD),
+    "another split": Case("'Split'", part(pre_tokenizer=SPLIT), FOLD),
+    "a normaliser": Case("Lowercase", part(normalizer=normalizers.Lowercase()), FOLD),
+    "a long vocabulary": Case("ends at 99", lambda folder: toy.write_mixed(folder, vocab_size=100), FOLD),
+    "dry run": Case("WordLevel", lambda folder: character_tokenizer().save_pretrained(folder), f"{FOLD} --dry-run"),
+}
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bases")
+    toy.write_mixed(folder / "one")
+    return folder
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD)
+def test_bad_requests(case, bases, tmp_path, capfd, monkeypatch):
+    leaves_nothing(case, bases, tmp_path, capfd, monkeypatch)
+
+
+def test_command(bases, tmp_path, capfd, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capfd, monkeypatch, ["fold", str(bases / "one"), "new/x.gguf", "--type", "q8_0"])
+    assert (status, sorted(path.name for path in (tmp_path / "new").iterdir())) == (
+        0,
+        ["x.gguf", "x.gguf.conversion.json"],
+    )
+    assert "F16 because" in out and out.endswith("wrote new/x.gguf\n")
+    before = (tmp_path / "new" / "x.gguf").read_bytes()
+    command = ["fold", str(bases / "one"), "new/x.gguf", "--type", "f32", "--overwrite", "--no-verify", "--json"]
+    status, out, _ = run(capfd, monkeypatch, command)
+    assert status == 0 and json.loads(out)["gguf"]["type"] == "f32"
+    assert (tmp_path / "new" / "x.gguf").read_bytes() != before
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.ENOSPC, "No space left on device")])
+def test_errors_leave_what_was_there(error, bases, tmp_path, monkeypatch):
+    crosshead.fold(bases / "one", tmp_path / "x.gguf", verify=False)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("crosshead.conversion.gguf.writer._rounded", fail)
+    for target in ("x.gguf", "new/y.gguf"):
+        with pytest.raises((KeyboardInterrupt, ConversionError)):
+            crosshead.fold(bases / "one", tmp_path / target, overwrite=True, verify=False)
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+KILLED = """
+import os, signal, sys
+import crosshead
+from crosshead.conversion.gguf import writer
+from crosshead.conversion.writing import atomic_file
+def kill(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+if sys.argv[3] == "while it writes":
+    writer.interleaved = kill
+else:
+    from pathlib import Path
+    replace, record = Path.replace, "x.gguf.conversion.json"
+    Path.replace = lambda path, place: kill() if path.name == place.name == record else replace(path, place)
+crosshead.fold(sys.argv[1], sys.argv[2], verify=False)
+"""
+
+
+@pytest.mark.parametrize("moment", first(["while it writes", "between file and record"]))
+def test_killed(moment, bases, tmp_path):
+    target, record = tmp_path / "x.gguf", tmp_path / "x.gguf.conversion.json"
+    work = tmp_path / ".x.gguf.crosshead-partial"
+    command = [sys.executable, "-P", "-c", KILLED, bases / "one", target, moment]
+    done = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert work.exists() and not record.exists()
+    if moment == "while it writes":
+        assert not target.exists()
+        crosshead.fold(bases / "one", target, verify=False)
+    else:
+        with pytest.raises(ConversionError, match="--overwrite"):
+            crosshead.fold(bases / "one", target, verify=False)  # after it has moved the record
+    GgufStore(target)
+    assert json.loads(record.read_text())["command"] == "fold"
+    assert not work.exists()
