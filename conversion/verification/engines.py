@@ -20,6 +20,7 @@ from crosshead.common.progress import Progress, silent
 
 from ..architectures.families import kind_of
 from ..calibration.text import load_tokenizer
+from ..fold import fold
 from ..sources.model_folder import read_record, record_file, write_json
 from ..sources.resolve import Source, open_source
 from .engine_worker import MISSING
@@ -49,7 +50,8 @@ def verify_in_engine(
 ) -> dict[str, Any]:
     """Run a model and its source in an engine; the report is also written to the record of the model's conversion.
 
-    vLLM runs folders, llama.cpp runs GGUF files. `python` is the interpreter of the environment with the engine.
+    vLLM runs folders; llama.cpp runs GGUF files, and folders are folded to such files. `python` is the interpreter of
+    the environment with the engine.
     """
     if engine not in ENGINES:
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
@@ -67,7 +69,7 @@ def verify_in_engine(
         for done, (role, checkpoint) in enumerate(opened.items(), 1):
             if not trust_remote_code:
                 refuse_foreign_code(checkpoint)
-            place = _runnable(checkpoint, engine)
+            place = _runnable(checkpoint, engine, Path(scratch, role))
             results[role] = run_engine(engine, place, prompts, "auto_map" in checkpoint.config, python)
             texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
             results[role]["greedy_text"] = texts[0]
@@ -134,15 +136,16 @@ def run_engine(
     return found
 
 
-def _runnable(checkpoint: Source, engine: str) -> Path:
-    """The folder or file that the engine loads."""
-    folder, name = folder_of(checkpoint), checkpoint.origin["name"]
+def _runnable(checkpoint: Source, engine: str, scratch: Path) -> Path:
+    """The folder or file that the engine loads; a folder is folded to a GGUF file for llama.cpp."""
+    folder = folder_of(checkpoint)
     if engine == "vllm":
         if folder is None:
-            raise ConversionError(f"vllm runs model folders, and {name} is a GGUF file: give its folder")
+            raise ConversionError(
+                f"vllm runs model folders, and {checkpoint.origin['name']} is a GGUF file: give its folder"
+            )
         return folder
-    if folder is not None:
-        raise ConversionError(
-            f"llama.cpp runs GGUF files, and {name} is a folder: write one with `crosshead fold {name} NAME.gguf`"
-        )
-    return checkpoint.store.places[0]
+    if folder is None:
+        return checkpoint.store.places[0]
+    fold(folder, scratch / "model.gguf", verify=False)
+    return scratch / "model.gguf"

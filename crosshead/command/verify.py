@@ -16,9 +16,7 @@ def verify(
     text: Annotated[
         Path | None, typer.Option(help="A text file to compare on; by default Python's help texts.")
     ] = None,
-    engine: Annotated[
-        str | None, typer.Option(help="Compare in a serving engine instead: vllm (folders) or llama.cpp (GGUF files).")
-    ] = None,
+    engine: Annotated[str | None, typer.Option(help="Compare in a serving engine instead: vllm or llama.cpp.")] = None,
     engine_python: Annotated[
         Path | None, typer.Option(help="The Python interpreter of the environment with the engine, if not this one.")
     ] = None,

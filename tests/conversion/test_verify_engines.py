@@ -8,6 +8,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.verification.engines import compared, verify_in_engine
+from gguf_tokenizers import characters
 from toy_checkpoints import write_model
 
 MIXERS = {"explicit": {"norm": False, "key_heads": 1, "value_heads": 1}}
@@ -17,6 +18,7 @@ MIXERS = {"explicit": {"norm": False, "key_heads": 1, "value_heads": 1}}
 def folders(tmp_path_factory):
     place = tmp_path_factory.mktemp("engines")
     write_model(toys.mixed_model("Llama", MIXERS), place / "model")
+    characters().save_pretrained(place / "model")
     crosshead.fold(place / "model", place / "folded", keep_cache=True, verify=False)
     return place / "model", place / "folded"
 
@@ -27,7 +29,7 @@ def folders(tmp_path_factory):
         ("tgi", None, "--engine tgi is not known: use vllm or llama.cpp"),
         ("vllm", sys.executable, "pip install vllm"),
         ("vllm", "/no/such/python", "--engine-python /no/such/python cannot be started"),
-        ("llama.cpp", None, "is a folder: write one with `crosshead fold"),
+        ("llama.cpp", sys.executable, "pip install llama-cpp-python"),
     ],
 )
 def test_refusals(engine, python, reason, folders):

@@ -1,4 +1,4 @@
-"""Models folded with their smaller cache, in real engines without code of ours: `make test-vllm` runs this."""
+"""Models folded with their smaller cache, in real engines: `make test-vllm` and `make test-llama-cpp` run this."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from vllm_models import BACKBONES_BY_NAME, SHAPE
 import crosshead
 from crosshead.conversion.verification.engines import NEW_TOKENS, run_engine
 from crosshead.modeling import BACKBONES
+from gguf_tokenizers import characters
 from toy_checkpoints import write_model
 
-ROOT = Path(__file__).parents[2]
-VLLM = ROOT / "build" / "vllm" / "bin" / "python"
+BUILD = Path(__file__).parents[2] / "build"
+VLLM, LLAMA_CPP = (BUILD / name / "bin" / "python" for name in ("vllm", "llama_cpp"))
 TOLERANCE = 1e-3
 """Of a log-probability."""
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
@@ -40,6 +41,7 @@ def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
         for parameter_name, parameter in model.named_parameters():
             parameter += torch.randn_like(parameter) * (0.3 if ".mixers." in parameter_name else 0.08)
     write_model(model, folder / "model")
+    characters().save_pretrained(folder / "model")
     report = crosshead.fold(folder / "model", folder / "folded", keep_cache=True)
     return model, folder / "folded", report
 
@@ -61,3 +63,12 @@ def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
 def test_vllm(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
     check(model, run_engine("vllm", folded, PROMPTS, remote_code=False, python=VLLM), report)
+
+
+@pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
+@pytest.mark.parametrize("name", CASES)
+def test_llama_cpp(name: str, tmp_path: Path) -> None:
+    model, folded, report = write(name, tmp_path)
+    crosshead.fold(folded, tmp_path / "model.gguf")
+    found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, remote_code=False, python=LLAMA_CPP)
+    check(model, found, report)
