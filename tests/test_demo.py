@@ -240,7 +240,7 @@ def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
     made, table = finished(tmp_path)
-    assert made[0] == "explicit-trained:" and len(made) == 5
+    assert made[0] == "explicit-trained:" and len(made) == 6
     folder = tmp_path / "crosshead-demo-tiny"
     before = snapshot(tmp_path)
     assert finished(tmp_path) == ([], table)

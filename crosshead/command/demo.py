@@ -58,5 +58,5 @@ def _lines(record: Mapping[str, Any], folder: Path) -> Iterator[str]:
     for name in ("heads.html", "scores.json", RECORD):
         yield str(folder / name)
     yield ""
-    yield "To publish the last model on the Hub under that name (--dry-run only lists the files):"
-    yield f"crosshead push {quote(record['models'][-1]['model'])} YOU/MODEL --dry-run"
+    yield "To publish the trained model on the Hub under that name (--dry-run only lists the files):"
+    yield f"crosshead push {quote(record['trained'])} YOU/MODEL --dry-run"

@@ -73,6 +73,11 @@ def convert(source: str, asked: Conversion, text: Path, target: Path, show: Prog
     crosshead.convert(source, target, asked.mixers, **options, progress=show)
 
 
+def fold_with_cache(model: Path, target: Path, show: Progress) -> None:
+    """Fold a model to a stock checkpoint whose cache holds the component heads."""
+    crosshead.fold(model, target, keep_cache=True, progress=show)
+
+
 def continue_training(
     source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
 ) -> None:

@@ -12,9 +12,9 @@ from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
 from crosshead_command.card import write_card
 
-from .making import Conversion, Training, continue_training, conversions, convert
-from .scoring import decode, page, score
-from .sources import Start, own, smollm2, tiny
+from .making import Conversion, Training, continue_training, conversions, convert, fold_with_cache
+from .scoring import decode, in_engines, page, score
+from .sources import Start, own, smollm2, stock_results, tiny
 from .steps import RECORD, Record, Screen, Step, run_steps
 from .table import rows
 from .texts import write_texts
@@ -28,7 +28,11 @@ NOTE = (
     "sentences, one of them correct. Differences are on the same items, with 95% intervals. Calibration and training "
     "read other topics of the same help text, so part of the gain from training comes from its style."
 )
-CARD = "README.md"
+CARD, SERVED = "README.md", "served"
+NORMALISED = "qwen3"
+"""A part of the model types whose keys are normalised."""
+ENGINES = {"vllm": "vllm", "llama.cpp": "llama_cpp"}
+"""Serving engine -> the module by which an installation is known."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +68,24 @@ class Demo:
         if "machine" not in record.content or record.content["steps"] != before:
             record.put(machine=machine())
         found = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
-        record.put(left_out=left_out, note=NOTE.format(items=self.size.items), models=found)
+        note = NOTE.format(items=self.size.items)
+        record.put(left_out=left_out, note=note, models=found, trained=self.models[self.trained])
         return record.content
 
     @cached_property
     def plan(self) -> tuple[list[Conversion], list[str]]:
         """The conversions, and the reasons against others."""
-        return conversions(self.start.heads)
+        found, left_out = conversions(self.start.heads)
+        if NORMALISED in self.start.model_type:
+            left_out.append(
+                f"{SERVED} is left out: keys of Qwen3 are normalised, and need one component in each group"
+            )
+        return found, left_out
+
+    @property
+    def is_served(self) -> bool:
+        """Whether the trained model is folded with its cache."""
+        return self.learner.name == "explicit" and NORMALISED not in self.start.model_type
 
     @property
     def learner(self) -> Conversion:
@@ -87,7 +102,9 @@ class Demo:
     def descriptions(self) -> dict[str, str]:
         """Name of a model -> its description."""
         after = f"the same after {self.size.training.steps} steps of distillation from the source"
-        return {"source": self.start.label, **{each.name: each.message for each in self.plan[0]}, self.trained: after}
+        served = {SERVED: "the trained model as a stock checkpoint with the same cache"} if self.is_served else {}
+        converted = {each.name: each.message for each in self.plan[0]}
+        return {"source": self.start.label, **converted, self.trained: after, **served}
 
     @property
     def models(self) -> dict[str, str]:
@@ -111,6 +128,8 @@ class Demo:
         """All steps."""
         yield from self._start()
         yield from self._make()
+        if self.is_served:
+            yield from self._serve()
         yield from self._look()
 
     def _start(self) -> Iterator[Step]:
@@ -146,11 +165,34 @@ class Demo:
             ("source", "text", self.learner.name),
         )
 
+    def _serve(self) -> Iterator[Step]:
+        served, trained = self.place(SERVED), self.place(self.trained)
+        yield Step(
+            SERVED,
+            f"{SERVED}: the trained model folded to a stock checkpoint that keeps the small cache",
+            stock_results(served),
+            lambda work, show: fold_with_cache(trained, served, show),
+            {},
+            (self.trained,),
+        )
+        if engines := [engine for engine, package in ENGINES.items() if find_spec(package) is not None]:
+            pair, found = (self.start.name, served), self.file("engines")
+            yield Step(
+                "engines",
+                f"the source and the folded model in {' and '.join(engines)}",
+                (found,),
+                lambda work, show: in_engines(*pair, engines, found, show),
+                {"engines": engines},
+                ("source", SERVED),
+            )
+
     def _look(self) -> Iterator[Step]:
         names, pair = list(self.models.values()), [self.start.name, str(self.place(self.trained))]
         scores, decoded, shown = self.file("scores"), self.file("decoded"), self.folder / "heads.html"
-        everything = ("source", *(each.name for each in self.plan[0]), self.trained)
-        items, folders = self.size.items, [Path(name) for name in names[1:]]
+        everything = ("source", *list(self.models)[1:])
+        items = self.size.items
+        folders = [self.place(name) for name in self.models if name not in ("source", SERVED)]
+        continued = pair + [str(self.place(SERVED))] * self.is_served
         yield Step(
             "scores",
             f"all models on the offline suite, {items} items of each task",
@@ -163,9 +205,9 @@ class Demo:
             "decoded",
             "greedy text of the source and of the trained model, with the size of their caches",
             (decoded,),
-            lambda work, show: decode(pair, decoded, show),
+            lambda work, show: decode(continued, decoded, show),
             {},
-            ("source", self.trained),
+            ("source", self.trained, *[SERVED] * self.is_served),
         )
         yield Step(
             "heads",

