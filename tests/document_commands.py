@@ -22,6 +22,8 @@ TOLD = re.compile(r"\s{2,}.*$")
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]{2,}(?:\.\w+)?")
 OBSERVED = re.compile(r"--layers auto|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
 """In a conversion that reads text: the default text is long."""
+SERVING = re.compile("--engine|--backend vllm")
+"""Needs a serving engine: `tests/engines/` has those."""
 RESULT = re.compile(r"^runs/\w+/model$")
 """What a recipe makes; at toy size it lies elsewhere."""
 PROGRAMS = {"crosshead", "make", "pip", "accelerate", "torchrun", "lm_eval", "python", ".ci/run"}
@@ -37,6 +39,7 @@ HUB = {"HuggingFaceTB/SmolLM2-135M": "source", "Qwen/Qwen3-0.6B": "qwen", "Qwen/
 PLACEHOLDERS = {
     "SOURCE": "source",
     "MODEL": "model",
+    "EXPLICIT_MODEL": "explicit",
     "RECIPE.yaml": "recipe.yaml",
     "MIXERS.yaml": "mixers.yaml",
     "TEXT.txt": "text.txt",
@@ -132,6 +135,8 @@ def prepare(folder: Path) -> None:
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)
+    fewer = {"explicit": {"key_heads": 2, "value_heads": 2, "method": "svd"}}
+    crosshead.convert(folder / "source", folder / "explicit", fewer, verify=False)
     (folder / "recipe.yaml").write_text((ROOT / "recipes" / "small" / "smollm2_knocking.yaml").read_text())
     (mixers,) = blocks(ROOT / "conversion" / "README.md", "yaml")
     (folder / "mixers.yaml").write_text(mixers)

@@ -70,7 +70,7 @@ def test_commands_work(name, place, capfd, monkeypatch):
     _, done = place
     for command in COMMANDS[name]:
         words = shown.ours(command)
-        if words is None or command in done:
+        if words is None or command in done or shown.SERVING.search(command):
             continue
         done.add(command)
         small = [f"toy-{len(done)}" if word == "toy" else word for word in shown.at_toy_size(words)]

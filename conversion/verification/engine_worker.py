@@ -101,7 +101,6 @@ if __name__ == "__main__":
     try:
         Path(request["result"]).write_text(json.dumps(RUN[request["engine"]](request)), encoding="utf-8")
     except ModuleNotFoundError as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(MISSING if error.name in ("vllm", "llama_cpp") else 1) from error
+        raise SystemExit(MISSING if error.name in ("vllm", "llama_cpp") else str(error)) from error
     except Exception as error:  # an engine may raise any error; it is printed as one line
         raise SystemExit(f"{type(error).__name__}: {' '.join(str(error).split())}") from error

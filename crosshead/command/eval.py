@@ -27,9 +27,7 @@ def evaluate(
         int | None, typer.Option(help="Items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto: the largest that fits into memory.")] = "auto",
-    backend: Annotated[
-        str, typer.Option(help="hf (transformers), or vllm, which must be installed in the same environment.")
-    ] = "hf",
+    backend: Annotated[str, typer.Option(help="hf (transformers), or vllm, installed in this environment.")] = "hf",
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare each later model with the first, item by item.")
     ] = False,

@@ -21,11 +21,16 @@ TOLERANCE = 1e-3
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
 THREE = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "3 heads to 2": ("llama", THREE, {"key_heads": 2, "value_heads": 2}),
-    "Qwen2, 8 heads to 2": ("qwen2", EIGHT, {"key_heads": 2, "value_heads": 2}),
-    "8 heads to 4 in 2 groups": ("llama", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 2}),
-    "8 heads to 4 in 4 groups": ("llama", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 4}),
-    "Qwen3, 8 heads to 4 in 4 groups": ("qwen3", EIGHT, {"key_heads": 4, "value_heads": 4, "groups": 4}),
+    "3 heads to 2": ("llama", THREE, {"explicit": {"key_heads": 2, "value_heads": 2}}),
+    "Qwen2, 8 heads to 2": ("qwen2", EIGHT, {"explicit": {"key_heads": 2, "value_heads": 2}}),
+    "8 heads to 4 in 2 groups": ("llama", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 2}}),
+    "8 heads to 4 in 4 groups": ("llama", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 4}}),
+    "Qwen3, 8 heads to 4 in 4 groups": ("qwen3", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 4}}),
+    "all heads": (
+        "llama",
+        EIGHT,
+        {"knocking": {"form": "linear"}, "mixture": {"active_heads": 8, "router": "query_norm", "gate": "binary"}},
+    ),
 }
 PROMPTS = [[1, 17, 200, 5, 99], [1, 3], [1, *range(40, 75)], [1, 250, 250, 8, 12, 77, 31, 140]]
 
@@ -36,16 +41,17 @@ pytestmark = pytest.mark.slow
 
 def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
     """A model with random weights, its folded folder, and the report of the fold."""
-    backbone, heads, options = CASES[name]
+    backbone, heads, mixers = CASES[name]
     torch.manual_seed(0)
-    config = BACKBONES_BY_NAME[backbone](**SHAPE | heads, mixers={"explicit": {"norm": False, **options}})
+    mixers = {name: ({"norm": False} if name == "explicit" else {}) | options for name, options in mixers.items()}
+    config = BACKBONES_BY_NAME[backbone](**SHAPE | heads, mixers=mixers)
     model: Any = BACKBONES[type(config)][1](config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter += torch.randn_like(parameter) * (0.3 if ".mixers." in parameter_name else 0.08)
     write_model(model, folder / "model")
     characters().save_pretrained(folder / "model")
-    report = crosshead.fold(folder / "model", folder / "folded", keep_cache=True)
+    report = crosshead.fold(folder / "model", folder / "folded", keep_cache="explicit" in mixers)
     return model, folder / "folded", report
 
 
@@ -58,7 +64,7 @@ def check(model: Any, found: dict[str, Any], report: dict[str, Any], item_size: 
         expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
         wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
         assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
-    assert found["kv_bytes_per_token"] == report["kept_cache"]["kv_bytes_per_token"] * item_size / 4
+    assert found["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"] * item_size / 4
 
 
 @pytest.fixture(scope="module")
