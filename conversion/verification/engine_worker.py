@@ -23,7 +23,6 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    import torch
     import vllm
     from vllm import LLM, SamplingParams
 
@@ -31,7 +30,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     engine = LLM(
         model=job["model"],
         trust_remote_code=job["remote_code"],
-        dtype="auto" if torch.cuda.is_available() else "float32",
+        dtype=job["dtype"],
         skip_tokenizer_init=True,
         max_model_len=max(map(len, job["prompts"])) + job["new_tokens"],
         max_num_seqs=len(prompts),
@@ -64,7 +63,10 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     import numpy
 
     length = max(map(len, job["prompts"])) + job["new_tokens"]
-    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, verbose=True)
+    metadata = llama_cpp.Llama(job["model"], vocab_only=True, verbose=False).metadata
+    full = metadata.get("general.file_type") == "0"  # F32: so is the cache, which is F16 by default
+    cached = llama_cpp.GGML_TYPE_F32 if full else llama_cpp.GGML_TYPE_F16
+    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=cached, type_v=cached, verbose=True)
 
     def last_logprobs(count: int) -> Any:
         logits = numpy.array(model.scores[model.n_tokens - count : model.n_tokens], dtype=numpy.float64)

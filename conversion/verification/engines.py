@@ -33,6 +33,7 @@ WORKER = Path(__file__).with_name("engine_worker.py")
 PROMPTS, PROMPT_LENGTH, NEW_TOKENS = 4, 64, 64
 LLAMA_CPP_CACHE = re.compile(r"size = +([\d.]+) MiB \( *(\d+) cells")
 """In llama.cpp's log: the size of the cache, and its tokens."""
+LLAMA_CPP_ERROR = re.compile(r"error loading model: (?:error loading model )?(.+)")
 HIDDEN = ("PYTHONPATH", "PYTHONHOME")
 """Variables of this process that do not concern another interpreter."""
 
@@ -70,7 +71,7 @@ def verify_in_engine(
             if not trust_remote_code:
                 refuse_foreign_code(checkpoint)
             place = _runnable(checkpoint, engine, Path(scratch, role))
-            results[role] = run_engine(engine, place, prompts, "auto_map" in checkpoint.config, python)
+            results[role] = run_engine(engine, place, prompts, checkpoint.config, python)
             texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
             results[role]["greedy_text"] = texts[0]
             progress(f"running in {engine}", done, len(opened), role)
@@ -98,9 +99,9 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def run_engine(
-    engine: str, model: Path, prompts: list[list[int]], remote_code: bool, python: str | Path | None = None
+    engine: str, model: Path, prompts: list[list[int]], config: Mapping[str, Any], python: str | Path | None = None
 ) -> dict[str, Any]:
-    """The results of one model, as `engine_worker.py` writes them."""
+    """The results of one model, as `engine_worker.py` writes them, in the dtype of its configuration."""
     with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
         content = {
@@ -108,7 +109,8 @@ def run_engine(
             "model": str(model.resolve()),
             "prompts": prompts,
             "new_tokens": NEW_TOKENS,
-            "remote_code": remote_code,
+            "remote_code": "auto_map" in config,
+            "dtype": config.get("dtype") or config.get("torch_dtype") or "auto",
             "result": str(result),
         }
         job.write_text(json.dumps(content), encoding="utf-8")
@@ -127,7 +129,8 @@ def run_engine(
                 "interpreter of another environment with --engine-python"
             )
         if done.returncode:
-            reason = next((line for line in reversed(log.splitlines()) if line.strip()), "no message")
+            lines = LLAMA_CPP_ERROR.findall(log) or [line for line in log.splitlines() if line.strip()]
+            reason = lines[-1] if lines else f"it ended with status {done.returncode}"
             raise ConversionError(f"{engine} cannot run {model}: {reason}")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     if engine == "llama.cpp":

@@ -44,8 +44,6 @@ def evaluate(
 ) -> None:
     """Score models with lm-evaluation-harness, on the benchmarks of a paper or on your own tasks.
 
-    For example:
-
     crosshead eval models/mine --suite offline
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json

@@ -49,6 +49,7 @@ def evaluate(
         opened = [open_model(name, trust_remote_code) for name in models]
         for each in opened:
             _check_special_tokens(each)
+        parameters = [parameter_count(each) for each in opened]  # now, because vLLM changes classes of transformers
         progress("loading the tasks")
         benchmarks = load_tasks(chosen.benchmarks, include_path, confirm_run_unsafe_code)
         report: dict[str, Any] = {
@@ -62,10 +63,10 @@ def evaluate(
             "compared": [],
         }
         items: list[list[Items | None]] = []
-        for each in opened:
+        for each, count in zip(opened, parameters, strict=True):
             progress(f"scoring {each.name}")
             scores, found = _score(each, benchmarks, batch_size, limit, backend)
-            report["models"].append(scores)
+            report["models"].append(scores | {"parameters": count})
             items.append(found)
             save(report)  # before the comparison, which may fail
             if compared and len(items) > 1:
@@ -116,7 +117,6 @@ def _score(
         "model": opened.name,
         "fingerprint": fingerprint,
         "model_type": opened.config.model_type,
-        "parameters": parameter_count(opened),
         "dtype": str(dtype).removeprefix("torch."),
         "device": str(device),
         "context": results["context"],

@@ -51,7 +51,7 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
     try:
         from lm_eval.models.vllm_causallms import VLLM
     except ImportError as error:
-        raise EvalError("--backend vllm needs vLLM in this environment: pip install vllm") from error
+        raise EvalError(f"--backend vllm needs vLLM in this environment: pip install vllm ({error})") from error
 
     class CheckedModel(Checks, VLLM):  # type: ignore[misc]
         """The harness's model with our checks."""
@@ -62,7 +62,7 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
             trust_remote_code=opened.trust_remote_code,
             batch_size=batch_size,
             max_num_seqs=MAXIMUM_BATCH,
-            dtype="auto",
+            dtype=str(opened.config.dtype or "auto").removeprefix("torch."),  # "auto" makes float32 half precision
         )
     except Exception as error:  # an engine may raise any error
         raise EvalError(f"vLLM cannot run {opened.name}: {one_line(error)}") from error

@@ -11,11 +11,12 @@ from vllm_models import BACKBONES_BY_NAME, SHAPE
 import crosshead
 from crosshead.conversion.verification.engines import NEW_TOKENS, run_engine
 from crosshead.modeling import BACKBONES
-from gguf_tokenizers import characters
+from gguf_tokenizers import VOCABULARY, bpe
 from toy_checkpoints import write_model
 
 BUILD = Path(__file__).parents[2] / "build"
 VLLM, LLAMA_CPP = (BUILD / name / "bin" / "python" for name in ("vllm", "llama_cpp"))
+FLOAT32 = {"dtype": "float32"}
 TOLERANCE = 1e-3
 """Of a log-probability."""
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
@@ -44,27 +45,27 @@ def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
     backbone, heads, mixers = CASES[name]
     torch.manual_seed(0)
     mixers = {name: ({"norm": False} if name == "explicit" else {}) | options for name, options in mixers.items()}
-    config = BACKBONES_BY_NAME[backbone](**SHAPE | heads, mixers=mixers)
+    config = BACKBONES_BY_NAME[backbone](**SHAPE | heads | {"vocab_size": VOCABULARY}, mixers=mixers)
     model: Any = BACKBONES[type(config)][1](config).eval()
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
             parameter += torch.randn_like(parameter) * (0.3 if ".mixers." in parameter_name else 0.08)
     write_model(model, folder / "model")
-    characters().save_pretrained(folder / "model")
+    bpe().save_pretrained(folder / "model")
     report = crosshead.fold(folder / "model", folder / "folded", keep_cache="explicit" in mixers)
     return model, folder / "folded", report
 
 
 @torch.no_grad()
-def check(model: Any, found: dict[str, Any], report: dict[str, Any], item_size: int) -> None:
-    """An engine's tokens and log-probabilities are ours, and its cache is the report's, with numbers of this size."""
+def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
+    """An engine's tokens and log-probabilities are ours, and its cache is the report's."""
     for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert tokens == ids[0, len(prompt) :].tolist()
         expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
         wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
         assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
-    assert found["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"] * item_size / 4
+    assert found["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +80,10 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return place / "model", place / "folded"
 
 
-def check_smollm2(found: dict[str, Any], folder: Path, item_size: int) -> None:
+def check_smollm2(found: dict[str, Any], folder: Path) -> None:
     """The greedy text and log-probabilities of the model with remote code, and the cache of 2 heads in 30 layers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert found["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * item_size
+    assert found["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * 4
     for prompt, tokens, logprobs in zip(TEXTS, found["tokens"], found["logprobs"], strict=True):
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, eos_token_id=-1)
@@ -96,7 +97,7 @@ def check_smollm2(found: dict[str, Any], folder: Path, item_size: int) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_vllm(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
-    check(model, run_engine("vllm", folded, PROMPTS, remote_code=False, python=VLLM), report, 4)
+    check(model, run_engine("vllm", folded, PROMPTS, FLOAT32, VLLM), report)
 
 
 @pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
@@ -104,20 +105,18 @@ def test_vllm(name: str, tmp_path: Path) -> None:
 def test_llama_cpp(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
     crosshead.fold(folded, tmp_path / "model.gguf")
-    found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, remote_code=False, python=LLAMA_CPP)
-    check(model, found, report, 2)  # llama.cpp caches float16
+    found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
+    check(model, found, report)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
 def test_smollm2_in_vllm(smollm2: tuple[Path, Path]) -> None:
     model, folded = smollm2
-    check_smollm2(run_engine("vllm", folded, TEXTS, remote_code=False, python=VLLM), model, 4)
+    check_smollm2(run_engine("vllm", folded, TEXTS, FLOAT32, VLLM), model)
 
 
 @pytest.mark.skipif(not LLAMA_CPP.is_file(), reason="llama.cpp is not installed: `make test-llama-cpp` does it")
 def test_smollm2_in_llama_cpp(smollm2: tuple[Path, Path], tmp_path: Path) -> None:
     model, folded = smollm2
     crosshead.fold(folded, tmp_path / "model.gguf", type="f32", verify=False)
-    check_smollm2(
-        run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, remote_code=False, python=LLAMA_CPP), model, 2
-    )
+    check_smollm2(run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, FLOAT32, LLAMA_CPP), model, 2)
