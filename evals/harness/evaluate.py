@@ -111,6 +111,8 @@ def _score(
         checked, dtype, device = hf_model(model, opened.tokenizer, batch_size), model.dtype, model.device
         del model
     results = run_harness(checked, benchmarks, limit)
+    if backend == "vllm":
+        checked.model.llm_engine.engine_core.shutdown()  # its process and memory, before the next model
     rows = score_rows(benchmarks, results)
     scores = [row for row, _ in rows]
     report = {
