@@ -255,3 +255,19 @@ def test_two_at_once(place, runner, whole):
     assert runner.end() == 0
     assert contents(place / "both") == whole[MIXER]
     assert hidden(place) == []
+
+
+@pytest.mark.slow
+def test_a_fold_with_its_cache_is_killed(place, runner):
+    fold = "fold fewer {} --keep-cache --no-verify"
+    assert runner.run(convert("fewer", "explicit:key_heads=1,value_heads=1,method=svd")) == 0
+    begin = time.perf_counter()
+    assert runner.run(fold.format("served")) == 0
+    duration, wanted, before = time.perf_counter() - begin, contents(place / "served"), snapshot(place / "fewer")
+    for moment in (0.2, 0.5, 0.8):
+        status = runner.run(fold.format(f"served{moment}"), signal.SIGKILL, moment * duration)
+        assert status or (place / f"served{moment}").exists()
+        assert not status or runner.run(fold.format(f"served{moment}")) == 0
+        assert contents(place / f"served{moment}") == wanted
+        assert snapshot(place / "fewer") == before
+    assert hidden(place) == []
