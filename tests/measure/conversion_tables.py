@@ -30,6 +30,24 @@ def _told(case: str) -> str:
     return way + (f", in {dtype[0]}" if dtype else "")
 
 
+def folded_table(report: Content) -> str:
+    """The time of a decoded token of folded models, relative to their source's."""
+    lines = ["| runs in | tokens in the cache | KV heads | time of a token | of the source's |"]
+    lines.append("| --- | ---: | --- | ---: | ---: |")
+    own = f"{report['shape']['num_key_value_heads']} of {report['shape']['head_dim']} features (source)"
+    for engine in ("transformers", "vllm"):
+        for length, found in report[engine].items():
+            for name, got in found.items():
+                heads = (
+                    f"{report['shape']['num_key_value_heads']} of 64 features (source)" if name == "source" else name
+                )
+                times = f"{got['seconds'] * 1e3:.2f} ms | {got['ratio']:.2f}"
+                lines.append(f"| {engine} | {int(length):,} | {heads} | {times} |")
+    machine = report["machine"]
+    layers = f"{report['shape']['num_hidden_layers']} layers of random weights, float32"
+    return "\n".join([*lines, "", f"{layers}; {machine['processor']}, {machine['threads']} threads."]) + "\n"
+
+
 def streaming_table(report: Content) -> str:
     """Time, where a copy does as much, and memory."""
     lines = [

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion_tables import heads_table, streaming_table
+from conversion_tables import folded_table, heads_table, streaming_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
@@ -31,6 +31,7 @@ AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
 SCHEMA = ROOT / "recipes" / "recipe.schema.json"
 SPEED = ROOT / "evals" / "SPEED.md"
 CONVERSION = ROOT / "conversion" / "README.md"
+SERVING = ROOT / "conversion" / "serving.md"
 LENGTH, DTYPE = 4096, "bfloat16"
 AGAIN = "train.checkpoint_activations=true"
 PLANS = (
@@ -192,6 +193,7 @@ def memory_row(name: str, change: str, place: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "heads": written_by(RESULTS / "heads.json", "make measure-heads", heads_table),
+    "folded": written_by(RESULTS / "folded_decode.json", "make measure-folded", folded_table),
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "results": results_table,
     "memory": memory_table,
@@ -216,7 +218,7 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, CONVERSION, AT_SCALE]
+    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, CONVERSION, SERVING, AT_SCALE]
 
 
 def main() -> None:
