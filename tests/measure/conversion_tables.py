@@ -38,9 +38,7 @@ def folded_table(report: Content) -> str:
     for engine in ("transformers", "vllm"):
         for length, found in report[engine].items():
             for name, got in found.items():
-                heads = (
-                    f"{report['shape']['num_key_value_heads']} of 64 features (source)" if name == "source" else name
-                )
+                heads = own if name == "source" else name
                 times = f"{got['seconds'] * 1e3:.2f} ms | {got['ratio']:.2f}"
                 lines.append(f"| {engine} | {int(length):,} | {heads} | {times} |")
     machine = report["machine"]
