@@ -70,7 +70,7 @@ def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[f
                 for _ in range(NEW_TOKENS // 4):
                     model(token, past_key_values=cache)
                 times[name].append((time.perf_counter() - started) / (NEW_TOKENS // 4))
-                cache.crop(length)
+                cache.crop(-(NEW_TOKENS // 4))
     return {name: seconds[1:] for name, seconds in times.items()}
 
 
