@@ -119,4 +119,4 @@ def test_smollm2_in_vllm(smollm2: tuple[Path, Path]) -> None:
 def test_smollm2_in_llama_cpp(smollm2: tuple[Path, Path], tmp_path: Path) -> None:
     model, folded = smollm2
     crosshead.fold(folded, tmp_path / "model.gguf", type="f32", verify=False)
-    check_smollm2(run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, FLOAT32, LLAMA_CPP), model, 2)
+    check_smollm2(run_engine("llama.cpp", tmp_path / "model.gguf", TEXTS, FLOAT32, LLAMA_CPP), model)
