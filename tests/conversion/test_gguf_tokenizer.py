@@ -151,7 +151,7 @@ BAD = {
     ),
     "in the source": Case("overlaps", command="fold source source/x.gguf"),
     "under a file": Case("file/x.gguf", beside("file"), "fold source file/x.gguf"),
-    "a stock model": Case("crosshead convert", config(model_type="llama", mixers=...), FOLD),
+    "unknown tensors": Case("not part of this model type", config(model_type="llama", mixers=...), FOLD),
     "what cannot be folded": Case("'mixture' in layer 0", config(mixers=toy.MIXERS | ROUTED), FOLD),
     "no tokenizer": Case("tokenizer", remove("tokenizer.json"), FOLD),
     "words": Case("WordLevel", lambda folder: character_tokenizer().save_pretrained(folder), FOLD),

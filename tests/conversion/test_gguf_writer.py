@@ -86,6 +86,16 @@ def test_our_reader_gives_the_folded_model(backbone, tied, tmp_path):
     }
 
 
+def test_a_stock_model_gives_the_same_file(tmp_path):
+    _, path, folder = folded(tmp_path, "Llama")
+    report = crosshead.fold(folder, tmp_path / "again.gguf")
+    assert report["verification"]["must_equal"] and report["counts"]["rewritten"] == 0
+    names = {**contents(path)[0], "general.name": folder.name}
+    assert contents(tmp_path / "again.gguf")[0] == names
+    (_, one), (_, other) = contents(path), contents(tmp_path / "again.gguf")
+    assert all((one[name].data == other[name].data).all() for name in one | other)
+
+
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_the_file_is_that_of_another_writer(backbone, tmp_path):
     """Names by the package's own table, rows of queries and keys in pairs, experts stacked, the same metadata."""

@@ -80,6 +80,7 @@ def test_a_comparison_that_fails_costs_no_scores(monkeypatch):
 
     monkeypatch.setattr(evaluating, "open_model", lambda name, trust: evaluating.Opened(name, None, None))
     monkeypatch.setattr(evaluating, "_check_special_tokens", lambda opened: None)
+    monkeypatch.setattr(evaluating, "parameter_count", lambda opened: 1)
     monkeypatch.setattr(evaluating, "load_tasks", lambda *arguments: [])
     monkeypatch.setattr(evaluating, "_score", lambda opened, *rest: ({"model": opened.name, "scores": []}, []))
     monkeypatch.setattr(evaluating, "compare", failing)
