@@ -1,7 +1,6 @@
 """Models folded to GGUF files: what llama.cpp's converter would write of the folded folder."""
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -257,18 +256,3 @@ def test_dry_run(tmp_path):
     assert report["tensors"]["output_norm.weight"] == {"fate": "copied", "dtype": "F32", "shape": [64]}
     crosshead.fold(made, tmp_path / "x.gguf", type="q8_0", verify=False)
     assert report["bytes"] <= (tmp_path / "x.gguf").stat().st_size < report["bytes"] + 20_000
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
-def test_llama_cpp_gives_the_same_logits(backbone, tmp_path):
-    import llama_cpp
-
-    _, path, folder = folded(tmp_path, backbone, **sizes(backbone))
-    tokens = toys.tokens(batch=1)[0].tolist()
-    engine = llama_cpp.Llama(str(path), n_ctx=64, logits_all=True, verbose=False)
-    engine.eval(tokens)
-    found = torch.tensor(engine.scores[: len(tokens)])
-    expected = stock(folder)(torch.tensor([tokens])).logits[0]
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02 * float(expected.detach().abs().max()))

@@ -21,12 +21,14 @@ TOLERANCE = 1e-3
 """Of a log-probability."""
 EIGHT = {"num_attention_heads": 8, "num_key_value_heads": 8, "max_position_embeddings": 256}
 THREE = {"hidden_size": 144, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 256}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "3 heads to 2": ("llama", THREE, {"explicit": {"key_heads": 2, "value_heads": 2}}),
     "Qwen2, 8 heads to 2": ("qwen2", EIGHT, {"explicit": {"key_heads": 2, "value_heads": 2}}),
     "8 heads to 4 in 2 groups": ("llama", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 2}}),
     "8 heads to 4 in 4 groups": ("llama", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 4}}),
     "Qwen3, 8 heads to 4 in 4 groups": ("qwen3", EIGHT, {"explicit": {"key_heads": 4, "value_heads": 4, "groups": 4}}),
+    "Qwen3-MoE": ("qwen3_moe", EIGHT | EXPERTS, {"knocking": {"form": "linear"}}),
     "all heads": (
         "llama",
         EIGHT,
