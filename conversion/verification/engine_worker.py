@@ -63,9 +63,7 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     import numpy
 
     length = max(map(len, job["prompts"])) + job["new_tokens"]
-    metadata = llama_cpp.Llama(job["model"], vocab_only=True, verbose=False).metadata
-    full = metadata.get("general.file_type") == "0"  # F32: so is the cache, which is F16 by default
-    cached = llama_cpp.GGML_TYPE_F32 if full else llama_cpp.GGML_TYPE_F16
+    cached = llama_cpp.GGML_TYPE_F32 if job["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
     model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=cached, type_v=cached, verbose=True)
 
     def last_logprobs(count: int) -> Any:

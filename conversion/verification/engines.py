@@ -71,7 +71,8 @@ def verify_in_engine(
             if not trust_remote_code:
                 refuse_foreign_code(checkpoint)
             place = _runnable(checkpoint, engine, Path(scratch, role))
-            results[role] = run_engine(engine, place, prompts, checkpoint.config, python)
+            config = checkpoint.config if engine == "vllm" else {}  # llama.cpp's cache is float16 by default
+            results[role] = run_engine(engine, place, prompts, config, python)
             texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
             results[role]["greedy_text"] = texts[0]
             progress(f"running in {engine}", done, len(opened), role)
@@ -101,7 +102,7 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def run_engine(
     engine: str, model: Path, prompts: list[list[int]], config: Mapping[str, Any], python: str | Path | None = None
 ) -> dict[str, Any]:
-    """The results of one model, as `engine_worker.py` writes them, in the dtype of its configuration."""
+    """The results of one model, as `engine_worker.py` writes them: vLLM and llama.cpp's cache in the config's dtype."""
     with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
         content = {
