@@ -102,7 +102,7 @@ def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def run_engine(
     engine: str, model: Path, prompts: list[list[int]], config: Mapping[str, Any], python: str | Path | None = None
 ) -> dict[str, Any]:
-    """One model's results, as `engine_worker.py` writes them: vLLM and llama.cpp's cache in the dtype of the config."""
+    """One model's results, as `engine_worker.py` writes them; vLLM and llama.cpp's cache in the dtype of `config`."""
     with tempfile.TemporaryDirectory() as scratch:
         job, result = Path(scratch, "job.json"), Path(scratch, "result.json")
         content = {
