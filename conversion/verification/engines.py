@@ -117,7 +117,10 @@ def run_engine(
         job.write_text(json.dumps(content), encoding="utf-8")
         interpreter = os.path.abspath(os.path.expanduser(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
-        environment |= {"HF_HUB_OFFLINE": "1", "HF_MODULES_CACHE": str(Path(scratch, "modules"))}
+        # An empty home: a config cannot name code of another repository that lies in the user's cache.
+        home = str(Path(scratch, "home"))
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules"}
+        environment.pop("HF_HUB_CACHE", None)
         command = [interpreter, "-P", str(WORKER), str(job)]
         try:
             done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, check=False)
