@@ -15,7 +15,14 @@ from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, re
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.budget_search import AutoLayers
-from .compress.convert_layers import active_heads, component_counts, convert_layers, needed_observations, routings
+from .compress.convert_layers import (
+    active_heads,
+    candidate_counts,
+    choose_groups,
+    convert_layers,
+    needed_observations,
+    routings,
+)
 from .options import MixerRequest, Options, read_mixers
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
@@ -69,7 +76,7 @@ class MechanismRequest(Request):
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
         """Record statistics of the source's attention heads on a text, and execute `--layers auto`."""
         request = self
-        if self.observers.kinds and not (dry_run and self.auto is None):
+        if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
             file = cache / "calibration.safetensors"
             calibration = observe(self.source, self.source_config, self.text, self.observers, file, progress)
             if self.given.save_calibration is not None and not dry_run:
@@ -77,10 +84,13 @@ class MechanismRequest(Request):
             request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
         if self.auto is not None:
             mixers, chosen = self.auto.resolve(request.calibration, cache / "chosen.json", progress)
-            target = _target_config(self.source.config, self.source_config, mixers, self.given)
-            decisions = {**request.decisions, "chosen": chosen}
-            request = replace(request, target=target, mixers=mixers, decisions=decisions)
-        return request
+        elif request.calibration is not None and self.observers.chooses_groups:
+            mixers, chosen = choose_groups(self.observers.candidates, self.target, self.mixers, request.calibration)
+        else:
+            return request
+        target = _target_config(self.source.config, self.source_config, mixers, self.given)
+        decisions = {**request.decisions, "chosen": chosen}
+        return replace(request, target=target, mixers=mixers, decisions=decisions)
 
     def plan(self) -> Plan:
         """Decide the action for every tensor."""
@@ -107,18 +117,22 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     wanted = needed_observations(target, request, auto is not None)
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
-    components = [] if auto is not None else component_counts(target, request)
+    candidates = [] if auto is not None else candidate_counts(target, request)
     biased = bool(family_of(stock).qkv_bias(stock))
     observers = Observers(
-        wanted, target.layouts(), active_heads(target), biased, components, routings(target, request)
+        wanted, target.layouts(), active_heads(target), biased, candidates, routings(target, request)
     )
     _check_saved(given.save_calibration, observers)
     described = text.described() if runs_source else {}
+    recorded = target.mixers
+    if observers.chooses_groups:
+        explicit = {option: value for option, value in recorded["explicit"].items() if option != "groups"}
+        recorded = recorded | {"explicit": explicit}
     return MechanismRequest(
         command="convert",
         source=source,
         source_config=stock,
-        options=given.recorded() | {"mixers": target.mixers, "choices": request.choices, "calibration": described},
+        options=given.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
         minimum_bytes=minimum_size(source.store, dropped, given.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or "explicit" in request.mixers,

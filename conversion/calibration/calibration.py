@@ -46,8 +46,9 @@ class Observers:
     """The number of active heads of each layer."""
     biased: bool
     """Whether key and value projections have biases."""
-    components: list[Counts] = field(default_factory=list)
-    """Component heads of each layer, for which frames and the output projection are fitted; empty if not known yet."""
+    candidates: list[list[Counts]] = field(default_factory=list)
+    """For each layer, the component heads for which frames and the output projection are fitted: one entry for each
+    number of groups to choose from. Empty if not known yet."""
     routings: list[Routing | None] = field(default_factory=list)
     """The heads of each layer's mixture, for the kind "router"; None without a mixture that selects heads."""
 
@@ -65,10 +66,17 @@ class Observers:
         """The heads for which a layer's router is fitted."""
         return self.routings[layer] if "router" in self.kinds else None
 
-    def solves(self, layer: int) -> bool:
-        """Whether a layer's component heads are fitted."""
+    def solves(self, layer: int) -> list[Counts]:
+        """The component heads that are fitted in a layer."""
+        if "statistics" not in self.kinds or not self.candidates:
+            return []
         heads = self.layouts[layer].key_value_heads
-        return "statistics" in self.kinds and bool(self.components) and self.components[layer].fewest < heads
+        return [counts for counts in self.candidates[layer] if counts.fewest < heads]
+
+    @property
+    def chooses_groups(self) -> bool:
+        """Whether the number of groups depends on the statistics."""
+        return any(len(of_layer) > 1 for of_layer in self.candidates)
 
     def shapes(self) -> Shapes:
         """The names and shapes of the statistics in a calibration file."""
@@ -85,8 +93,8 @@ class Observers:
         """The names and shapes of the fitted tensors in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
-            if self.solves(layer):
-                of_layer = shapes_of_solved(layout, self.components[layer], self.biased)
+            for counts in self.solves(layer):
+                of_layer = shapes_of_solved(layout, counts, self.biased)
                 shapes |= {f"{layer}.statistics.{name}": shape for name, shape in of_layer.items()}
         return shapes
 
@@ -172,8 +180,9 @@ def _recorded(model: StreamedModel, tokens: torch.Tensor, observers: Observers, 
         for handle in handles:
             handle.remove()
         statistics, compressed = by_kind.get("statistics"), Tensors()
-        if isinstance(statistics, HeadStatistics) and observers.solves(layer):
-            compressed = _solve(attention, statistics, calls, observers.components[layer])
+        if isinstance(statistics, HeadStatistics):
+            for counts in observers.solves(layer):
+                compressed = _solve(attention, statistics, calls, counts)
         tensors = {kind: observer.as_tensors() for kind, observer in by_kind.items()}
         if converted is not None:
             with substituted(attention, compressed):

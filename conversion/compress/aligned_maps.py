@@ -54,7 +54,10 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     heads, _, size, _ = errors.metric.shape
     root, inverse = roots(errors.pooled[0])  # each head in coordinates in which its metric is the identity
     even = errors.in_coordinates(root, inverse)
-    start = (one_fewer if components == heads - 1 > 1 else grouped)(even.pooled[1], heads, size, components)
+    find = one_fewer if components == heads - 1 > 1 else grouped
+    plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
+    starts = [find(even.pooled[1], heads, size, components), plain]
+    start = min(starts, key=lambda frame: float(even.total(frame)))
     steps = VALUE_STEPS if refines else 0
     return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse)
 
@@ -99,6 +102,9 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
     pairs = _pairs(even.pooled[1], heads, size)
     combined, factors, scalars = (_one_fewer if components == heads - 1 > 1 else _grouped)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
+    plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
+    if even.total(plain) < even.total(start):
+        start, factors = plain, torch.complex(weights, torch.zeros_like(weights))
     parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
     frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
     return frame.out_of_coordinates(root, inverse)
@@ -106,14 +112,18 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
 
 def mixed_keys(errors: Errors, components: int, refines: bool = True) -> Frame:
     """The frame of keys with a norm with the minimum error: scalar combinations of heads. `refines` as above."""
+    return refine(_scalar_start(errors, components), errors, lambda maps: maps, None, KEY_STEPS if refines else 0)
+
+
+def _scalar_start(errors: Errors, components: int) -> Frame:
+    """Components as the scalar combinations of heads with the largest spread; no maps."""
     heads, _, size, _ = errors.metric.shape
     metric, gram = errors.pooled
     across = torch.einsum("a,iaja->ij", metric.mean(0).diagonal(), _blocks(gram, heads, size))
     scalars = torch.linalg.eigh(across)[1][:, -components:]
     one = torch.eye(size).to(scalars)
     combined = _features(torch.einsum("ij,ab->jiab", scalars, one), errors.gram.shape[-1])
-    start = Frame(combined, scalars, one.expand(heads, -1, -1))
-    return refine(start, errors, lambda maps: maps, None, KEY_STEPS if refines else 0)
+    return Frame(combined, scalars, one.expand(heads, -1, -1))
 
 
 def pair_maps(factors: torch.Tensor) -> torch.Tensor:

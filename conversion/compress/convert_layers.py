@@ -1,5 +1,8 @@
 """Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
 
+from dataclasses import replace
+from math import gcd
+from statistics import fmean
 from typing import Any
 
 from ..architectures.families import Shapes, attention_prefix
@@ -12,8 +15,10 @@ from .fitted_router import Routing
 from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .reorder_heads import most_used_first, reorder
-from .virtual_heads import rewrite, rewritten_names
+from .virtual_heads import fitted_error, rewrite, rewritten_names
 
+GROUP_TOLERANCE = 0.1
+"""How much the fitted error may rise, relative to that of one group, if a conversion chooses the number of groups."""
 ORDER_FREE = {"explicit", "knocking", "gating"}
 """Mechanisms that a conversion can combine with any order of heads."""
 
@@ -23,10 +28,10 @@ def _combines(config: Any, layer: int) -> bool:
     return min(component_heads(config, layer)) < config.num_key_value_heads
 
 
-def _counts(config: Any, request: MixerRequest, layer: int) -> Counts:
+def _counts(config: Any, request: MixerRequest, layer: int, groups: int | None = None) -> Counts:
     """The component heads of a layer; `aligned` assigns heads to groups where nothing depends on their order."""
     mixers = config.mixers_of_layer(layer)
-    groups = mixers.get("explicit", {}).get("groups", 1)
+    groups = groups or mixers.get("explicit", {}).get("groups", 1)
     is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
     reorders = is_aligned and groups > 1 and mixers.keys() <= ORDER_FREE
     return Counts(*component_heads(config, layer), groups, reorders)
@@ -126,3 +131,39 @@ def active_heads(config: Any) -> list[int]:
 def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
     """The component heads of each layer's keys and values."""
     return [_counts(config, request, layer) for layer in range(config.num_hidden_layers)]
+
+
+def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
+    """The component heads of each layer, for every number of groups that a conversion chooses from, the most first."""
+    tried, layers = _groups_to_try(config, request), range(config.num_hidden_layers)
+    return [[_counts(config, request, layer, groups) for groups in tried] for layer in layers]
+
+
+def _groups_to_try(config: Any, request: MixerRequest) -> list[int | None]:
+    """The numbers of groups that are possible in all layers; only None, the configured one, if it is not chosen."""
+    explicit, choices = request.mixers.get("explicit", {}), request.choices
+    fits = choices.get("explicit", {}).get("method") == "aligned" and "mixture" not in request.mixers
+    layers = range(config.num_hidden_layers)
+    if "groups" in explicit or not fits or not any(_combines(config, layer) for layer in layers):
+        return [None]
+    counts = [component_heads(config, layer) for layer in layers]
+    common = gcd(config.num_key_value_heads, *(count for pair in counts for count in pair))
+    return [groups for groups in range(common, 0, -1) if common % groups == 0]
+
+
+def choose_groups(
+    candidates: list[list[Counts]], config: Any, request: MixerRequest, calibration: Calibration
+) -> tuple[MixerRequest, dict[str, Any]]:
+    """The request with the most groups whose fitted error is within the tolerance; and the groups and the errors."""
+    ratios: dict[int, list[float]] = {}
+    for layer in filter(lambda layer: _combines(config, layer), range(config.num_hidden_layers)):
+        layout = config.layout_of_layer(layer)
+        statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
+        errors = {counts.groups: fitted_error(statistics, layout, counts) for counts in candidates[layer]}
+        for groups, error in errors.items():
+            ratios.setdefault(groups, []).append(error / errors[1])
+    means = {groups: fmean(of_layers) for groups, of_layers in ratios.items()}
+    groups = max(groups for groups, mean in means.items() if mean <= 1 + GROUP_TOLERANCE)
+    explicit = request.mixers["explicit"] | {"groups": groups}
+    chosen = {"groups": groups, "fitted_errors": {str(count): round(mean, 4) for count, mean in means.items()}}
+    return replace(request, mixers=request.mixers | {"explicit": explicit}), chosen

@@ -172,8 +172,6 @@ def with_order(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -
     if name in statistics.sums or not counts.reorders:
         return statistics
     sides = {side: _errors(statistics, layout, side) for side, count in counts.sides.items() if count < heads}
-    # The statistics of keys leave out the factor of attention's logits.
-    factors = {"key": 1 / layout.head_dim, "value": 1.0}
 
     def cost(group: Group) -> float:
         total = 0.0
@@ -181,11 +179,22 @@ def with_order(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -
             part = errors.part(group)
             components = min(counts.sides[side] // counts.groups, len(group) - 1)
             frame = _solver(layout, side)(part, components, refines=False)
-            total += float(part.total(frame)) * errors.scale * factors[side]
+            total += float(part.total(frame)) * errors.scale * _factor(layout, side)
         return total
 
     order = [head for group in equal_groups(heads, counts.groups, cost) for head in group]
     return HeadStatistics(layout, statistics.sums | {name: torch.tensor(order, dtype=torch.float64)})
+
+
+def fitted_error(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> float:
+    """The fitted error of a layer's keys and values, by the frames in the statistics; without these, it fits them."""
+    statistics, total = with_order(statistics, layout, counts), 0.0
+    for side, count in counts.sides.items():
+        if count < layout.key_value_heads:
+            errors = _errors(statistics, layout, side).part(_order(statistics, layout, counts))
+            frame = _frame(statistics, layout, side, counts)
+            total += float(errors.total(frame)) * errors.scale * _factor(layout, side)
+    return total
 
 
 def _order(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> list[int]:
@@ -223,6 +232,11 @@ def _errors(statistics: HeadStatistics, layout: HeadLayout, side: str) -> Errors
             "it was made for another model"
         )
     return Errors.of(*sums)
+
+
+def _factor(layout: HeadLayout, side: str) -> float:
+    """A side's errors as squares of the layer's output: the statistics of keys leave out the factor of the logits."""
+    return 1 / layout.head_dim if side == "key" else 1.0
 
 
 def _solver(layout: HeadLayout, side: str) -> Callable[..., Frame]:

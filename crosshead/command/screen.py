@@ -126,10 +126,14 @@ def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The calibration text and the chosen layers, for people."""
+    """The calibration text, and the chosen layers or groups, for people."""
     if calibration := report.get("calibration"):
         yield f"calibrated on {calibration.get('text') or calibration['saved']}"
-    if chosen := report.get("chosen"):
+    chosen = report.get("chosen", {})
+    if "groups" in chosen:
+        yield f"groups of heads: {chosen['groups']}; fitted error by groups, relative to one group's:"
+        yield from (f"  {groups}: {error:.4f}" for groups, error in chosen["fitted_errors"].items())
+    if "text" in chosen:
         yield f"layers chosen on {chosen['text']}"
         yield from (f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ") for side in SIDES)
 

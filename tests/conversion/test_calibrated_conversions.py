@@ -151,7 +151,7 @@ def test_calibrating_reads_nothing_twice_and_its_fingerprint_covers_what_it_read
 def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
     """What was solved for some counts is used for these alone."""
     saved = tmp_path / "saved.safetensors"
-    asked = [{"explicit": {"key_heads": 2, "value_heads": count}} for count in (2, 3)]
+    asked = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
     crosshead.convert(source, tmp_path / "made", asked[0], calibration=text, save_calibration=saved, verify=False)
     held = load_file(saved)
     assert {name.split(".")[2] for name in held if ".statistics." in name} == {"key", "value", "output"}

@@ -1,14 +1,17 @@
-"""The assignment of heads to groups of one size."""
+"""The assignment of heads to groups of one size, and the choice of the number of groups."""
 
 from itertools import permutations
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import crosshead
+import toys
 from crosshead.conversion.compress.head_groups import Counts, equal_groups, query_order
 from crosshead.modeling.mechanisms.base import HeadLayout
-from toy_checkpoints import write_stock
+from crosshead_command.screen import calibration_lines
+from toy_checkpoints import write_model, write_stock
 
 
 def random_cost(heads, seed):
@@ -64,3 +67,70 @@ def test_layers_with_groups_are_chosen_within_a_budget(method, tmp_path):
     report = crosshead.convert(source, tmp_path / "made", asked, **options)
     assert report["verification"]["reload"]["greatest_logit_difference"] < 1e-4
     assert {*report["chosen"]["key_heads"], *report["chosen"]["value_heads"]} == {2, 4}
+
+
+COMBINATIONS = {"pairs": [[1, 0], [0, 1], [1.5, 0], [0, 0.5]], "all": [[1, 0], [0, 1], [1, 1], [1, -1]]}
+"""Four heads as combinations of two components: within the groups (0, 2) and (1, 3), or with both for every head."""
+HALF = {"key_heads": 2, "value_heads": 2}
+PROSE = "a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40
+
+
+def with_components(folder, combinations):
+    """A toy whose four keys and values are combinations of two."""
+    model = toys.stock_model("Llama", num_attention_heads=8, num_key_value_heads=4)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for weight in (layer.self_attn.k_proj.weight, layer.self_attn.v_proj.weight):
+                heads = weight.unflatten(0, (4, -1))
+                heads.copy_(torch.einsum("ij,jdn->idn", torch.tensor(combinations).float(), heads[:2].clone()))
+    return write_model(model, folder)
+
+
+@pytest.fixture(scope="module", params=COMBINATIONS)
+def combined(request, tmp_path_factory):
+    return request.param, with_components(
+        tmp_path_factory.mktemp(request.param) / "source", COMBINATIONS[request.param]
+    )
+
+
+def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
+    name, source = combined
+    saved, groups = tmp_path / "saved.safetensors", {"pairs": 2, "all": 1}[name]
+    text = tmp_path / "text.txt"
+    text.write_text(PROSE)
+    asked = {"explicit": HALF}
+    report = crosshead.convert(source, tmp_path / "made", asked, calibration=text, save_calibration=saved)
+    assert report["chosen"]["groups"] == groups and "groups" not in report["options"]["mixers"]["explicit"]
+    config = AutoConfig.from_pretrained(tmp_path / "made", trust_remote_code=True)
+    assert config.mixers["explicit"]["groups"] == groups
+    errors = report["chosen"]["fitted_errors"]
+    assert errors["1"] == 1 and (errors["2"] > 1.1) == (name == "all")
+    assert report["verification"]["kl_divergence"] < 1e-6
+    assert f"groups of heads: {groups}; fitted error by groups, relative to one group's:" in calibration_lines(report)
+    again = crosshead.convert(source, tmp_path / "again", asked, calibration=saved, verify=False)
+    plan = crosshead.convert(source, tmp_path / "plan", asked, calibration=text, plan_only=True)
+    assert report["chosen"] == again["chosen"] == plan["chosen"]
+    assert report["tensors"] == again["tensors"]
+    weight = plan["tensors"]["model.layers.0.self_attn.mixers.explicit.key.weight"]
+    assert weight["shape"] == [4, 2 // groups]
+
+
+@pytest.mark.parametrize(
+    "mixers",
+    [
+        {"explicit": HALF | {"groups": 1}},
+        {"explicit": HALF | {"method": "svd"}},
+        {"explicit": {}},
+        {"explicit": {"key_heads": 3, "value_heads": 2}},
+        {"explicit": HALF, "mixture": {"active_heads": 6}},
+    ],
+    ids=str,
+)
+def test_one_group_where_nothing_is_to_be_chosen(mixers, tmp_path):
+    source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
+    is_fitted = mixers["explicit"] and mixers["explicit"].get("method") != "svd"
+    (tmp_path / "text.txt").write_text(PROSE)
+    options = {"calibration": tmp_path / "text.txt"} if is_fitted else {}
+    report = crosshead.convert(source, tmp_path / "made", mixers, verify=False, **options)
+    assert report["options"]["mixers"]["explicit"]["groups"] == 1
+    assert "chosen" not in report
