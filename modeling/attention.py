@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from .cache import update_cache
 from .configuration import shared_layout
 from .mechanisms import MECHANISMS
-from .mechanisms.base import AttentionState, HeadLayout
+from .mechanisms.base import AttentionState
 from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward, split_heads
 
 
@@ -47,8 +47,9 @@ class CrossheadAttention(nn.Module):
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
         self.value_dim = layout.value_dim
         self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
-        self._resize("k_proj", layout.key_components, layout.head_dim, layout)
-        self._resize("v_proj", layout.value_components, layout.value_dim, layout)
+        self._resize("k_proj", layout.hidden_size, layout.key_components * layout.head_dim)
+        self._resize("v_proj", layout.hidden_size, layout.value_components * layout.value_dim)
+        self._resize("o_proj", layout.output_heads * layout.output_dim, layout.hidden_size)
         self.has_key_norm = layout.key_norm_eps is not None
         if layout.key_norm_eps is not None:
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
@@ -59,10 +60,10 @@ class CrossheadAttention(nn.Module):
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
         self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
-    def _resize(self, projection: str, heads: int, size: int, layout: HeadLayout) -> None:
-        if heads != layout.key_value_heads:
-            has_bias = getattr(self, projection).bias is not None
-            setattr(self, projection, nn.Linear(layout.hidden_size, heads * size, bias=has_bias))
+    def _resize(self, projection: str, inputs: int, outputs: int) -> None:
+        stock = getattr(self, projection)
+        if (stock.in_features, stock.out_features) != (inputs, outputs):
+            setattr(self, projection, nn.Linear(inputs, outputs, bias=stock.bias is not None))
 
     def forward(
         self,

@@ -72,9 +72,11 @@ def layer_settings(mixers: Mapping[str, Settings], layer: int) -> dict[str, Sett
 
 def shared_layout(settings: Mapping[str, Settings], layout: HeadLayout) -> HeadLayout:
     """The layout as the mechanisms of one layer see it."""
+    value_dim = layout.value_dim or layout.head_dim
     layout = replace(
         layout,
-        value_dim=layout.value_dim or layout.head_dim,
+        value_dim=value_dim,
+        output_dim=value_dim,
         output_heads=layout.query_heads,
         key_components=layout.key_value_heads,
         value_components=layout.key_value_heads,

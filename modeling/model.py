@@ -89,8 +89,8 @@ class CrossheadPreTrained(ModelBase):
         # Before the library looks for kernels on the Hub; it knows what to say of other names.
         name = attn_implementation or "sdpa"
         if name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
-            for mechanism in self.config.mixers:
-                MECHANISMS[mechanism].check_implementation(name)
+            for mechanism, settings in self.config.mixers.items():
+                MECHANISMS[mechanism].check_implementation(name, settings)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
 
     def _set_gradient_checkpointing(

@@ -80,9 +80,9 @@ class Subset(Option):
 
 @dataclass(frozen=True)
 class Flag(Option):
-    """True or false."""
+    """True or false; without a default, not given."""
 
-    default: bool
+    default: bool | None
 
     def check(self, name: str, value: Any, layers: int) -> bool:
         """The flag."""

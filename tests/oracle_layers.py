@@ -42,6 +42,14 @@ OPTION_CASES: dict[str, dict[str, Any]] = {
     "talking weights": {"talking": {"on": ["weights"], "dynamic": ["key_weights"]}},
     "talking fewer softmax heads": {"talking": {"softmax_heads": 3, "dynamic": ["key_logits", "query_weights"]}},
     "differential without norm": {"differential": {"norm": False}},
+    "differential with half values": {"differential": {"half_values": True}, "knocking": {"on": ["value"]}},
+    "differential version 2": {"differential": {"version": 2}},
+    "differential version 2 + mixture": {
+        "mixture": {"shared_heads": 1, "active_heads": 2},
+        "gating": {},
+        "explicit": {"value_heads": 1, "norm": False},
+        "differential": {"version": 2},
+    },
     "differential + mixture": {
         "differential": {},
         "mixture": {"shared_heads": 1, "active_heads": 2, "gate_scale": "paper"},

@@ -115,7 +115,8 @@ def differential(
     """MEA equations 4 to 6: one query's outputs, one of size 2d for each pair of heads.
 
     `softmaxes` has for every head the query's weights over the keys. `lambda_init` is the paper's
-    `0.8 - 0.6 exp(-0.3 (layer - 1))` with layers counted from 1. Without the norm, its factor goes too.
+    `0.8 - 0.6 exp(-0.3 (layer - 1))` with layers counted from 1. Without the norm, its factor goes too. The value
+    heads may be half as large.
     """
     lambda_init = 0.8 - 0.6 * math.exp(-0.3 * shape.layer_index)
     name = "mixers.differential.lambda"
@@ -196,18 +197,37 @@ def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
     return add(losses) / len(routed)
 
 
+def paired_queries(softmaxes: list[Tensor], values: Heads, query_input: Tensor, weights: Weights) -> list[Tensor]:
+    """Differential attention version 2: one query's outputs, one of size d for each pair of query heads.
+
+    Both heads of a pair read the same value head; the second output is subtracted times a sigmoid of the input.
+    """
+    name = "mixers.differential.lambda"
+    factors = torch.sigmoid(linear(query_input, weights, f"{name}_proj") + weights[f"{name}_bias"])
+    group = len(softmaxes) // len(values[0])
+    outputs = []
+    for pair, factor in enumerate(factors):
+        first, second = (
+            add(softmaxes[head][s] * values[s][head // group] for s in range(len(values)))
+            for head in (2 * pair, 2 * pair + 1)
+        )
+        outputs.append(first - factor * second)
+    return outputs
+
+
 def attend(
     t: int, inputs: Tensor, sides: Sides, weights: Weights, shape: LayerShape, mixers: Mixers, allowed: Tensor
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Attention of query token `t`: the head outputs, and each head's weights (S,) that multiply the values."""
     queries, keys, values = sides["query"], sides["key"], sides["value"]
     group = shape.query_heads // shape.key_value_heads
+    version = mixers["differential"]["version"] if "differential" in mixers else 0
 
     pairs = []  # one list of per-head logits for every key
     for s in range(len(keys)):
         logits = []
         for head in range(shape.query_heads):
-            source = 2 * (head // 2 // group) + head % 2 if "differential" in mixers else head // group
+            source = 2 * (head // 2 // group) + head % 2 if version == 1 else head // group
             logits.append(torch.dot(queries[t][head], keys[s][source]) / math.sqrt(shape.head_dim))
         if "talking" in mixers:
             logits = talking(logits, "logits", inputs[t], inputs[s], weights, mixers["talking"])
@@ -223,7 +243,9 @@ def attend(
             mixed.append(talking(per_head, "weights", inputs[t], inputs[s], weights, mixers["talking"]))
         rows = [torch.stack([mixed[s][head] for s in range(len(keys))]) for head in range(shape.query_heads)]
 
-    if "differential" in mixers:
+    if version == 2:
+        return paired_queries(rows, values, inputs[t], weights), rows
+    if version == 1:
         return differential(rows, values, weights, shape, mixers["differential"]), rows
     heads = range(shape.query_heads)
     return [add(rows[head][s] * values[s][head // group] for s in range(len(values))) for head in heads], rows
@@ -234,6 +256,8 @@ def sequence_layer(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`attention_layer` for one sequence: every argument and result without its batch dimension."""
     sides = {side: project(inputs, weights, f"{side[0]}_proj", shape.head_dim) for side in ("query", "key", "value")}
+    if mixers.get("differential", {}).get("half_values"):
+        sides["value"] = project(inputs, weights, "v_proj", shape.head_dim // 2)
 
     router_queries = sides["query"]
     for name, options in mixers.items():

@@ -70,6 +70,7 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
         "explicit": {"norm": False, "value_heads": 1, "layers": [1]},
         "differential": {},
     },
+    "paired queries": {"differential": {"version": 2}, "knocking": {"on": ["query", "value"]}},
 }
 CASES = MECHANISM_CASES | COMPOSITIONS
 

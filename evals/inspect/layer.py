@@ -4,7 +4,7 @@ A crosshead layer passes its states to its mechanisms, so two recording mechanis
 one after them. In a stock layer, hooks record the output of `v_proj` and the input of `o_proj`.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
-from crosshead.modeling.mechanisms.differential import Differential
 from crosshead.modeling.ops import split_heads
 
 from .pack import pack_indices, pack_maps, pack_numbers, plain, rounded
@@ -37,12 +36,15 @@ class LayerStates:
     """The same after gates and norms, as `o_proj` reads them."""
     routing: Routing | None
     """Gates (T, heads), and the router's probabilities (T, routed heads)."""
+    subtracted: torch.Tensor | None
+    """The factor of the second head of each pair in differential attention: a number, or (T, pairs)."""
 
 
 class Recorder(Mechanism):
     """A mechanism that only records."""
 
     routing: Routing | None = None
+    subtracted: torch.Tensor | None = None
 
     def __init__(self) -> None:
         super().__init__(HeadLayout(0, 0, 0, 0), {})
@@ -63,10 +65,14 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
     before, after = Recorder(), Recorder()
 
     def finish(module: nn.Module, arguments: Any, result: tuple[torch.Tensor, torch.Tensor]) -> None:
-        receive(LayerStates(result[1][0], after.values[0], before.outputs[0], after.outputs[0], after.routing))
+        outputs = before.outputs[0], after.outputs[0]
+        receive(LayerStates(result[1][0], after.values[0], *outputs, after.routing, after.subtracted))
 
     def record_routing(module: nn.Module, arguments: Any, result: Routing) -> None:
         after.routing = result[0][0], result[1][0]
+
+    def record_subtracted(module: nn.Module, arguments: Any, result: torch.Tensor) -> None:
+        after.subtracted = result[0] if result.ndim else result
 
     def record_values(module: nn.Module, arguments: Any, values: torch.Tensor) -> None:
         after.values = split_heads(values, attention.head_dim)
@@ -83,7 +89,11 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
         if "mixture" in mixers:
             hooks.append(mixers["mixture"].register_forward_hook(record_routing))
         order = attention.output_order
-        attention.output_order = ["before", *order, "after"]
+        first = 0
+        if "differential" in mixers:
+            hooks.append(mixers["differential"].register_forward_hook(record_subtracted))
+            first = mixers["differential"].version - 1  # version 2 subtracts outputs
+        attention.output_order = [*order[:first], "before", *order[first:], "after"]
         attention.mixers = nn.ModuleDict({"before": before, **mixers, "after": after})
     try:
         yield
@@ -94,9 +104,9 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
             attention.mixers, attention.output_order = mixers, order
 
 
-def layer_record(states: LayerStates, mechanisms: Iterable[Mechanism]) -> dict[str, Any]:
+def layer_record(states: LayerStates) -> dict[str, Any]:
     """Attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON."""
-    maps = output_weights(states.weights, mechanisms).float()
+    maps = output_weights(states.weights, states.subtracted).float()
     labels = [str(head) for head in range(len(maps))]
     patterns, outputs = pattern_similarity(maps), output_similarity(states.attention_outputs.float())
     if len(states.weights) != len(maps):  # several softmaxes make one head output
@@ -120,15 +130,15 @@ def layer_record(states: LayerStates, mechanisms: Iterable[Mechanism]) -> dict[s
     }
 
 
-def output_weights(weights: torch.Tensor, mechanisms: Iterable[Mechanism]) -> torch.Tensor:
+def output_weights(weights: torch.Tensor, subtracted: torch.Tensor | None) -> torch.Tensor:
     """The weight of each value in each head output, from the weights (maps, T, S) that attention returns.
 
     In differential attention, this is the difference within each pair, before the norm.
     """
-    for mechanism in mechanisms:
-        if isinstance(mechanism, Differential):
-            weights = weights[0::2] - mechanism().to(weights.dtype) * weights[1::2]
-    return weights
+    if subtracted is None:
+        return weights
+    factor = subtracted.T.unsqueeze(-1) if subtracted.ndim else subtracted
+    return weights[0::2] - factor.to(weights.dtype) * weights[1::2]
 
 
 def map_measures(maps: torch.Tensor) -> dict[str, torch.Tensor]:

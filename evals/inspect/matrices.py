@@ -39,8 +39,8 @@ def learnt_matrices(mechanism: Mechanism) -> dict[str, torch.Tensor]:
 
     Those of explicit are block-diagonal, with a block for each group.
     """
-    if isinstance(mechanism, Differential):
-        return {"lambda": mechanism().detach().reshape(1, 1)}
+    if isinstance(mechanism, Differential) and mechanism.version == 1:
+        return {"lambda": mechanism(mechanism.lambda_q1).detach().reshape(1, 1)}
     parameters = {name.removesuffix(".weight"): each.detach() for name, each in mechanism.named_parameters()}
     matrices = {name: each for name, each in parameters.items() if each.ndim == 2}
     if isinstance(mechanism, Explicit):

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -100,14 +99,13 @@ def layer_records(model: Any, ids: torch.Tensor, advance: Callable[[], None]) ->
     """The record of each layer for one text, made while the model runs: only one layer's weights are in memory."""
     layers: list[dict[str, Any]] = []
 
-    def receive(mechanisms: list[Mechanism], states: LayerStates) -> None:
-        layers.append(layer_record(states, mechanisms))
+    def receive(states: LayerStates) -> None:
+        layers.append(layer_record(states))
         advance()
 
     with ExitStack() as stack:
         for attention in (layer.self_attn for layer in model.model.layers):
-            mechanisms = [mechanism for _, mechanism in _mechanisms(attention)]
-            stack.enter_context(record_states(attention, partial(receive, mechanisms)))
+            stack.enter_context(record_states(attention, receive))
         model(ids, use_cache=False)
     similarity = {}
     for side in ("patterns", "outputs"):

@@ -41,6 +41,8 @@ class HeadLayout:
     dropout: float = 0.0
     output_heads: int = 0
     """Head outputs that reach `head_outputs`."""
+    output_dim: int = 0
+    """Features of a head output that `o_proj` reads."""
     key_components: int = 0
     """Heads of the key projection."""
     value_components: int = 0
@@ -158,7 +160,7 @@ class Mechanism(nn.Module):
         self.settings = settings
 
     @classmethod
-    def check_implementation(cls, implementation: str | None) -> None:
+    def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
         """Raise `ValueError` where an `attn_implementation` cannot run this mechanism."""
 
     def before_rope(self, state: AttentionState) -> None:

@@ -2,12 +2,18 @@
 
 Query heads pair up as (0, 1), (2, 3), ..., key/value heads likewise; query pair `p` reads key/value pair `p // group
 size`. A pair's output is `(softmax_1 - lambda softmax_2) concat(v_1, v_2)`, an RMSNorm without weight over its `2d`
-features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per layer.
+features, times `1 - lambda_init`. `lambda = exp(q1.k1) - exp(q2.k2) + lambda_init`, four vectors per layer. With
+`half_values`, the heads of values have half the size, so that a pair's output has the size of one head.
 "crosshead_differential" computes it by ordinary attention, of first and of second heads with each half of the
 values: four calls with half of the heads, so that flash and flex attention work and nothing is copied. There is no
-neutral start, and no dropout: the paper defines none for a difference of weights.
+dropout: the paper defines none for a difference of weights.
 
-Paper: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer".
+Version 2 pairs query heads only. Both read the same key/value head, so that one call of ordinary attention computes
+all heads, and `o_i = attention_2i - sigmoid(x_t . w_i + b_i) attention_2i+1`, without a norm; `o_proj` reads half as
+many features. The bias is ours, for the start of a conversion.
+
+Papers: "Explicit Multi-head Attention ...", section 3.1, after "Differential Transformer"; "Differential Transformer
+V2" (Microsoft, 2026).
 """
 
 import math
@@ -22,20 +28,35 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, PREFIX, is_plain_sdpa, register_backend
-from ..ops import attention_weights, weigh_values, widened
-from ..options import Flag, refuse
-from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings
+from ..ops import attention_weights, local_heads, weigh_values, widened
+from ..options import Flag, Integer, refuse
+from .base import AttentionState, HeadLayout, LinearMap, Mechanism, ParameterModule, Rules, Settings
 
 
 class DifferentialRules(Rules):
     """The options of differential."""
 
-    options = {"norm": Flag(True)}
+    options = {"version": Integer(1), "norm": Flag(None), "half_values": Flag(False)}
     replaces_attention = True
+
+    @classmethod
+    def complete(cls, options: Settings) -> Settings:
+        """Version 2 has no norm."""
+        return {"norm": options["version"] == 1} | options
 
     @classmethod
     def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
         """Heads come in pairs."""
+        if settings["version"] > 2:
+            raise refuse("mixers.differential.version", settings["version"], "use 1 or 2")
+        if settings["version"] == 2:
+            for option in ("norm", "half_values"):
+                if settings[option]:
+                    raise refuse(f"mixers.differential.{option}", True, "version 2 has none: use False")
+            if layout.query_heads % (2 * layout.key_value_heads):
+                reason = f"each key/value head needs pairs: use a multiple of {2 * layout.key_value_heads}"
+                raise refuse("num_attention_heads", layout.query_heads, reason)
+            return
         for name, heads in (
             ("num_attention_heads", layout.query_heads),
             ("num_key_value_heads", layout.key_value_heads),
@@ -47,12 +68,21 @@ class DifferentialRules(Rules):
 
     @classmethod
     def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
-        """Half as many outputs, twice as wide."""
-        return replace(layout, output_heads=layout.query_heads // 2)
+        """Half as many outputs: of version 1 twice as wide as values, of version 2 as wide."""
+        layout = replace(layout, output_heads=layout.query_heads // 2)
+        if settings["version"] == 2:
+            return layout
+        value_dim = layout.value_dim // 2 if settings["half_values"] else layout.value_dim
+        return replace(layout, value_dim=value_dim, output_dim=2 * value_dim)
+
+    @classmethod
+    def splits_heads(cls, settings: Settings) -> bool:
+        """In version 2, each process takes the lambdas of its pairs."""
+        return settings["version"] == 2
 
 
 class Differential(Mechanism, ParameterModule):
-    """The layer's lambda; calling it computes the number."""
+    """Lambda; calling it gives the layer's number or, in version 2, one for each token and pair (B, T, pairs)."""
 
     rules = DifferentialRules
     lambda_q1: nn.Parameter
@@ -62,38 +92,51 @@ class Differential(Mechanism, ParameterModule):
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__(layout, settings)
+        self.version: int = settings["version"]
+        if self.version == 2:
+            self.lambda_proj = LinearMap(layout.hidden_size, layout.output_heads)
+            self.lambda_bias = nn.Parameter(torch.empty(layout.output_heads))
+            return
         self.lambda_init = 0.8 - 0.6 * math.exp(-0.3 * layout.layer_index)  # layers count from 0
         for name in ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"):
             self.register_parameter(name, nn.Parameter(torch.empty(layout.head_dim)))
 
     def initialise(self, std: float) -> None:
-        """Start near `lambda_init`."""
+        """Start near `lambda_init`, or without a bias."""
         for parameter in self.parameters(recurse=False):
-            init.normal_(parameter, mean=0.0, std=0.1)
+            init.normal_(parameter, mean=0.0, std=0.1 if self.version == 1 else 0.0)
 
-    def forward(self) -> Tensor:
-        """The layer's lambda."""
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Lambda, for hidden states (B, T, hidden)."""
+        if self.version == 2:
+            return torch.sigmoid(self.lambda_proj(hidden_states) + self.lambda_bias)
         wide = widened(self.lambda_q1.dtype)
         first = torch.sum(self.lambda_q1.to(wide) * self.lambda_k1.to(wide))
         second = torch.sum(self.lambda_q2.to(wide) * self.lambda_k2.to(wide))
         return torch.exp(first) - torch.exp(second) + self.lambda_init
 
     @classmethod
-    def check_implementation(cls, implementation: str | None) -> None:
-        """Implementations that may be called several times in a layer."""
-        if implementation in ENGINES:
+    def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
+        """Version 1 needs implementations that may be called several times in a layer."""
+        if implementation in ENGINES and settings["version"] == 1:
             reason = "'differential' calls attention 4 times: use 'sdpa', 'eager', flash attention or 'flex_attention'"
             raise refuse("attn_implementation", implementation, reason)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
-        """Differences of the model's own attention."""
-        self.check_implementation(implementation)
+        """Differences of the model's own attention; in version 2, of its outputs."""
+        self.check_implementation(implementation, self.settings)
         implementation = "sdpa" if str(implementation).startswith(PREFIX) else implementation
-        state.attention_kwargs = {"subtracted": self(), "implementation": implementation}
+        if self.version == 2:
+            return implementation
+        state.attention_kwargs = {"subtracted": self(state.hidden_states), "implementation": implementation}
         return "crosshead_differential"
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
-        """Norm each pair's output."""
+        """Norm each pair's output; in version 2, subtract the second head's."""
+        if self.version == 2:
+            first, second = output.chunk(2, dim=-1)
+            scale = local_heads(self(state.hidden_states), output.shape[2])
+            return first - scale.unsqueeze(-1).to(output.dtype) * second
         if not self.settings["norm"]:
             return output
         return (1 - self.lambda_init) * functional.rms_norm(output, output.shape[-1:], eps=self.layout.norm_eps)

@@ -112,7 +112,7 @@ class Talking(Mechanism):
             self.add_module(name, DynamicHeadMap(layout.hidden_size, *self.sizes[name.split("_")[1]]))
 
     @classmethod
-    def check_implementation(cls, implementation: str | None) -> None:
+    def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
         """Only implementations that this file replaces as a whole."""
         if implementation is not None and implementation != "eager" and not is_plain_sdpa(implementation):
             reason = "'talking' mixes all heads' weights: use transformers' own 'sdpa', 'eager' or 'crosshead_talking'"
@@ -126,7 +126,7 @@ class Talking(Mechanism):
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Talking-heads attention, in blocks unless "eager"."""
-        self.check_implementation(implementation)
+        self.check_implementation(implementation, self.settings)
         maps: list[Tensor | None] = []
         for stage in STAGES:
             static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None

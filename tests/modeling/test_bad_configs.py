@@ -51,6 +51,9 @@ BAD_VALUES: list[tuple[str, tuple[str, ...], list[Any]]] = [
     ("talking.softmax_heads", WHOLE, [0, -4, True, 6.0, "6", [4, 6]]),
     ("talking.dynamic", DYNAMIC, ["query_logits", True, ["logits"], [None], ["key_logits", "key_logits"]]),
     ("differential.norm", FLAG, [0, "True"]),
+    ("differential.half_values", FLAG, [1, "True"]),
+    ("differential.version", ("a whole number from 1 up",), [0, "2", True]),
+    ("differential.version", ("1 or 2",), [3]),
 ]
 """The option, what the message names as allowed, the values that are not."""
 
@@ -126,6 +129,9 @@ BAD_MODELS: list[tuple[Any, dict[str, Any], tuple[str, ...]]] = [
     ({"explicit": {"key_heads": 3}}, {"num_key_value_heads": 1}, ("explicit.key_heads=3", "1")),
     ({"explicit": {"key_heads": 5}}, {"num_key_value_heads": 4}, ("explicit.key_heads=5", "1", "4")),
     ({"differential": {}}, {"num_attention_heads": 3, "num_key_value_heads": 3}, ("num_attention_heads=3",)),
+    ({"differential": {"version": 2}}, {"num_key_value_heads": 4}, ("num_attention_heads=4", "multiple of 8")),
+    ({"differential": {"version": 2, "half_values": True}}, {}, ("half_values=True", "version 2", "False")),
+    ({"differential": {"version": 2, "norm": True}}, {}, ("norm=True", "version 2", "False")),
     ({"differential": {}}, {"num_attention_heads": 6, "num_key_value_heads": 3}, ("num_key_value_heads=3",)),
     ({"differential": {"layers": [1]}}, {"attention_dropout": 0.1}, ("differential", "attention_dropout=0.1", "0.0")),
     ({"talking": {"layers": [1]}}, {"num_hidden_layers": 1}, ("talking.layers=[1]", "0")),

@@ -30,6 +30,8 @@ LINES = {"talking": 1500}
 """Greatest number of lines in both files with one mechanism; of the others, 1,300."""
 EXPERT_LINES = 80
 """Further lines for Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss."""
+FIVE_LINES = 2300 + 60
+"""Of the five mechanisms: 2,300 for those of the papers, and version 2 of differential."""
 LEFT_OUT = ("package_only", "access_tokens", "write_code", "triton")
 
 
@@ -54,7 +56,7 @@ def test_one_mechanism(case: str, backbone: str) -> None:
 
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_five_mechanisms(backbone: str) -> None:
-    assert lines(code_files(mixed_config(backbone, FIVE))) <= 2310
+    assert lines(code_files(mixed_config(backbone, FIVE))) <= FIVE_LINES
 
 
 def test_formatted_as_the_project(tmp_path: Path) -> None:

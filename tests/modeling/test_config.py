@@ -22,7 +22,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "explicit": {"on": ["key", "value"], "groups": 1, "norm": True},
     "mixture": {"router": "two_stage", "gate": "weighted", "gate_scale": "unit", "balance_weight": 0.01},
     "talking": {"on": ["logits", "weights"], "dynamic": []},
-    "differential": {"norm": True},
+    "differential": {"version": 1, "norm": True, "half_values": False},
     "gating": {},
 }
 WITHOUT_DEFAULT = {
@@ -50,6 +50,8 @@ VALUES: list[tuple[str, str, list[Any]]] = [
     ("talking", "softmax_heads", [1, 4, 6]),
     ("talking", "dynamic", [[], ["key_weights", "query_logits"], ["query_weights"], ["key_logits"]]),
     ("differential", "norm", [True, False]),
+    ("differential", "half_values", [True, False]),
+    ("differential", "version", [1]),
     *((name, "layers", [[0], [1], [0, 1]]) for name in DEFAULTS),
 ]
 ORDERS = [
@@ -222,6 +224,11 @@ ROUTERS = new("mixture.shared mixture.routed mixture.balance", 2, 24)
 PAIR_ROUTERS = new("mixture.shared mixture.routed", 1, 24) | new("mixture.balance", 2, 24)
 DYNAMIC = new("talking.query_logits talking.key_logits talking.query_weights talking.key_weights", 20, 24)
 LAMBDAS: Tensors = {f"mixers.differential.lambda_{name}": (8,) for name in ("q1", "k1", "q2", "k2")}
+HALF_VALUES: Tensors = LAMBDAS | {"v_proj.weight": (8, 24), "o_proj.weight": (24, 16)}
+PAIRED: Tensors = new("differential.lambda_proj", 2, 24) | {
+    "mixers.differential.lambda_bias": (2,),
+    "o_proj.weight": (24, 16),
+}
 FOUR_TERMS = ["query_logits", "key_logits", "query_weights", "key_weights"]
 
 # `mixers`, then for each of the two layers what is new or reshaped below `self_attn`. The model has 4 heads of 8
@@ -259,6 +266,8 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
     ),
     ({"differential": {}}, LAMBDAS, LAMBDAS),
     ({"differential": {"norm": False, "layers": [1]}}, {}, LAMBDAS),
+    ({"differential": {"half_values": True}}, HALF_VALUES, HALF_VALUES),
+    ({"differential": {"version": 2, "layers": [1]}}, {}, PAIRED),
     ({"mixture": {"active_heads": 2, "layers": [1]}, "differential": {}}, LAMBDAS, LAMBDAS | PAIR_ROUTERS),
 ]
 

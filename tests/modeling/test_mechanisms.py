@@ -145,11 +145,14 @@ def test_differential_equals_the_library_s_own(heads: tuple[int, int]) -> None:
     assert (ours(tokens()).logits - theirs(tokens()).logits).abs().max() < 1e-5
 
 
+FIRST_VERSION = {"version": 1, "norm": True, "half_values": False}
+
+
 def test_lambda_starts_as_the_paper_says() -> None:
     """The formula counts layers from 1."""
     for index in (0, 3):
-        layout = shared_layout({"differential": {}}, replace(LAYOUT, layer_index=index))
-        start = MECHANISMS["differential"](layout, {"norm": True}).lambda_init
+        layout = shared_layout({"differential": FIRST_VERSION}, replace(LAYOUT, layer_index=index))
+        start = MECHANISMS["differential"](layout, FIRST_VERSION).lambda_init
         assert start == pytest.approx(0.8 - 0.6 * math.exp(-0.3 * (index + 1 - 1)))
 
 

@@ -44,7 +44,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 )
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[int]) -> None:
     """Against the oracle, with a mask and without."""
-    if "differential" in case and heads[1] == 1:
+    if "version 2" in case and heads[1] == 4:
+        pytest.skip("two query heads read each key/value head")
+    if "differential" in case and "version 2" not in case and heads[1] == 1:
         pytest.skip("differential pairs key/value heads")
     assert_sdpa_agrees(MIXTURES[case], heads, padding)
     assert asked == ([] if "differential" in case else [7])
