@@ -23,11 +23,12 @@ from .compress.convert_layers import (
     needed_observations,
     routings,
 )
+from .compress.paired_heads import doubled_heads
 from .options import MixerRequest, Options, read_mixers
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
 from .stages import Request, run
-from .verification.tolerances import Tolerance, starts_neutral, tolerance
+from .verification.tolerances import ROUNDING, Tolerance, starts_neutral, tolerance
 from .writing.writer import check_vocabulary
 
 
@@ -162,6 +163,10 @@ def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_
 def _tolerance(
     source: Source, target: Any, request: MixerRequest, given: Options, needs_statistics: bool
 ) -> Tolerance:
+    # Keys and queries are copied, but the output projection is divided by a factor and rounded once more.
+    if "differential" in request.mixers:
+        rounded_to = {entry.dtype_in(given.stored_dtype) for entry in source.store.entries.values()} - {None}
+        return tolerance(target, rounded_to & ROUNDING.keys())
     # Reordered heads are summed in another order, and keys with a norm are divided at another place.
     rounded_to = {"F32"} if needs_statistics or "explicit" in request.mixers else set()
     dtype = given.stored_dtype
@@ -181,7 +186,7 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
 
 
 def _target_config(content: Mapping[str, Any], stock: Any, request: MixerRequest, given: Options) -> Any:
-    changes: dict[str, Any] = {"mixers": request.mixers}
+    changes: dict[str, Any] = {"mixers": request.mixers, **doubled_heads(request.mixers, stock)}
     if given.vocab_size is not None:
         check_vocabulary(given.vocab_size, stock.vocab_size)
         changes["vocab_size"] = given.vocab_size

@@ -126,6 +126,8 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
                 raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
         if name == "mixture":
             given = _mixture_defaults(given)
+        if name == "differential" and given.get("half_values") in (True, "true"):
+            given = {"norm": False} | dict(given)
         try:
             choices[name] = {
                 key: kind.parse(f"mixers.{name}.{key}", given.get(key), len(layouts)) for key, kind in extra.items()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import oracles
+import oracle_arithmetic
 from crosshead.modeling.mechanisms.explicit import explicit_attention_forward
 from crosshead.modeling.ops import attention_weights, weigh_values
 
@@ -74,7 +74,9 @@ class Case:
         sides = []
         for side in (self.keys, self.values):
             seen = [[head[s] for head in side.heads[row]] for s in range(side.heads.shape[2])]
-            sides.append([token if side.scalars is None else oracles.combine(token, side.matrix) for token in seen])
+            sides.append(
+                [token if side.scalars is None else oracle_arithmetic.combine(token, side.matrix) for token in seen]
+            )
         if self.scale is not None:
             sides[0] = [[self.scale[row, i, 0, s] * k for i, k in enumerate(t)] for s, t in enumerate(sides[0])]
         outputs = []
@@ -82,8 +84,8 @@ class Case:
             for head in range(self.query.shape[1]):
                 source = head * self.combined // self.query.shape[1]
                 logits = torch.stack([self.query[row, head, t] @ key[source] for key in sides[0]])
-                weights = oracles.softmax_over_allowed(logits, self.allowed[row, t])
-                outputs.append(oracles.add(weights[s] * value[source] for s, value in enumerate(sides[1])))
+                weights = oracle_arithmetic.softmax_over_allowed(logits, self.allowed[row, t])
+                outputs.append(oracle_arithmetic.add(weights[s] * value[source] for s, value in enumerate(sides[1])))
         return torch.stack(outputs).unflatten(0, (-1, self.query.shape[1]))
 
     def plain(self, dtype: torch.dtype) -> torch.Tensor:

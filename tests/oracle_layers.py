@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import oracle_arithmetic
 import oracles
 from toys import SIZES, mixed_model
 
@@ -83,14 +84,14 @@ def additive(allowed: torch.Tensor) -> torch.Tensor:
     ]
 
 
-def oracle_view(config: Any, layer: int) -> tuple[dict[str, dict[str, Any]], oracles.LayerShape]:
+def oracle_view(config: Any, layer: int) -> tuple[dict[str, dict[str, Any]], oracle_arithmetic.LayerShape]:
     """What the oracle wants to know of a layer: complete options, counts that a config may leave out included."""
     absent = {
         "explicit": {"key_heads": config.num_key_value_heads, "value_heads": config.num_key_value_heads},
         "talking": {"softmax_heads": config.num_attention_heads},
     }
     mixers = {name: absent.get(name, {}) | options for name, options in config.mixers_of_layer(layer).items()}
-    shape = oracles.LayerShape(
+    shape = oracle_arithmetic.LayerShape(
         query_heads=config.num_attention_heads,
         key_value_heads=config.num_key_value_heads,
         head_dim=SIZES["head_dim"],

@@ -7,71 +7,27 @@ vectors is a list of lists, `heads[token][head]`, each entry a vector of the hea
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Options = Mapping[str, Any]
-Mixers = Mapping[str, Options]
-Weights = Mapping[str, Tensor]
-Heads = list[list[Tensor]]  # [token][head], each (d,)
-Sides = dict[str, Heads]  # "query", "key", "value"
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """The sizes of one attention layer. `layer_index` counts from 0; `norm_eps` is the eps of every RMSNorm."""
-
-    query_heads: int
-    key_value_heads: int
-    head_dim: int
-    layer_index: int
-    norm_eps: float
-    has_qk_norm: bool
-
-
-def linear(vector: Tensor, weights: Weights, name: str) -> Tensor:
-    """Return `W x`, plus the bias where the layer has one."""
-    result = weights[f"{name}.weight"] @ vector
-    return result + weights[f"{name}.bias"] if f"{name}.bias" in weights else result
-
-
-def project(inputs: Tensor, weights: Weights, name: str, head_dim: int) -> Heads:
-    """Project every token of one sequence and cut the result into heads."""
-    return [list(linear(token, weights, name).split(head_dim)) for token in inputs]
-
-
-def add(terms: Iterable[Tensor]) -> Tensor:
-    """Return the sum of tensors of one shape."""
-    return torch.stack(list(terms)).sum(dim=0)
-
-
-def rms_norm(vector: Tensor, eps: float, weight: Tensor | None = None) -> Tensor:
-    """Return `w * x / sqrt(mean(x^2) + eps)`, without `w` where there is none."""
-    normalised = vector / torch.sqrt((vector * vector).mean() + eps)
-    return normalised if weight is None else weight * normalised
-
-
-def rotate(vector: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return one head's vector with RoPE applied; feature i turns with feature i + d/2."""
-    half = vector.shape[0] // 2
-    return vector * cos + torch.cat([-vector[half:], vector[:half]]) * sin
-
-
-def combine(heads: list[Tensor], matrix: Tensor, groups: int = 1) -> list[Tensor]:
-    """Return `new_i = sum_j matrix_ij heads_j` of one token, or of one pair; j counts within the group of i."""
-    rows, columns = matrix.shape
-    return [add(matrix[i, j] * heads[i * groups // rows * columns + j] for j in range(columns)) for i in range(rows)]
-
-
-def softmax_over_allowed(logits: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax of one query's logits over the keys it may look at; the same weight on every key where it has none."""
-    if not bool(allowed.any()):
-        return torch.full_like(logits, 1.0 / logits.shape[0])
-    return torch.softmax(logits.masked_fill(~allowed, -math.inf), dim=0)
+from oracle_arithmetic import (
+    Heads,
+    LayerShape,
+    Mixers,
+    Options,
+    Sides,
+    Weights,
+    add,
+    combine,
+    linear,
+    project,
+    rms_norm,
+    rotate,
+    softmax_over_allowed,
+)
 
 
 def knocking(vector: Tensor, side: str, weights: Weights, options: Options) -> Tensor:
@@ -135,6 +91,24 @@ def differential(
     return outputs
 
 
+def paired_queries(softmaxes: list[Tensor], values: Heads, query_input: Tensor, weights: Weights) -> list[Tensor]:
+    """Differential attention version 2: one query's outputs, one of size d for each pair of query heads.
+
+    Both heads of a pair read the same value head; the second output is subtracted times a sigmoid of the input.
+    """
+    name = "mixers.differential.lambda"
+    factors = torch.sigmoid(linear(query_input, weights, f"{name}_proj") + weights[f"{name}_bias"])
+    group = len(softmaxes) // len(values[0])
+    outputs = []
+    for pair, factor in enumerate(factors):
+        first, second = (
+            add(softmaxes[head][s] * values[s][head // group] for s in range(len(values)))
+            for head in (2 * pair, 2 * pair + 1)
+        )
+        outputs.append(first - factor * second)
+    return outputs
+
+
 def routed_probabilities(token_input: Tensor, queries: list[Tensor], weights: Weights, options: Options) -> Tensor:
     """One token's softmax over the routed heads: of `W_r x`, or of the queries' norms over their deviation."""
     if options["router"] == "two_stage":
@@ -195,24 +169,6 @@ def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
             frequency = add(selected[b, t, head] for b, t in tokens) / len(tokens)
             losses.append(mean_probability * frequency)
     return add(losses) / len(routed)
-
-
-def paired_queries(softmaxes: list[Tensor], values: Heads, query_input: Tensor, weights: Weights) -> list[Tensor]:
-    """Differential attention version 2: one query's outputs, one of size d for each pair of query heads.
-
-    Both heads of a pair read the same value head; the second output is subtracted times a sigmoid of the input.
-    """
-    name = "mixers.differential.lambda"
-    factors = torch.sigmoid(linear(query_input, weights, f"{name}_proj") + weights[f"{name}_bias"])
-    group = len(softmaxes) // len(values[0])
-    outputs = []
-    for pair, factor in enumerate(factors):
-        first, second = (
-            add(softmaxes[head][s] * values[s][head // group] for s in range(len(values)))
-            for head in (2 * pair, 2 * pair + 1)
-        )
-        outputs.append(first - factor * second)
-    return outputs
 
 
 def attend(

@@ -62,8 +62,9 @@ def cache_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of KV cache per token, with weights of this dtype."""
     numbers = 0
     for layer in range(config.num_hidden_layers):
-        heads = sum(component_heads(config, layer))
-        numbers += heads * config.layout_of_layer(layer).head_dim + _key_side_data(config, layer, dtype)
+        layout = mixers_layout(config, layer)
+        numbers += layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
+        numbers += _key_side_data(config, layer, dtype)
     return numbers * dtype.itemsize
 
 

@@ -6,7 +6,7 @@ from statistics import fmean
 from typing import Any
 
 from ..architectures.families import Shapes, attention_prefix
-from ..architectures.mixer_tensors import component_heads, starting_values
+from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
@@ -14,6 +14,7 @@ from ..sources.tensor_store import TensorStore
 from .fitted_router import Routing
 from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
+from .paired_heads import makes_pairs, pair_heads, paired_names
 from .reorder_heads import most_used_first, reorder
 from .virtual_heads import fitted_error, rewrite, rewritten_names
 
@@ -64,6 +65,10 @@ def convert_layers(
         statistics = calibration.layer(layer) if calibration is not None else {}
         prefix = attention_prefix(layer)
         created = {name.removeprefix(prefix): tensor for name, tensor in starting_values(config, layer, seed).items()}
+        if makes_pairs(config.mixers_of_layer(layer).get("differential")):
+            layout = config.layout_of_layer(layer)
+            mechanism: Any = layer_mixers(config, layer)["differential"]
+            return created | pair_heads(read_attention(store, layer), created, layout, mechanism)
         return created | _rewritten(store, config, request, statistics, layer)
 
     return LayerRewrites(layers, compute)
@@ -78,6 +83,9 @@ def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: in
         parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
     if _routing(config, request, layer) is not None:
         parts.append("o_proj.weight")
+    differential = config.mixers_of_layer(layer).get("differential")
+    if makes_pairs(differential):
+        parts += paired_names(differential)
     created = {name for name in shapes if name.startswith(f"{prefix}mixers.")}
     return created | ({prefix + part for part in parts} & shapes.keys())
 

@@ -17,6 +17,10 @@ APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
     "mixture": lambda settings: settings["gate_scale"] == "unit" or settings["gate"] == "binary",
 }
 """Mechanism -> whether it approximates the source with these settings."""
+EXACT: dict[str, Callable[[Settings], bool]] = {
+    "differential": lambda settings: settings["version"] == 2 or (settings["half_values"] and not settings["norm"]),
+}
+"""Mechanism -> whether a conversion with these settings gives the source's outputs, but a new model does not."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ def starts_neutral(config: Any, allow_inexact: bool) -> bool:
     for layer in range(config.num_hidden_layers):
         layout = mixers_layout(config, layer)
         for name, options in config.mixers_of_layer(layer).items():
-            if RULES[name].starts_neutral(options, layout):
+            if RULES[name].starts_neutral(options, layout) or (name in EXACT and EXACT[name](options)):
                 continue
             is_neutral = False
             if not allow_inexact and not (name in APPROXIMATE and APPROXIMATE[name](options)):

@@ -118,6 +118,9 @@ class Differential(Mechanism, ParameterModule):
     @classmethod
     def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
         """Version 1 needs implementations that may be called several times in a layer."""
+        if settings["half_values"] and str(implementation).startswith("flash"):
+            reason = "it needs values as large as keys, and mixers.differential.half_values halves them: use 'sdpa'"
+            raise refuse("attn_implementation", implementation, reason)
         if implementation in ENGINES and settings["version"] == 1:
             reason = "'differential' calls attention 4 times: use 'sdpa', 'eager', flash attention or 'flex_attention'"
             raise refuse("attn_implementation", implementation, reason)

@@ -97,7 +97,9 @@ class HeadCombination(ParameterModule):
         """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""
         if components is None:
             return self.weight.clone()
-        blocks, of_group = self.weight.unflatten(0, (self.groups, -1)), components.unflatten(1, (self.groups, -1))
+        # Not `unflatten`, which breaks the graph of a compiled model under a default device.
+        blocks = self.weight.reshape(self.groups, -1, self.weight.shape[1])
+        of_group = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
         return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
 
 

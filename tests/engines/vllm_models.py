@@ -40,8 +40,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixture-query-norm": ("qwen3", {"mixture": {**ROUTED, "router": "query_norm", "gate": "binary"}}),
     "knocking-mixture": ("llama", {"knocking": {"form": "mlp"}, "mixture": ROUTED}),
     "gating": ("llama", {"gating": {}}),
+    "paired-queries": ("llama", {"differential": {"version": 2}}),
 }
-SPLIT = ("knocking-linear", "knocking-mlp", "mixture-two-stage", "knocking-mixture")
+SPLIT = ("knocking-linear", "knocking-mlp", "mixture-two-stage", "knocking-mixture", "paired-queries")
 """Cases that also run with tensor parallelism."""
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "talking": ("llama", {"talking": {}}),

@@ -30,16 +30,15 @@ WITHOUT_DEFAULT = {
     "mixture": {"shared_heads", "active_heads"},
     "talking": {"softmax_heads"},
 }
+FLAGS = (("explicit", "norm"), ("differential", "norm"), ("differential", "half_values"))
 REQUIRED: dict[str, dict[str, Any]] = {"mixture": {"shared_heads": 1, "active_heads": 3}}
 VALUES: list[tuple[str, str, list[Any]]] = [
     ("knocking", "form", ["mlp", "linear", "gate"]),
     ("knocking", "on", [["query"], ["key"], ["value", "key", "query"]]),
     ("knocking", "init", ["identity", "random"]),
     ("explicit", "on", [["key"], ["value"], ["value", "key"]]),
-    ("explicit", "key_heads", [1, 2, [2, 1]]),
-    ("explicit", "value_heads", [1, 2, [1, 2]]),
+    *(("explicit", side, [1, 2, [2, 1]]) for side in ("key_heads", "value_heads")),
     ("explicit", "groups", [1, 2]),
-    ("explicit", "norm", [True, False]),
     ("mixture", "shared_heads", [0, 2, [0, 2]]),
     ("mixture", "active_heads", [2, 4, [2, 4]]),
     ("mixture", "router", ["two_stage", "query_norm"]),
@@ -49,16 +48,12 @@ VALUES: list[tuple[str, str, list[Any]]] = [
     ("talking", "on", [["logits"], ["weights"], ["weights", "logits"]]),
     ("talking", "softmax_heads", [1, 4, 6]),
     ("talking", "dynamic", [[], ["key_weights", "query_logits"], ["query_weights"], ["key_logits"]]),
-    ("differential", "norm", [True, False]),
-    ("differential", "half_values", [True, False]),
     ("differential", "version", [1]),
+    *((name, flag, [True, False]) for name, flag in FLAGS),
     *((name, "layers", [[0], [1], [0, 1]]) for name in DEFAULTS),
 ]
-ORDERS = [
-    ["talking", "mixture", "knocking"],
-    ["knocking", "mixture", "talking"],
-    ["explicit", "talking", "knocking", "mixture"],
-]
+ORDERS = [["talking", "mixture", "knocking"], ["explicit", "talking", "knocking", "mixture"]]
+ORDERS.append(ORDERS[0][::-1])
 COMBINATIONS: list[dict[str, Any]] = [
     # in different layers, where one layer could not hold both
     {"talking": {"layers": [0]}, "differential": {"layers": [1]}},
@@ -225,10 +220,7 @@ PAIR_ROUTERS = new("mixture.shared mixture.routed", 1, 24) | new("mixture.balanc
 DYNAMIC = new("talking.query_logits talking.key_logits talking.query_weights talking.key_weights", 20, 24)
 LAMBDAS: Tensors = {f"mixers.differential.lambda_{name}": (8,) for name in ("q1", "k1", "q2", "k2")}
 HALF_VALUES: Tensors = LAMBDAS | {"v_proj.weight": (8, 24), "o_proj.weight": (24, 16)}
-PAIRED: Tensors = new("differential.lambda_proj", 2, 24) | {
-    "mixers.differential.lambda_bias": (2,),
-    "o_proj.weight": (24, 16),
-}
+BIAS_AND_OUTPUT: Tensors = {"mixers.differential.lambda_bias": (2,), "o_proj.weight": (24, 16)}
 FOUR_TERMS = ["query_logits", "key_logits", "query_weights", "key_weights"]
 
 # `mixers`, then for each of the two layers what is new or reshaped below `self_attn`. The model has 4 heads of 8
@@ -267,7 +259,7 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
     ({"differential": {}}, LAMBDAS, LAMBDAS),
     ({"differential": {"norm": False, "layers": [1]}}, {}, LAMBDAS),
     ({"differential": {"half_values": True}}, HALF_VALUES, HALF_VALUES),
-    ({"differential": {"version": 2, "layers": [1]}}, {}, PAIRED),
+    ({"differential": {"version": 2, "layers": [1]}}, {}, BIAS_AND_OUTPUT | new("differential.lambda_proj", 2, 24)),
     ({"mixture": {"active_heads": 2, "layers": [1]}, "differential": {}}, LAMBDAS, LAMBDAS | PAIR_ROUTERS),
 ]
 

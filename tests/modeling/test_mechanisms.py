@@ -9,6 +9,7 @@ import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import oracle_arithmetic
 import oracles
 from crosshead.modeling.configuration import complete_mixers, layer_settings, shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
@@ -50,7 +51,7 @@ def test_talking_between_two_sequences_without_a_mask() -> None:
     output, weights = attend(talking, *heads_of, None, scaling=6**-0.5, **given.attention_kwargs)
     named = {f"mixers.talking.{name}": parameter for name, parameter in talking.named_parameters()}
     mixers = {"talking": talking.settings}
-    shape = oracles.LayerShape(4, 2, 6, 0, 1e-6, False)
+    shape = oracle_arithmetic.LayerShape(4, 2, 6, 0, 1e-6, False)
     for b in range(2):
         heads = {
             side: [[getattr(given, side)[b, head, t] for head in range(count)] for t in range(length)]

@@ -48,7 +48,9 @@ def drawn_options(name: str, heads: int, groups: int, draw: random.Random) -> di
         on = some(SIDES[1:], draw) or ["key", "value"]
         cut = draw.choice([each for each in range(1, groups + 1) if groups % each == 0])
         counts = {f"{side}_heads": cut * draw.randint(1, groups // cut) for side in on}
-        return {"on": on, "norm": draw.random() < 0.5, "groups": cut} | counts
+        # The norm divides the only scalar of a head away, so that its gradient is nothing but rounding.
+        norm = draw.random() < 0.5 and counts.get("value_heads") != cut
+        return {"on": on, "norm": norm, "groups": cut} | counts
     if name == "mixture":
         shared = draw.randint(0, heads - 2)
         options = {

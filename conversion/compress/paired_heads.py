@@ -1,0 +1,87 @@
+"""The start of `differential` at the source: every query head becomes a pair, and nothing is subtracted yet.
+
+Version 2: both heads of a pair are copies of the source's head, so the difference is `1 - lambda` times its output,
+and the output projection is divided by that. Lambda starts as a small constant, by its bias.
+
+Version 1 with `half_values`: keys are doubled as well, and a value head becomes the two halves of a pair's values. The
+second keys start at zero, where attention is even over all keys, or as copies if they are normalised, because a norm
+of zero has no useful gradient. Lambda starts at zero, by the vectors of its second term.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from crosshead.common.errors import ConversionError
+from crosshead.modeling.mechanisms.base import HeadLayout, Settings
+from crosshead.modeling.mechanisms.differential import Differential
+
+from .layer_rewrites import Tensors
+
+START = 0.05
+"""The initial lambda of version 2."""
+COMBINABLE = {"differential", "knocking", "gating"}
+"""Mechanisms that add tensors only, which a conversion can add together with pairs of heads."""
+
+
+def makes_pairs(settings: Settings | None) -> bool:
+    """Whether a conversion doubles the heads for `differential` with these options."""
+    return settings is not None and (settings.get("version", 1) == 2 or bool(settings.get("half_values")))
+
+
+def doubled_heads(mixers: Mapping[str, Settings], config: Any) -> dict[str, Any]:
+    """The fields of the target's configuration that differ from those of the source's `config`."""
+    settings = mixers.get("differential")
+    if settings is None or not makes_pairs(settings):
+        return {}
+    if others := sorted(mixers.keys() - COMBINABLE):
+        raise ConversionError(
+            f"--mixer {others[0]} cannot be added together with pairs of heads for 'differential': add only "
+            f"{', '.join(sorted(COMBINABLE - {'differential'}))}, or use differential:version=1"
+        )
+    if sorted(settings.get("layers", range(config.num_hidden_layers))) != [*range(config.num_hidden_layers)]:
+        raise ConversionError(
+            f"mixers.differential.layers={settings['layers']!r} is not allowed here: a config has one number of "
+            "heads, which is doubled in all layers; omit it"
+        )
+    heads, key_value_heads = config.num_attention_heads, config.num_key_value_heads
+    return {
+        "num_attention_heads": 2 * heads,
+        "num_key_value_heads": key_value_heads if settings.get("version", 1) == 2 else 2 * key_value_heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+    }
+
+
+def paired_names(settings: Settings) -> list[str]:
+    """The tensors, within the layer's attention, that `pair_heads` changes; includes possible biases."""
+    names = ["q_proj.weight", "q_proj.bias"]
+    return names + (["o_proj.weight"] if settings["version"] == 2 else ["k_proj.weight", "k_proj.bias"])
+
+
+def pair_heads(tensors: Tensors, created: Tensors, layout: HeadLayout, mechanism: Differential) -> Tensors:
+    """The attention tensors with pairs of heads; `created` are the initial tensors of the mechanism."""
+    new, prefix = dict(tensors), "mixers.differential.lambda"
+    for name in ("q_proj.weight", "q_proj.bias"):
+        if name in tensors:
+            new[name] = _by_head(tensors[name], layout).repeat_interleave(2, dim=0).flatten(0, 1)
+    if mechanism.version == 2:
+        new["o_proj.weight"] = tensors["o_proj.weight"] / (1 - START)
+        new[f"{prefix}_proj.weight"] = torch.zeros_like(created[f"{prefix}_proj.weight"])
+        new[f"{prefix}_bias"] = torch.full_like(created[f"{prefix}_bias"], math.log(START / (1 - START)))
+        return new
+    for name in ("k_proj.weight", "k_proj.bias"):
+        if name in tensors:
+            first = _by_head(tensors[name], layout)
+            second = torch.zeros_like(first) if layout.key_norm_eps is None else first
+            new[name] = torch.stack([first, second], dim=1).flatten(0, 2)
+    # exp(q1 k1) - exp(q2 k2) + lambda_init = 0
+    second_term = math.exp(float(created[f"{prefix}_q1"] @ created[f"{prefix}_k1"])) + mechanism.lambda_init
+    for name in (f"{prefix}_q2", f"{prefix}_k2"):
+        new[name] = torch.full_like(created[name], math.sqrt(math.log(second_term) / layout.head_dim))
+    return new
+
+
+def _by_head(tensor: torch.Tensor, layout: HeadLayout) -> torch.Tensor:
+    return tensor.unflatten(0, (-1, layout.head_dim))
