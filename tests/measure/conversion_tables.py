@@ -22,10 +22,14 @@ def _told(case: str) -> str:
     method, what, *dtype = case.split(":")
     if method == "mixture":
         return f"mixture, {what} active" + (f", `method={dtype[0]}`" if dtype else "")
+    if method == "differential":
+        start = f"pairs of heads for `differential:{'version=2' if what == '2' else 'half_values=true'}`"
+        return start + (f", in {dtype[0]}" if dtype else "")
     if method == "pooled":
         return f"{what}, means of neighbouring heads"
     counts, _, groups = what.partition("/")
-    grouped = f"{counts} in {groups} groups" if groups else counts
+    told = {"": counts, "auto": f"{counts}, groups chosen by the conversion"}
+    grouped = told.get(groups, f"{counts} in {groups} groups")
     way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{grouped}, `method={method}`"
     return way + (f", in {dtype[0]}" if dtype else "")
 
