@@ -48,10 +48,13 @@ def convert(
 
     `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line. `overwrite`
     replaces a model in `out`. A run continues an unfinished run of the same conversion, unless `restart` discards it.
-    With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`.
+    With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`, and
+    `cache`, the part of the KV cache to keep, as in "50%"; for this, `mixers` may be empty.
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
+    if given.budget is not None and not mixers:
+        mixers = {"explicit": {}}
     with tempfile.TemporaryDirectory() as scratch:
         request = resolve(open_source(source, given.revision, scratch=Path(scratch)), mixers, given)
         return run(request, Path(out), **how, progress=progress)

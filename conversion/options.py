@@ -51,6 +51,22 @@ class Options(BaseModel):
         except ValidationError as error:
             raise ConversionError(explained(error, ["mixers", *cls.model_fields], where)) from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _cache_is_a_budget(cls, given: Any) -> Any:
+        """`cache` stands for `layers="auto"` and a budget."""
+        if not isinstance(given, dict) or given.get("cache") is None:
+            return given
+        for other in ("layers", "budget"):
+            if given.get(other) is not None:
+                raise ValueError(f"--cache and --{other} both set the budget of the KV cache: give --cache alone")
+        text = str(given["cache"])
+        number = _number(text.removesuffix("%"))
+        fraction = number / 100 if text.endswith("%") and not isinstance(number, str) else number
+        if isinstance(fraction, str) or not 0 < fraction < 1:
+            raise ValueError(f"--cache {text} is not allowed: give a part of the source's KV cache, such as 50%")
+        return {key: value for key, value in given.items() if key != "cache"} | {"layers": "auto", "budget": fraction}
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if (self.layers is None) != (self.budget is None):

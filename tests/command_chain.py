@@ -34,7 +34,7 @@ CALIBRATED = "--mixer explicit:key_heads=1,value_heads=1 --mixer mixture:active_
 COMMANDS = {
     "convert source made --mixer knocking:form=linear": 0,
     f"convert source heads {CALIBRATED} --calibration text.txt --save-calibration seen.safetensors": 0,
-    "convert source chosen --mixer explicit --layers auto --budget 0.8 --calibration text.txt --no-verify": 0,
+    "convert source chosen --cache 80% --calibration text.txt --no-verify": 0,
     "fold made back": 0,
     "verify source made --json": 0,
     "cost made --json": 0,
@@ -44,6 +44,7 @@ COMMANDS = {
     "inspect source made --text 'a quick brown fox' --out page.html": 0,
     f"probe heads made --draws 1 {SMALL}": 0,
     f"probe layers source --method svd {SMALL}": 0,
+    f"probe budget source --method svd {SMALL}": 0,
     "card made --eval eval.json --source source": 0,
     "push made me/mine --dry-run": 0,
     "push made me/mine": 0,

@@ -20,7 +20,7 @@ INLINE = re.compile(r"`(crosshead [^`\n]+)`")
 TOLD = re.compile(r"\s{2,}.*$")
 """Behind a command, what it does."""
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]{2,}(?:\.\w+)?")
-OBSERVED = re.compile(r"--layers auto|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
+OBSERVED = re.compile(r"--layers auto|--cache|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
 """In a conversion that reads text: the default text is long."""
 SERVING = re.compile("--engine|--backend vllm")
 """Needs a serving engine: `tests/engines/` has those."""
@@ -120,7 +120,7 @@ def smaller(words: list[str]) -> list[str]:
     if command == "eval":
         return ["--overwrite"] if "--limit" in rest else ["--overwrite", "--limit", "2"]
     if command == "probe":
-        more = {"heads": ["--draws", "1"], "layers": ["--calibration", "text.txt"]}[rest[0]]
+        more = ["--draws", "1"] if rest[0] == "heads" else ["--calibration", "text.txt"]
         return ["--windows", "1", "--length", "64", "--overwrite", *more]
     if command in ("train", "sweep") and not {"--accelerate", "--toy"} & set(rest):
         return ["--toy", "toy"]

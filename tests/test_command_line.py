@@ -173,8 +173,10 @@ def test_what_was_learnt_from_which_text_is_said(place, line):
     assert (status, err) == (0, "")
     chosen = json.loads((place / "two" / "conversion.json").read_text())["chosen"]
     keys, values = (" ".join(map(str, chosen[side])) for side in ("key_heads", "value_heads"))
-    texts = "calibrated on own.txt\nlayers chosen on own.txt"
-    assert f"\n{texts}\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n" in out
+    texts = "calibrated on own.txt\nlayers chosen on own.txt\n"
+    expected = f"KV cache: {chosen['cache']:.1%} of the source's; expected KL divergence: "
+    assert f"\n{texts}{expected}{chosen['expected_divergence']:.4f} nats" in out
+    assert f"\nkey heads by layer: {keys}\nvalue heads by layer: {values}\n" in out
 
 
 def test_a_text_of_several_lines_is_shown_on_one():

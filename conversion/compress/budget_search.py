@@ -106,7 +106,19 @@ def _substitutes(
             yield side, count, {name: each for name, each in changed.items() if not each.equal(tensors[name])}
 
 
-def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Pair]:
+@dataclass(frozen=True)
+class Choice:
+    """Component heads for a budget."""
+
+    pairs: list[Pair]
+    """For each layer."""
+    cache: float
+    """The KV cache, as a part of the source's."""
+    loss: float
+    """The expected loss: the sum of the trials' losses."""
+
+
+def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
     """The component heads of each layer with the minimum total loss and a cache of at most `budget` of the source's.
 
     A knapsack problem: each layer has one pair of counts, whose price is the numbers that it caches per token.
@@ -114,7 +126,8 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Pai
     size = layouts[0].head_dim
     side_data = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
     unit = gcd(size, side_data)
-    limit = int(budget * sum(2 * layout.key_value_heads * size for layout in layouts) / unit)
+    whole = sum(2 * layout.key_value_heads * size for layout in layouts)
+    limit = int(budget * whole / unit)
     best: dict[int, tuple[float, tuple[Pair, ...]]] = {0: (0.0, ())}
     for layout in layouts:
         extended: dict[int, tuple[float, tuple[Pair, ...]]] = {}
@@ -128,7 +141,8 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> list[Pai
         raise ConversionError(
             f"--budget {budget} is too small: the fewest component heads for each side and layer need more"
         )
-    return list(min(best.values())[1])
+    price, (loss, pairs) = min(best.items(), key=lambda item: item[1])
+    return Choice(list(pairs), price * unit / whole, loss)
 
 
 def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, Pair]]:
@@ -205,6 +219,8 @@ class AutoLayers:
             tokens,
             partial(progress, "choosing"),
         )
-        key_heads, value_heads = zip(*choose(losses, layouts, self.budget), strict=True)
+        choice = choose(losses, layouts, self.budget)
+        key_heads, value_heads = zip(*choice.pairs, strict=True)
         chosen = {"losses": by_layer(losses), "key_heads": key_heads, "value_heads": value_heads}
-        return self.text.of_windows() | chosen
+        expected = {"cache": round(choice.cache, 6), "expected_divergence": round(choice.loss, 6)}
+        return self.text.of_windows() | chosen | expected

@@ -1,4 +1,7 @@
-"""Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper)."""
+"""Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper).
+
+`probe_budget` adds these losses up: the expected loss of a whole model, for every budget of the KV cache.
+"""
 
 import tempfile
 from functools import partial
@@ -11,6 +14,7 @@ from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
+from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes
 from ..calibration.calibration import Observers, observe
@@ -18,12 +22,44 @@ from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
 from ..plan import check_source
 from ..sources.resolve import open_source
-from .budget_search import STRIDE, by_layer, measure_losses
+from .budget_search import STRIDE, Losses, by_layer, choose, measure_losses
 from .head_groups import Counts
 from .virtual_heads import METHODS
 
+BUDGETS = [percent / 100 for percent in range(5, 100, 5)]
 
-def probe_layers(
+
+def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
+    """The loss of a stock model, and its increase for each layer, side and count of component heads.
+
+    Losses are measured on `count` windows of `text`; `method="aligned"` is fitted to `calibration`. `options` are
+    those of `_measured`.
+    """
+    report, rises, _ = _measured(source, **options)
+    return report | {"rises": by_layer(rises)}
+
+
+def probe_budget(source: str | Path, **options: Any) -> dict[str, Any]:
+    """The expected increase of the loss for budgets of the KV cache, and the component heads of each.
+
+    The options are those of `probe_layers`. Budgets that are too small, or that allow no more than a smaller one, are
+    left out.
+    """
+    report, rises, layouts = _measured(source, **options)
+    curve: list[dict[str, Any]] = []
+    for budget in BUDGETS:
+        try:
+            choice = choose(rises, layouts, budget)
+        except ConversionError:
+            continue
+        if not curve or choice.cache != curve[-1]["cache"]:
+            key_heads, value_heads = zip(*choice.pairs, strict=True)
+            expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
+            curve.append({"budget": budget, **expected, "key_heads": key_heads, "value_heads": value_heads})
+    return report | {"rises": by_layer(rises), "curve": curve}
+
+
+def _measured(
     source: str | Path,
     *,
     revision: str | None = None,
@@ -33,11 +69,8 @@ def probe_layers(
     length: int = 512,
     count: int = 1,
     progress: Progress = silent,
-) -> dict[str, Any]:
-    """The loss of a stock model, and its increase for each layer, side and count of component heads.
-
-    Losses are measured on `count` windows of `text`; `method="aligned"` is fitted to `calibration`.
-    """
+) -> tuple[dict[str, Any], Losses, list[HeadLayout]]:
+    """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -68,20 +101,25 @@ def probe_layers(
         kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
         advance = partial(progress, "measuring")
         rises = measure_losses(model, checkpoint.store, layouts, kept, statistics, method, tokens, advance, rise)
-    return {
+    report = {
         "source": checkpoint.origin,
         "method": method,
         "heads": stock.num_key_value_heads,
         "tokens": tokens.numel(),
         "loss": fmean(source_losses.values()),
-        "rises": by_layer(rises),
     }
+    return report, rises, layouts
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """The cross entropy of the tokens after every evaluated position of one window (T)."""
     following = tokens[1::STRIDE]
     return float(functional.cross_entropy(logits[: len(following)].float(), following))
+
+
+def budget_lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """The line of a plot: part of the source's cache, and expected rise."""
+    return {"expected": [(point["cache"], point["expected_rise"]) for point in report["curve"]]}
 
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:

@@ -25,6 +25,10 @@ Layers = Annotated[
 Budget = Annotated[
     float | None, typer.Option(help="For --layers auto: the KV cache as a fraction of the source's, such as 0.5.")
 ]
+Cache = Annotated[
+    str | None,
+    typer.Option(help="Compress the KV cache to this part of the source's, such as 50%, by measured loss."),
+]
 Inexact = Annotated[
     bool, typer.Option("--allow-inexact", help="Allow mechanisms that change the model's predictions at the start.")
 ]
@@ -45,6 +49,7 @@ def convert(
     dtype: Dtype = None,
     calibration: Calibration = None,
     save_calibration: Save = None,
+    cache: Cache = None,
     layers: Layers = None,
     budget: Budget = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random starting values; by default 0.")] = None,
@@ -61,7 +66,7 @@ def convert(
 
     crosshead convert Qwen/Qwen3-0.6B out --mixer knocking:form=linear,on=query+key+value
 
-    crosshead convert SmolLM2.gguf out --mixer explicit:key_heads=2,value_heads=2
+    crosshead convert SmolLM2.gguf out --cache 75%
     """
     from crosshead.conversion.convert import convert as run
     from crosshead.conversion.options import with_recipe
@@ -72,6 +77,7 @@ def convert(
         "dtype": dtype,
         "calibration": calibration,
         "save_calibration": save_calibration,
+        "cache": cache,
         "layers": layers,
         "budget": budget,
         "seed": seed,

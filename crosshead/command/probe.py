@@ -19,6 +19,10 @@ Out = Annotated[Path, typer.Option(help="JSON file for the results; the plot is 
 TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. Default: Python's help texts.")]
 Windows = Annotated[int, typer.Option(min=1, help="Number of windows of the text.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
+Source = Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")]
+Calibration = Annotated[Path | None, typer.Option(help="Calibration text for the components, or a saved calibration.")]
+Method = Annotated[str, typer.Option(help="Compression method: aligned or svd.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
@@ -59,13 +63,11 @@ def heads(
 
 @app.command(no_args_is_help=True, cls=StrictCommand)
 def layers(
-    source: Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")],
+    source: Source,
     text: TextFile = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="Calibration text for the components, or a saved calibration.")
-    ] = None,
-    method: Annotated[str, typer.Option(help="Compression method: aligned or svd.")] = "aligned",
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
+    calibration: Calibration = None,
+    method: Method = "aligned",
+    revision: Revision = None,
     windows: Windows = 1,
     length: Length = 512,
     out: Out = Path("layers.json"),
@@ -80,18 +82,37 @@ def layers(
     from crosshead.conversion.compress.layer_probe import lines, probe_layers
 
     _check_out(out, overwrite)
+    options = {"revision": revision, "method": method, "calibration": calibration, "text": text}
     with progress() as show:
-        report = probe_layers(
-            source,
-            revision=revision,
-            method=method,
-            calibration=calibration,
-            text=text,
-            length=length,
-            count=windows,
-            progress=show,
-        )
+        report = probe_layers(source, **options, length=length, count=windows, progress=show)
     _write(out, report, lines(report), ("layer", "rise of the loss"))
+
+
+@app.command(no_args_is_help=True, cls=StrictCommand)
+def budget(
+    source: Source,
+    text: TextFile = None,
+    calibration: Calibration = None,
+    method: Method = "aligned",
+    revision: Revision = None,
+    windows: Windows = 4,
+    length: Length = 512,
+    out: Out = Path("budget.json"),
+    overwrite: Overwrite = False,
+) -> None:
+    """Estimate the increase of the loss for each size of the KV cache, from layers compressed one at a time.
+
+    `crosshead convert --cache` chooses component heads in the same way. For example:
+
+    crosshead probe budget Qwen/Qwen3-0.6B --text prose.txt --out budget.json
+    """
+    from crosshead.conversion.compress.layer_probe import budget_lines, probe_budget
+
+    _check_out(out, overwrite)
+    options = {"revision": revision, "method": method, "calibration": calibration, "text": text}
+    with progress() as show:
+        report = probe_budget(source, **options, length=length, count=windows, progress=show)
+    _write(out, report, budget_lines(report), ("part of the source's KV cache", "expected rise of the loss"))
 
 
 def _opened(name: str, length: int) -> Any:

@@ -135,6 +135,8 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield from (f"  {groups}: {error:.4f}" for groups, error in chosen["fitted_errors"].items())
     if "text" in chosen:
         yield f"layers chosen on {chosen['text']}"
+        divergence = f"expected KL divergence: {chosen['expected_divergence']:.4f} nats a token"
+        yield f"KV cache: {chosen['cache']:.1%} of the source's; {divergence}"
         yield from (f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ") for side in SIDES)
 
 

@@ -66,8 +66,10 @@ def test_the_best_choice(budget, heads, eps):
             with pytest.raises(ConversionError, match="budget"):
                 choose(losses, layouts(heads, 3, eps=eps), budget)
             continue
-        pairs = choose(losses, layouts(heads, 3, eps=eps), budget)
-        assert cached_numbers(pairs, heads, 8, eps) <= budget * 3 * 2 * heads * 8
+        choice = choose(losses, layouts(heads, 3, eps=eps), budget)
+        pairs = choice.pairs
+        assert cached_numbers(pairs, heads, 8, eps) == pytest.approx(choice.cache * 3 * 2 * heads * 8)
+        assert choice.cache <= budget and choice.loss == pytest.approx(expected)
         found = sum(
             losses[layer, side, count]
             for layer, pair in enumerate(pairs)

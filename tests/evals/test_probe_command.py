@@ -75,6 +75,24 @@ def test_layers_alone(method, place, line):
     assert lines_of(place / "found.svg") == [2] * 6
 
 
+def test_budgets(place, line):
+    status, out, err = line("budget", "source", "--method", "svd", *SMALL, "--out", "found.json")
+    assert (status, err) == (0, "")
+    report = json.loads((place / "found.json").read_text())
+    curve = report["curve"]
+    assert len(curve) > 3 and all(point["cache"] <= point["budget"] for point in curve)
+    caches = [point["cache"] for point in curve]
+    assert caches == sorted(set(caches))
+    rises = {(int(layer), side): counts for layer, sides in report["rises"].items() for side, counts in sides.items()}
+    for point in curve:
+        chosen = [(layer, side, point[f"{side}_heads"][layer]) for layer, side in rises]
+        expected = sum(rises[layer, side].get(str(count), 0) for layer, side, count in chosen)
+        assert point["expected_rise"] == pytest.approx(expected, abs=1e-5)
+    points = ElementTree.parse(place / "found.svg").iter(f"{SVG}g")
+    assert next(each for each in points if each.get("id") == "expected") is not None
+    assert "wrote found.json" in out
+
+
 CASES = {
     "no such model": (["heads", "nowhere/at/all"], 1, "'nowhere/at/all'"),
     "no model": (["heads"], 2, "probe heads"),
@@ -88,6 +106,7 @@ CASES = {
     "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129"),
     "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129"),
     "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
+    "one head for a budget": (["budget", "single", *SMALL], 1, "KV head"),
     "one head": (["layers", "single", *SMALL], 1, "KV head"),
     "an empty text": (["layers", "source", *SMALL, "--text", "empty.txt"], 1, "empty.txt"),
 }
