@@ -83,7 +83,7 @@ class Recipe(sections.Section):
     @property
     def match_steps(self) -> int:
         """First steps with another loss: the distance from the teacher's attention outputs."""
-        return self.distillation.match_steps if self.distillation else 0
+        return self.distillation.transfer_steps + self.distillation.match_steps if self.distillation else 0
 
     @property
     def evaluates(self) -> bool:

@@ -218,6 +218,8 @@ class Distillation(Section):
     temperature: Positive = 1.0
     match_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """First steps, in which each layer's attention output is fitted to the teacher's instead."""
+    transfer_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
+    """Steps before these, in which attention reads the teacher's inputs, and nothing but attention is trained."""
 
     def __post_init__(self) -> None:
         if (self.teacher is None) == (self.logits is None):
@@ -226,8 +228,11 @@ class Distillation(Section):
             )
         if self.logits is not None and self.temperature != 1:
             raise RecipeError(f"temperature={self.temperature:g} needs `teacher`: `logits` are stored for 1")
-        if self.logits is not None and self.match_steps:
-            raise RecipeError(f"match_steps={self.match_steps} needs `teacher`: `logits` contain no attention outputs")
+        for name in ("match_steps", "transfer_steps"):
+            if self.logits is not None and getattr(self, name):
+                raise RecipeError(
+                    f"{name}={getattr(self, name)} needs `teacher`: `logits` contain no attention outputs"
+                )
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         path = _write_model(config, folder / "model", recipe.train.seed)
     if distillation is not None and distillation.logits is None:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed)
-        steps = min(distillation.match_steps, STEPS // 3)
-        distillation = replace(distillation, teacher=teacher, match_steps=steps)
+        steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
+        distillation = replace(distillation, teacher=teacher, **steps)
     return replace(
         recipe,
         output=str(folder / "run"),

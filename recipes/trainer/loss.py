@@ -1,6 +1,7 @@
 """The training loss: next-token loss, balance losses, and distillation from a teacher.
 
-In the first steps of a distillation, the loss is the distance between the attention outputs of model and teacher.
+In the first steps of a distillation, the loss is the distance between the attention outputs of model and teacher: in a
+transfer given the teacher's inputs, when matching given the model's own.
 """
 
 from collections.abc import Iterator
@@ -12,12 +13,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 
 from ..data.training_data import NOT_PREDICTED
 from ..schema.sections import Distillation
 from .load_balance import HeadRouting
 from .teacher_logits import INDICES, LOGARITHMS
 
+ATTENTION = ".self_attn"
+"""The end of the name of every attention layer."""
 ROWS = 512
 """Predictions compared at once, and again in the backward pass: logits are the largest tensors of a step."""
 
@@ -29,14 +33,15 @@ class TrainingLoss:
         self, routing: HeadRouting | None, distillation: Distillation | None, teacher: nn.Module | None
     ) -> None:
         self._routing, self._options, self._teacher = routing, distillation, teacher
+        self._handles: list[RemovableHandle] = []
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
         """The loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
         stored = tuple(inputs.pop(name) for name in (INDICES, LOGARITHMS) if name in inputs)
         if self._options is None:
             return self._predict(model, inputs, items)
-        if step < self._options.match_steps:
-            return self._match(model, inputs, items)
+        if step < self._options.transfer_steps + self._options.match_steps:
+            return self._match(model, inputs, items, transfers=self.transfers(step))
         teacher = stored or (self._run_teacher(inputs)["logits"],)
         loss, outputs = self._predict(model, inputs, items)
         difference = divergence_minus_loss(outputs["logits"], inputs["labels"], teacher, self._options.temperature)
@@ -51,10 +56,24 @@ class TrainingLoss:
         outputs = model(**inputs, output_head_router_scores=True)
         return outputs["loss"] + self._routing.loss_by_sequence(outputs, inputs["labels"], items), outputs
 
-    def _match(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
+    def transfers(self, step: int) -> bool:
+        """Whether a step trains attention alone, on the teacher's inputs."""
+        return self._options is not None and step < self._options.transfer_steps
+
+    def finish(self) -> None:
+        """Let attention read the model's own inputs again; after the backward pass, which may run layers again."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _match(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any, transfers: bool
+    ) -> tuple[torch.Tensor, Any]:
         """The distance of attention outputs; the predictions have no weight, but data parallelism needs them."""
-        with attention_outputs(self._teacher) as wanted:  # type: ignore[arg-type]
+        teacher: Any = self._teacher
+        with attention_outputs(teacher) as wanted, attention_inputs(teacher) as read:
             self._run_teacher(inputs)
+        if transfers:
+            self._handles = replace_attention_inputs(model, read)
         with attention_outputs(model) as found:
             loss, outputs = self._predict(model, inputs, items)
         shares = count_predictions(inputs["labels"]) / items
@@ -155,10 +174,40 @@ def attention_outputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     def collect(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output[0])
 
-    layers = [module for name, module in model.named_modules() if name.endswith(".self_attn")]
-    handles = [layer.register_forward_hook(collect) for layer in layers]
+    handles = [layer.register_forward_hook(collect) for layer in _attention_layers(model)]
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def attention_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """The attention inputs of a forward pass inside the block, in the order of the layers."""
+    inputs: list[torch.Tensor] = []
+
+    def collect(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
+        inputs.append(given["hidden_states"])
+
+    handles = [layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in _attention_layers(model)]
+    try:
+        yield inputs
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def replace_attention_inputs(model: nn.Module, inputs: list[torch.Tensor]) -> list[RemovableHandle]:
+    """Let each attention layer read other inputs, until the hooks are removed."""
+
+    def replace(wanted: torch.Tensor, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
+        own = given["hidden_states"]
+        return args, given | {"hidden_states": wanted.to(own) + 0.0 * own}  # data parallelism waits for its gradient
+
+    layers = zip(_attention_layers(model), inputs, strict=True)
+    return [layer.register_forward_pre_hook(partial(replace, wanted), with_kwargs=True) for layer, wanted in layers]
+
+
+def _attention_layers(model: nn.Module) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(ATTENTION)]

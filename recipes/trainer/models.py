@@ -61,11 +61,11 @@ def load_models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
         teacher = load_teacher(options.teacher, model.config.vocab_size, tokenizer)
-        for key in ("num_hidden_layers", "hidden_size") if options.match_steps else ():
+        for key in ("num_hidden_layers", "hidden_size") if recipe.match_steps else ():
             theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
             if theirs != ours:
                 raise RecipeError(
-                    f"distillation.match_steps={options.match_steps} compares layers, but the teacher has {key}="
+                    f"distillation.match_steps={recipe.match_steps} compares layers, but the teacher has {key}="
                     f"{theirs}, the model {ours}: use 0, or {USE_ITS_SOURCE}"
                 )
     if recipe.train.checkpoint_activations:

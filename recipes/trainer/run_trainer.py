@@ -20,7 +20,7 @@ from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import checkpoints, step_of
 from .drift import drift, starting_points
 from .load_balance import ExpertBalance, HeadRouting, load_biases_everywhere, load_metrics
-from .loss import TrainingLoss, evaluate
+from .loss import ATTENTION, TrainingLoss, evaluate
 from .metrics import LossMonitor, MetricsFile, check_finite
 from .parameters import learning_rate_factor, separate_mechanisms
 
@@ -99,6 +99,11 @@ class RunTrainer(CheckpointTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on a micro batch, and keep its loss for the log."""
         loss = super().training_step(*args, **kwargs)
+        self.training_loss.finish()
+        if self.training_loss.transfers(self.state.global_step):
+            for name, parameter in self.model.named_parameters():
+                if f"{ATTENTION}." not in name:
+                    parameter.grad = None  # the optimizer skips it, so that weight decay does not change it either
         self._micro_losses.append(loss.detach())
         return loss
 

@@ -93,7 +93,9 @@ def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
         settings["distillation"] = "null"
     elif found.distillation is not None:  # the same part of the steps as in the recipe
         settings["distillation.teacher"] = folder / "source"
-        settings["distillation.match_steps"] = round(found.distillation.match_steps / found.steps * steps)
+        for phase in ("match_steps", "transfer_steps"):
+            part = getattr(found.distillation, phase) / found.steps
+            settings[f"distillation.{phase}"] = round(part * steps)
     return load_recipe(shipped, [*(f"{key}={value}" for key, value in settings.items()), *changes])
 
 

@@ -11,6 +11,7 @@ from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
 from crosshead.recipes.trainer.loss import (
     TrainingLoss,
     attention_errors,
+    attention_inputs,
     attention_outputs,
     evaluate,
 )
@@ -101,6 +102,30 @@ def test_attention_is_matched_first():
     losses[0].backward()
     assert model.lm_head.weight.grad.abs().max() == 0  # there for data parallelism, which waits for all of them
     assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
+
+
+@pytest.mark.parametrize("case", ["mixture", "differential", "paired queries"])
+def test_each_layer_learns_alone_in_a_transfer(case):
+    """Its loss is that of the student's attention for the inputs of the teacher's; matching comes afterwards."""
+    ask, model = objective(CASES[case], transfer_steps=1, match_steps=1)
+    loss, _ = ask(model, batch(), ITEMS, 0)
+    loss.backward()
+    ask.finish()
+    teacher, ids = stock_model("Llama"), batch()["input_ids"]
+    with attention_inputs(teacher) as read, attention_outputs(teacher) as wanted:
+        teacher(ids)
+    tables = teacher.model.rotary_emb(read[0], torch.arange(9)[None])
+    mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
+    found = [
+        layer.self_attn(hidden_states=inputs, position_embeddings=tables, attention_mask=mask)[0]
+        for layer, inputs in zip(model.model.layers, read, strict=True)
+    ]
+    shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
+    torch.testing.assert_close(loss, (attention_errors(found, wanted) * shares).sum())
+    moved = {name for name, parameter in model.named_parameters() if parameter.grad.any()}
+    assert moved and all(".self_attn." in name for name in moved)
+    matched, _ = ask(model, batch(), ITEMS, 1)
+    assert matched != loss and not any(module._forward_pre_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("step", [0, 1])

@@ -12,7 +12,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.trainer.parameters import PROJECTIONS, merged_model, set_trainable
 from tiers import grid
-from toy_training import LORA, metrics, toy_run, train, weights
+from toy_training import LORA, MIXTURE, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
 
 OPTIONS = {"learning_rate": 1e-3, "tokens": 64, "batch_tokens": 64}
@@ -34,6 +34,21 @@ def moved(before, after):
 def test_all(tmp_path):
     before, after, _ = trained("all", tmp_path, lora=None)
     assert moved(before, after) == set(before)
+
+
+@pytest.mark.parametrize("saving", [False, True])
+def test_a_transfer_trains_attention_alone(saving, tmp_path):
+    """Weight decay does not change the rest either."""
+    found = []
+    for steps in (0, 2):
+        options = {"weight_decay": 0.5, "checkpoint_activations": saving}
+        distillation = {"match_steps": 0, "transfer_steps": steps}
+        recipe = toy_run(MIXTURE, tmp_path / str(steps), steps=2, train=options, distillation=distillation)
+        before = load_file(Path(recipe.model.path, "model.safetensors"))
+        train(recipe)
+        found.append(moved(before, weights(recipe)))
+    assert found[0] == set(before)
+    assert found[1] == {name for name in before if ".self_attn." in name}
 
 
 def test_mixers_alone(tmp_path):
