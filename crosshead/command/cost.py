@@ -39,6 +39,7 @@ def cost(
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
     from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.conversion.compress.paired_heads import doubled_heads
     from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
@@ -49,7 +50,9 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     asked, _ = with_recipe(None, mixer, {})
     mixed = family_of(config).mixed
     layouts = mixed.from_dict({**content, "mixers": {}}).layouts()
-    return mixed.from_dict({**content, "mixers": read_mixers(asked, layouts).mixers})
+    mixers = read_mixers(asked, layouts).mixers
+    doubled = doubled_heads(mixers, config) if kind == "stock" else {}
+    return mixed.from_dict({**content, "mixers": mixers, **doubled})
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:

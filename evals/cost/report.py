@@ -27,8 +27,7 @@ LABELS = {
 
 def cost_report(config: Any, length: int) -> dict[str, Any]:
     """The cost of a crosshead config, of the same config without mechanisms, and the relative difference."""
-    stock_config = deepcopy(config)
-    stock_config.mixers = {}
+    stock_config = _without_mechanisms(config)
     cost, stock = (asdict(model_cost(each, length)) for each in (config, stock_config))
     return {
         "model_type": config.model_type,
@@ -39,6 +38,18 @@ def cost_report(config: Any, length: int) -> dict[str, Any]:
         "stock": stock,
         "overhead": {name: count / stock[name] - 1 for name, count in cost.items() if stock[name]},
     }
+
+
+def _without_mechanisms(config: Any) -> Any:
+    """The stock model with as many head outputs: where all layers pair heads of one size, a pair is one head there."""
+    stock = deepcopy(config)
+    stock.mixers = {}
+    pairs = [config.mixers_of_layer(layer).get("differential", {}) for layer in range(config.num_hidden_layers)]
+    if all(pair.get("version") == 2 or pair.get("half_values") for pair in pairs):
+        stock.head_dim = config.layout_of_layer(0).head_dim
+        stock.num_attention_heads //= 2
+        stock.num_key_value_heads //= 1 if pairs[0]["version"] == 2 else 2
+    return stock
 
 
 def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -46,6 +46,8 @@ def expected(name, mixers, length=4096, **changes):
         "explicit:key_heads=1,value_heads=50%,method=svd",
         "mixture:active_heads=75%",
         "knocking:form=linear,on=key+value,layers=1 --mixer talking",
+        "differential:version=2",
+        "differential:half_values=true",
     ],
 )
 def test_it_foretells_what_convert_makes(place, line, report, mixer):

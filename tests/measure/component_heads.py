@@ -129,7 +129,8 @@ def main() -> None:
             seconds = time.perf_counter() - started
             above = round(loss(model, tokens) - source, 4)
             chosen = report.get("chosen", {})
-            chosen = {name: chosen[name] for name in ("key_heads", "value_heads", "groups") if name in chosen}
+            names = {"key": "key_heads", "value": "value_heads", "groups": "groups"}
+            chosen = {short: chosen[name] for short, name in names.items() if name in chosen}
             found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | found["cases"][case]), flush=True)
             if options.out is not None:

@@ -45,7 +45,7 @@ def trained(case: str, everywhere: bool = False) -> Any:
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Logits equal up to what other kernels make of tensors that lie elsewhere in memory."""
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=2e-5)
 
 
 def original_name(name: str) -> str:
