@@ -70,9 +70,9 @@ test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter
 	PYTHONPATH=build/triton TRITON_INTERPRET=1 $(ENVIRONMENT) $(PYTHON) $(PYTEST) tests/kernels $(ARGS)
 
 # vLLM pins versions of nearly everything, so it has an environment of its own (about 3 GB). lm-eval asks for the version
-# of a distribution with the name vllm.
+# of a distribution with the name vllm. Engines run in processes of their own, so tests of one file are distributed.
 test-vllm: $(READY) build/vllm/ready build/smollm2/ready ## models of ours in a real vLLM on the CPU
-	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k "not llama_cpp" $(ARGS)
+	$(ENVIRONMENT) $(PYTHON) $(PYTEST) --dist load tests/engines -k "not llama_cpp" $(ARGS)
 
 build/vllm/ready: tests/engines/vllm-requirements.txt
 	$(BASE_PYTHON) -m venv $(@D)
@@ -92,7 +92,7 @@ build/smollm2/ready: $(READY)
 
 # There is no wheel of it in the package index: it is built with cmake and a C++ compiler, for 15 minutes of one core.
 test-llama-cpp: $(READY) build/llama_cpp/ready build/smollm2/ready ## models folded to GGUF files in a real llama.cpp on the CPU
-	$(ENVIRONMENT) $(PYTHON) -P -m pytest tests/engines -k llama_cpp $(ARGS)
+	$(ENVIRONMENT) $(PYTHON) $(PYTEST) --dist load tests/engines -k llama_cpp $(ARGS)
 
 build/llama_cpp/ready: tests/engines/llama-cpp-requirements.txt
 	$(BASE_PYTHON) -m venv $(@D)
