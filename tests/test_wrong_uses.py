@@ -68,6 +68,7 @@ CASES = {
     "probe head source": (2, "Did you mean 'heads'?"),
     "probe heads source --draws 0": (2, "--draws"),
     "probe layers made": (1, "crosshead_llama"),
+    "probe budget made": (1, "crosshead_llama"),
     "bench": (2, "bench [OPTIONS]"),
     "bench atention": (2, "Did you mean 'attention'"),
     "bench attention mixture-haf-2048": (1, "did you mean 'mixture-half-2048'"),

@@ -224,7 +224,8 @@ def test_two_models_are_read_together(place, browser):
         page.one("#gallery .column:nth-child(2) [data-head='1']").click()
         first, second = weights_of(place, "stock", 1), weights_of(place, "differential", 1)
         same(page.rows("keys", column=1), greatest(first[1, 40].tolist()))
-        lambda_ = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers["differential"]()
+        mixers = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers
+        lambda_ = mixers["differential"](mixers["differential"].lambda_q1)
         difference = second[2, 40] - lambda_.detach() * second[3, 40]
         same(page.rows("keys", column=2), greatest(difference.tolist()))
         page.one(
