@@ -4,14 +4,18 @@ usage: python tests/gpu_check.py correct OUT.json
        python tests/gpu_check.py speed OUT.json
 
 `correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache, and
-random calls of every registered function, by Triton where there are kernels, compared with float64. `speed`: times,
-memory and launches (`tests/gpu_speed.py`). Prints a line per check, writes all figures, and exits with 1 if one
-failed; without a GPU it says so and exits with 0.
+random calls of every registered function, by Triton where there are kernels, compared with float64; in several
+processes, because compilation takes most of the time. `speed`: times, memory and launches (`tests/gpu_speed.py`).
+Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it says so and exits with 0.
 """
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +23,15 @@ import torch
 from transformers import StaticCache
 from transformers.utils import is_flash_attn_2_available
 
-from random_calls import checks
+from random_calls import MAKERS, TOLERANCES, check
 from toys import BACKBONES, CASES, mixed_model, tokens
 
-CALLS, LONGEST = 200, 700
-"""Random calls of each function and dtype, and their longest text."""
+CALLS, SEEDS, LONGEST = 8, 6, 700
+"""Random calls of each function and dtype for one seed, seeds, and the longest text."""
+MOST_PROCESSES = 14
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
 PADDED = torch.tensor([[1] * 32, [0] * 12 + [1] * 20])
+Check = tuple[str, Callable[[], bool]]
 
 
 def backends(case: str) -> list[str]:
@@ -51,7 +57,7 @@ def agree(found: torch.Tensor, wanted: torch.Tensor, dtype: torch.dtype) -> bool
     return bool(found.isfinite().all() and error)
 
 
-def forwards(backbone: str, case: str) -> Iterator[tuple[str, Callable[[], bool]]]:
+def forwards(backbone: str, case: str) -> Iterator[Check]:
     """Every backend and dtype against eager attention in float32 on the CPU."""
     model = mixed_model(backbone, CASES[case], **SIZES)
     with torch.no_grad():
@@ -83,24 +89,56 @@ def decodes(backbone: str, case: str) -> bool:
     return torch.equal(model.generate(ids, past_key_values=static, **options), model.generate(ids, **options))
 
 
+def check_model(backbone: str, case: str) -> dict[str, str]:
+    """Outcomes by name for one model."""
+    checks = [*forwards(backbone, case), ("train", partial(trains, backbone, case))]
+    checks.append(("static decoding", partial(decodes, backbone, case)))
+    return {f"{backbone} {case} {name}": outcome(check) for name, check in checks}
+
+
+def check_calls(mechanism: str, dtype: torch.dtype, seed: int) -> dict[str, str]:
+    """The outcome of random calls of one function."""
+    name = f"random calls {mechanism} {str(dtype).removeprefix('torch.')} {seed}"
+    errors: list[float] = []
+
+    def holds() -> bool:
+        worst, holds = check(mechanism, dtype, "cuda", LONGEST, CALLS, seed)
+        errors.append(worst)
+        return holds
+
+    found = outcome(holds)
+    torch.cuda.empty_cache()  # for the other processes
+    return {name: f"{found}: {errors[0]:.2e}" if errors else found}
+
+
+def outcome(check: Callable[[], bool]) -> str:
+    """ "ok", or what is wrong."""
+    try:
+        return "ok" if check() else "DIFFERS"
+    except Exception as error:
+        return f"FAILED {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
 def correct() -> dict[str, Any]:
-    """Run every check of a model and of the functions: outcomes by name."""
+    """Run every check of the functions and of the models: outcomes by name."""
     outcomes: dict[str, str] = {}
-    for backbone in BACKBONES:
-        for case in CASES:
-            found = [*forwards(backbone, case), ("train", lambda b=backbone, c=case: trains(b, c))]
-            found.append(("static decoding", lambda b=backbone, c=case: decodes(b, c)))
-            for name, check in found:
-                try:
-                    outcome = "ok" if check() else "DIFFERS"
-                except Exception as error:
-                    outcome = f"FAILED {type(error).__name__}: {str(error).splitlines()[0]}"
-                outcomes[f"{backbone} {case} {name}"] = outcome
-                print(f"{backbone:9} {case:32} {name:28} {outcome}", flush=True)
-    for name, worst, holds in checks("cuda", LONGEST, CALLS):
-        outcomes[f"random calls: {name}"] = f"{'ok' if holds else 'DIFFERS'}: {worst:.2e}"
-        print(f"random calls: {name:28} {worst:.2e} {'ok' if holds else 'DIFFERS'}", flush=True)
-    return outcomes
+    processes = min(MOST_PROCESSES, os.cpu_count() or 1)
+    with ProcessPoolExecutor(processes, get_context("spawn"), one_thread) as pool:
+        seeds = range(SEEDS)
+        waiting = [pool.submit(check_calls, name, dtype, i) for i in seeds for name in MAKERS for dtype in TOLERANCES]
+        waiting += [pool.submit(check_model, backbone, case) for case in CASES for backbone in BACKBONES]
+        for done in as_completed(waiting):
+            outcomes |= done.result()
+            for name, found in done.result().items():
+                print(f"{name:64} {found}", flush=True)
+    return dict(sorted(outcomes.items()))
+
+
+def one_thread() -> None:
+    """Prepare a process of several: no threads beside it, products in full float32."""
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def main(what: str, out: Path) -> int:
@@ -111,14 +149,14 @@ def main(what: str, out: Path) -> int:
     torch.backends.cuda.matmul.allow_tf32 = False
     if what == "correct":
         found = correct()
-        failed = sum(not outcome.startswith("ok") for outcome in found.values())
+        failed = [name for name, outcome in found.items() if not outcome.startswith("ok")]
     else:
         from gpu_speed import speed
 
-        found, failed = speed(), 0
+        found, failed = speed()
     machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     out.write_text(json.dumps({"machine": machine, what: found}, indent=2) + "\n", encoding="utf-8")
-    print(f"{machine['device']}, torch {machine['torch']}: {failed} failed")
+    print(*failed, f"{machine['device']}, torch {machine['torch']}: {len(failed)} failed", sep="\n")
     return 1 if failed else 0
 
 

@@ -1,7 +1,7 @@
 """Faster functions for the registered attention backends; installed with crosshead, never part of a published model.
 
-`register_kernels` runs when crosshead is imported. The functions for CPUs take the place of the plain ones; those by
-Triton have names of their own until a GPU has run them.
+`register_kernels` runs when crosshead is imported. The functions for CPUs, and that of `talking` by Triton, take the
+place of the plain ones. That of `mixture` by Triton has a name of its own: an H200 gains by it only with long texts.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
     "crosshead_explicit": explicit_attention,
     "crosshead_mixture": mixture_attention,
     "crosshead_mixture_triton": mixture_triton_attention,
+    "crosshead_talking": talking_triton_attention,
     "crosshead_talking_triton": talking_triton_attention,
 }
 

@@ -1,6 +1,4 @@
-"""Attention functions by Triton's kernels, under names of their own: "crosshead_talking_triton" and
-"crosshead_mixture_triton". Where a kernel does not take a call, the plain function does.
-"""
+"""Attention functions by Triton's kernels. Where a kernel does not take a call, the plain function does."""
 
 from typing import Any
 

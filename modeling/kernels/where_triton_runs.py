@@ -1,7 +1,6 @@
-"""Whether Triton's kernels run on a tensor. Where they do not, "crosshead_*_triton" are the plain functions.
+"""Whether Triton's kernels run on a tensor. Where they do not, the plain functions do.
 
-They agree with the plain functions in Triton's interpreter, compile for an H100, and have yet to run on a GPU: until
-`tests/gpu_check.py` has passed on one, `attn_implementation` has to name them.
+They agree with float64 in Triton's interpreter and on an H200 (`tests/gpu_check.py`).
 
 Files of kernels, `*_triton.py`, are imported behind this question alone, in functions: Triton is optional.
 """

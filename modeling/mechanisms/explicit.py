@@ -32,7 +32,7 @@ FOLDED_ROWS = 16
 """Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
 FOLDED_TOKENS = 2
 FLASH_HEAD_SIZE = 256
-"""The largest head of flash attention kernels on most GPUs."""
+"""The largest head of flash attention kernels on most GPUs. For larger ones, those of torch use one processor each."""
 
 
 class ExplicitRules(Rules):
@@ -212,7 +212,7 @@ def explicit_attention_forward(
     if not is_plain_sdpa(implementation):
         attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
         output = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
-    elif wide and key_scale is None:
+    elif wide and key_scale is None and (query.device.type == "cpu" or query.shape[3] <= FLASH_HEAD_SIZE):
         output = attend_wide_heads(query, key, value, attention_mask, scaling)
     else:
         output = weigh_components(query, key, value, attention_mask, scaling, key_scale)
@@ -240,20 +240,30 @@ def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | 
         mask = mask.expand(-1, heads, -1, -1).reshape(len(mask), groups, -1, mask.shape[3])
     rows = query.reshape(batch, groups, -1, size)
     output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.view(batch, heads, tokens, -1)
+    return output.reshape(batch, heads, tokens, -1)  # kernels of a GPU lay outputs out by token
 
 
 def weigh_components(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float, key_scale: Tensor | None
 ) -> Tensor:
     """Attention with logits in float32; queries (B, H, T, n), keys and values of few heads or of h: (B, H, T, m)."""
-    (batch, heads, tokens, _), wide = query.shape, widened(query.dtype)
-    rows = query.to(wide).reshape(batch, key.shape[1], -1, query.shape[3])
-    logits = torch.matmul(rows, key.to(wide).transpose(2, 3)).view(batch, heads, tokens, -1) * scaling
+    batch, heads, tokens, _ = query.shape
+    rows = query.reshape(batch, key.shape[1], -1, query.shape[3])
+    logits = wide_product(rows, key.transpose(2, 3)).view(batch, heads, tokens, -1) * scaling
     if key_scale is not None:
         logits = logits * key_scale.repeat_interleave(heads // key_scale.shape[1], dim=1).unsqueeze(2)
     weights = functional.softmax(apply_mask(logits, mask), dim=-1).view(batch, value.shape[1], -1, key.shape[2])
-    return torch.matmul(weights, value.to(wide)).view(batch, heads, tokens, -1).to(value.dtype)
+    return wide_product(weights, value).view(batch, heads, tokens, -1).to(value.dtype)
+
+
+def wide_product(left: Tensor, right: Tensor) -> Tensor:
+    """Batched products (B, n, ., .) in the widened dtype. Without gradients, a GPU reads factors of half precision as
+    they are, and adds in float32; elsewhere a wide copy of the cache is made."""
+    wide, product = widened(right.dtype), (*left.shape[:3], right.shape[3])
+    if right.device.type == "cuda" and right.dtype != wide and not torch.is_grad_enabled():
+        factors = left.to(right.dtype).flatten(0, 1), right.flatten(0, 1)
+        return torch.bmm(*factors, out_dtype=wide).view(product)
+    return torch.matmul(left.to(wide), right.to(wide))
 
 
 register_backend("crosshead_explicit", explicit_attention_forward)

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, StaticCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -84,16 +86,50 @@ def test_long_padding() -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The largest tensor that was made, views of others apart."""
+    """The largest tensor that was made, views of others apart; and the batched products."""
 
     numbers = 0
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[str] = []
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        held = {x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor)}
-        if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in held:
+        held = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in held:
             self.numbers = max(self.numbers, result.numel())
+        self.products += [str(func)] * ("bmm" in str(func))
         return result
+
+
+@pytest.mark.parametrize("normed", (False, True))
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+@torch.no_grad()
+def test_a_gpu_reads_the_cache_as_it_is(dtype: torch.dtype, normed: bool) -> None:
+    """Where the wide head is too large for flash attention: two products that add in float32, and no copy."""
+    with FakeTensorMode():
+        sizes = (2, 32, 1, 128), (2, 500, 4, 128), (8, 4), (2, 8, 500)
+        query, states, scalars, scale = (torch.empty(size, dtype=dtype, device="cuda") for size in sizes)
+        maps: dict[str, Any] = {"key_map": scalars, "value_map": scalars, "key_scale": scale if normed else None}
+        cache = states.transpose(1, 2)
+        with Largest() as largest:
+            output, _ = explicit_attention_forward(None, query, cache, cache, None, 0.1, implementation="sdpa", **maps)
+    assert output.shape == (2, 1, 32, 128) and output.dtype == dtype
+    assert largest.products == 2 * ["aten.bmm.dtype"]
+    assert largest.numbers < states.numel()
+
+
+def test_outputs_laid_out_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As some kernels of a GPU return them."""
+    attend = functional.scaled_dot_product_attention
+
+    def by_token(*arguments: Any, **options: Any) -> torch.Tensor:
+        return attend(*arguments, **options).transpose(1, 2).contiguous().transpose(1, 2)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", by_token)
+    for seed in range(10):
+        assert_agrees(make(seed))
 
 
 @torch.no_grad()
