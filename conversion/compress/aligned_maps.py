@@ -21,6 +21,8 @@ FLOOR = 0.03
 """Minimum singular value of maps that are inverted, relative to the largest."""
 VALUE_STEPS = 60
 KEY_STEPS = 120
+EXACT = 0.1
+"""Part of another start's error, below which the combinations without maps are the start."""
 
 Group = tuple[int, ...]
 Start = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -56,8 +58,8 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     even = errors.in_coordinates(root, inverse)
     find = one_fewer if components == heads - 1 > 1 else grouped
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
-    starts = [find(even.pooled[1], heads, size, components), plain]
-    start = min(starts, key=lambda frame: float(even.total(frame)))
+    start = find(even.pooled[1], heads, size, components)
+    start = plain if _is_exact(plain, start, even) else start
     steps = VALUE_STEPS if refines else 0
     return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse)
 
@@ -103,7 +105,7 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
     combined, factors, scalars = (_one_fewer if components == heads - 1 > 1 else _grouped)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
-    if even.total(plain) < even.total(start):
+    if _is_exact(plain, start, even):
         start, factors = plain, torch.complex(weights, torch.zeros_like(weights))
     parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
     frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
@@ -124,6 +126,12 @@ def _scalar_start(errors: Errors, components: int) -> Frame:
     one = torch.eye(size).to(scalars)
     combined = _features(torch.einsum("ij,ab->jiab", scalars, one), errors.gram.shape[-1])
     return Frame(combined, scalars, one.expand(heads, -1, -1))
+
+
+def _is_exact(plain: Frame, start: Frame, errors: Errors) -> bool:
+    """Whether heads are scalar combinations of components already. A start that is only somewhat better than the other
+    often ends worse."""
+    return bool(errors.total(plain) < EXACT * errors.total(start))
 
 
 def pair_maps(factors: torch.Tensor) -> torch.Tensor:
