@@ -67,8 +67,12 @@ def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {"explicit": options | ({} if groups == "auto" else {"groups": groups})}, {"dtype": dtype}
 
 
+DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+"""Where losses are computed."""
+
+
 def loaded(folder: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(DEVICE)
 
 
 @torch.no_grad()
@@ -87,7 +91,7 @@ def pooled(folder: Path, heads: int) -> Any:
 @torch.no_grad()
 def loss(model: Any, tokens: torch.Tensor) -> float:
     total = 0.0
-    for window in tokens.split(1):
+    for window in tokens.to(DEVICE).split(1):
         total += float(functional.cross_entropy(model(window).logits[0, :-1], window[0, 1:]))
     return total / len(tokens)
 

@@ -3,15 +3,16 @@
 usage: python -P tests/measure/recovery.py MODEL TEXT FOLDER [--tokens 200000] [--only explicit] [--set KEY=VALUE ...]
 
 MODEL is what `crosshead convert` takes, with the heads of SmolLM2-135M; TEXT is a file, whose last tenth, or less of a
-long one, is held out from conversion and training. The model is converted to 2 of 3 component heads (explicit) and to
-7 of 9 active heads (mixture), and each is trained by the shipped recipe with the source as its teacher. Losses are the
-next token's, on the held-out text, in nats per token: of the source, of the converted model, and along the training. A
-step is a hundredth of the tokens, at most the recipe's own, and its learning rate is the recipe's times the root of
-how much smaller the step is. The same command goes on where it was interrupted; the figures go to
-FOLDER/recovery.json.
+long one, is held out from conversion and training. The model is converted in four ways: to 2 of 3 component heads
+(explicit), to half of the cache (explicit-half), to 7 and to 5 of 9 active heads (mixture, mixture-5). Each is trained
+by the shipped recipe with the source as its teacher, and once more without the steps that fit attention outputs
+(-direct). Losses are the next token's, on the held-out text, in nats per token: of the source, of the converted model,
+and along the training. A step is a hundredth of the tokens, at most the recipe's own, and its learning rate is the
+recipe's times the root of how much smaller the step is. The same command goes on where it was interrupted; the figures
+go to FOLDER/recovery.json. Several commands with `--only` may run at once in one folder.
 
-Part of what comes back may be the text's own manner, which the source was not trained on. So each has a control: the
-source itself, trained without a teacher on the same windows with the same schedule.
+Part of what comes back may be the text's own manner, which the source was not trained on. So each recipe has a
+control: the source itself, trained without a teacher on the same windows with the same schedule (-control).
 """
 
 import argparse
@@ -34,16 +35,25 @@ from crosshead.recipes.trainer.loss import evaluate
 from crosshead.recipes.trainer.metrics import MetricsFile
 from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
 
-CASES: dict[str, dict[str, Any]] = {
-    "explicit": {"key_heads": "2", "value_heads": "2"},
-    "mixture": {"active_heads": "75%", "shared": "calibrated"},
+CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "explicit": ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {}),
+    "explicit-half": ({"explicit": {}}, {"layers": "auto", "budget": 0.5}),
+    "mixture": ({"mixture": {"active_heads": "7"}}, {}),
+    "mixture-5": ({"mixture": {"active_heads": "5"}}, {}),
 }
-CONTROL = "-control"
-"""Behind a case's name."""
-NAMES = sorted([*CASES, *(f"{name}{CONTROL}" for name in CASES)])
+"""Mixers and options, by names that begin with the mechanism's."""
+CONTROL, DIRECT = "-control", "-direct"
+"""Behind a mechanism's name; behind a conversion's."""
+MECHANISMS = sorted({name.partition("-")[0] for name in CONVERSIONS})
+NAMES = [
+    *(f"{name}{CONTROL}" for name in MECHANISMS),
+    *(f"{name}{way}" for name in CONVERSIONS for way in ("", DIRECT)),
+]
 HELD_OUT, MOST = 0.1, 200_000
 """Of the text, and characters at most."""
-LENGTH, STEPS, EVALUATIONS = 512, 100, 5
+LENGTH, STEPS, EVALUATIONS = 512, 100, 10
+NEAR = 0.05
+"""Nats above the control that count as recovered."""
 SAME = ("source", "tokens", "text", "learning_rate", "tokens_a_step", "dtype")
 """What a case must have in common with its control."""
 
@@ -59,15 +69,16 @@ def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
     if not (folder / "source").exists():
         crosshead.convert(model, folder / "neutral", {"explicit": {}}, dtype="float32", verify=False, overwrite=True)
         crosshead.fold(folder / "neutral", folder / "source", verify=False)
-    for name in names:
-        if name in CASES and not (folder / name).exists():
-            options = {"calibration": folder / "training.txt", "dtype": "float32"}
-            crosshead.convert(folder / "source", folder / name, {name: CASES[name]}, verify=False, **options)
+    for name in {name.removesuffix(DIRECT) for name in names} & {*CONVERSIONS}:
+        if not (folder / name).exists():
+            mixers, options = CONVERSIONS[name]
+            options = options | {"calibration": folder / "training.txt", "dtype": "float32", "verify": False}
+            crosshead.convert(folder / "source", folder / name, mixers, **options)
 
 
 def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
     """The shipped one, with this text and model, and as many steps as make a curve; a control has no teacher."""
-    shipped = f"small/smollm2_{name.removesuffix(CONTROL)}"
+    shipped = f"small/smollm2_{name.partition('-')[0]}"
     found = load_recipe(shipped)
     batch = max(1, min(found.train.batch_tokens, tokens // STEPS) // LENGTH) * LENGTH
     steps = -(-tokens // batch)
@@ -84,24 +95,24 @@ def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
         "train.tokens": tokens,
         "train.batch_tokens": batch,
         "train.learning_rate": found.train.learning_rate * (batch / found.train.batch_tokens) ** 0.5,
-        "train.micro_batch": next(size for size in (4, 2, 1) if batch // LENGTH % size == 0),
+        "train.micro_batch": next(size for size in (4, 3, 2, 1) if batch // LENGTH % size == 0),
         "train.dtype": "bfloat16" if torch.accelerator.is_available() else "float32",
         "watch.evaluate_every": max(1, steps // EVALUATIONS),
-        "checkpoints.every": max(1, steps // EVALUATIONS),
+        "checkpoints.every": max(1, steps // 2),
     }
     if name.endswith(CONTROL):
         settings["distillation"] = "null"
-    elif found.distillation is not None:  # the same part of the steps as in the recipe
+    elif found.distillation is not None:
         settings["distillation.teacher"] = folder / "source"
-        for phase in ("match_steps", "transfer_steps"):
-            part = getattr(found.distillation, phase) / found.steps
+        for phase in ("transfer_steps", "match_steps"):  # the same part of the steps as in the recipe
+            part = 0 if name.endswith(DIRECT) else getattr(found.distillation, phase) / found.steps
             settings[f"distillation.{phase}"] = round(part * steps)
     return load_recipe(shipped, [*(f"{key}={value}" for key, value in settings.items()), *changes])
 
 
 def trained_model(folder: Path, name: str) -> Path:
-    """Where the model lies that a case begins with."""
-    return folder / ("source" if name.endswith(CONTROL) else name)
+    """Where the model lies that a run begins with."""
+    return folder / ("source" if name.endswith(CONTROL) else name.removesuffix(DIRECT))
 
 
 @torch.no_grad()
@@ -123,28 +134,31 @@ def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
     lines = MetricsFile.lines(Path(asked.output))
     curve = [(line["step"] * asked.train.batch_tokens, line["eval_loss"]) for line in lines if "eval_loss" in line]
     tokens, after = curve[-1]
+    settings = asked.distillation
     return {
         "source": source,
         "before": before,
         "after": after,
-        "excess_gone": (before - after) / (before - source) if before != source else None,
-        "above_source": after / source - 1,
         "regained_per_million": (before - after) / tokens * 1e6,
         "curve": [(0, before), *curve],
         "learning_rate": asked.train.learning_rate,
         "dtype": asked.train.dtype,
         "tokens_a_step": asked.train.batch_tokens,
-        "match_steps": asked.distillation.match_steps if asked.distillation else 0,
+        "weight": settings.weight if settings else None,
+        "transfer_steps": settings.transfer_steps if settings else 0,
+        "match_steps": settings.match_steps if settings else 0,
     }
 
 
 def beside_controls(report: dict[str, Any]) -> dict[str, Any]:
-    """With each case's figures beside those of its control, where that one was trained in the same way."""
-    for name in CASES:
-        found, control = report.get(name), report.get(f"{name}{CONTROL}")
-        if found and control and all(found.get(key) == control.get(key) for key in SAME):
-            found["control"] = control["after"]
-            found["above_control"] = found["after"] / control["after"] - 1
+    """With each run's figures beside those of its control, where that one was trained in the same way."""
+    for name, found in report.items():
+        control = report.get(f"{name.partition('-')[0]}{CONTROL}")
+        if name.endswith(CONTROL) or not control or any(found.get(key) != control.get(key) for key in SAME):
+            continue
+        found |= {"control": control["after"], "above_control": found["after"] - control["after"]}
+        both = zip(found["curve"], control["curve"], strict=True)
+        found["tokens_until_near"] = next((tokens for (tokens, own), (_, loss) in both if own <= loss + NEAR), None)
     return report
 
 
@@ -167,22 +181,24 @@ def main() -> None:
     disable_progress_bar()
     names = [asked.only] if asked.only else NAMES
     prepare(asked.model, asked.text, asked.folder, names)
-    result = asked.folder / "recovery.json"
     for name in names:
         wanted = recipe(asked.folder, name, asked.tokens, asked.changes)
         source, before = (loss(wanted, path) for path in (asked.folder / "source", trained_model(asked.folder, name)))
         print(f"{name}: {before:.4f} on held-out text, its source {source:.4f}", flush=True)
         found = recovered(wanted, source, before)
-        report = json.loads(result.read_bytes()) if result.exists() else {}  # the other may run beside this one
-        report |= {name: found | {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}}
-        result.write_text(json.dumps(beside_controls(report), indent=2), encoding="utf-8")
-        print(f"{name}: {told(found, asked.tokens)}", flush=True)
+        found |= {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}
+        write(asked.folder, name, found)
+        print(f"{name}: {found['after']:.4f} after {asked.tokens:,} tokens", flush=True)
 
 
-def told(found: dict[str, Any], tokens: int) -> str:
-    """A case's end in words."""
-    gone = "" if found["excess_gone"] is None else f", {found['excess_gone']:.1%} of the excess gone"
-    return f"{found['after']:.4f} after {tokens:,} tokens, {found['above_source']:+.1%} beside the source{gone}"
+def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+    """A run's figures in a file of its own, and those of all runs in the order of their names."""
+    results = folder / "results"
+    results.mkdir(exist_ok=True)
+    (results / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    files = {name: results / f"{name}.json" for name in NAMES}
+    report = {name: json.loads(path.read_bytes()) for name, path in files.items() if path.exists()}
+    (folder / "recovery.json").write_text(json.dumps(beside_controls(report), indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

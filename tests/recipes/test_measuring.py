@@ -38,7 +38,7 @@ def test_all_mechanisms_from_scratch(tmp_path, text):
 @pytest.mark.parametrize("name", recovery.NAMES)
 def test_a_smaller_step_of_a_recovery_has_a_lower_rate(name, tmp_path):
     """The recipe's, times the root of how much smaller the step is."""
-    shipped = load_recipe(f"small/smollm2_{name.removesuffix(recovery.CONTROL)}").train
+    shipped = load_recipe(f"small/smollm2_{name.partition('-')[0]}").train
     train = recovery.recipe(tmp_path, name, 200_000, []).train
     assert train.batch_tokens == 1536
     assert train.learning_rate == pytest.approx(shipped.learning_rate * (1536 / shipped.batch_tokens) ** 0.5)
@@ -46,20 +46,26 @@ def test_a_smaller_step_of_a_recovery_has_a_lower_rate(name, tmp_path):
     assert recovery.recipe(tmp_path, name, 10**8, []).train.learning_rate == shipped.learning_rate
 
 
-@pytest.mark.parametrize("name", recovery.CASES)
+@pytest.mark.parametrize("name", recovery.CONVERSIONS)
 def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
-    case, control = (recovery.recipe(tmp_path, each, 8192, []) for each in (name, f"{name}{recovery.CONTROL}"))
-    assert case.train == control.train and case.data == control.data and case.checkpoints == control.checkpoints
-    assert control.model.path == str(tmp_path / "source") == case.distillation.teacher
-    assert control.distillation is None and control.output != case.output
+    names = (name, f"{name.partition('-')[0]}{recovery.CONTROL}", f"{name}{recovery.DIRECT}")
+    case, control, direct = (recovery.recipe(tmp_path, each, 200_000, []) for each in names)
+    assert case.train == control.train == direct.train and case.data == control.data == direct.data
+    assert control.model.path == str(tmp_path / "source") and case.model.path == direct.model.path
+    assert control.distillation is None and len({each.output for each in (case, control, direct)}) == 3
+    assert direct.match_steps == 0 and direct.distillation.weight == case.distillation.weight
 
 
 def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
     same = dict.fromkeys(recovery.SAME, 1)
-    report = {"explicit": same | {"after": 3.3}, "explicit-control": same | {"after": 3.0}}
-    assert recovery.beside_controls(report)["explicit"]["above_control"] == pytest.approx(0.1)
-    other = {"explicit": same | {"after": 3.3}, "explicit-control": same | {"after": 3.0, "tokens": 2}}
-    assert "above_control" not in recovery.beside_controls(other)["explicit"]
+    case, control = [(0, 3.5), (10, 3.1), (20, 2.98)], [(0, 3.2), (10, 3.04), (20, 2.95)]
+    report = {"explicit-half": same | {"after": 2.98, "curve": case}}
+    report["explicit-control"] = same | {"after": 2.95, "curve": control}
+    found = recovery.beside_controls(report)["explicit-half"]
+    assert found["above_control"] == pytest.approx(0.03) and found["tokens_until_near"] == 20
+    other = {name: figures | {"tokens": number} for number, (name, figures) in enumerate(report.items())}
+    del other["explicit-half"]["above_control"]
+    assert "above_control" not in recovery.beside_controls(other)["explicit-half"]
 
 
 @pytest.mark.slow
@@ -68,20 +74,31 @@ def test_recovery(tmp_path, text):
     write_stock(tmp_path / "stock", vocab_size=257, **heads)
     write_tokenizer(tmp_path / "stock")
     command = ("recovery.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192)
-    for name in ("mixture", "explicit", "explicit-control"):
+    names = ["explicit-control", "explicit", "explicit-half-direct", "mixture"]
+    for name in names:
         measured(*command, "--only", name, "--set", "train.learning_rate=1e-3")
     found = json.loads((tmp_path / "out" / "recovery.json").read_text())
-    assert sorted(found) == ["explicit", "explicit-control", "mixture"]
+    assert [*found] == names
     for figures in found.values():
         assert figures["curve"][0] == [0, figures["before"]] and figures["curve"][-1] == [8192, figures["after"]]
-        assert figures["after"] < figures["before"] and len(figures["curve"]) > 5
+        assert figures["after"] < figures["before"] and len(figures["curve"]) > 10
         assert figures["learning_rate"] == 1e-3 and figures["tokens_a_step"] == 512
-        regained = (figures["before"] - figures["after"]) / 8192 * 1e6
-        assert figures["regained_per_million"] == pytest.approx(regained)
     explicit, control = found["explicit"], found["explicit-control"]
-    assert explicit["match_steps"] == 3 and explicit["source"] == found["mixture"]["source"] == control["before"]
-    assert explicit["above_control"] == pytest.approx(explicit["after"] / control["after"] - 1)
-    assert "above_control" not in found["mixture"] and control["excess_gone"] is None
+    assert explicit["source"] == found["mixture"]["source"] == control["before"]
+    assert explicit["above_control"] == pytest.approx(explicit["after"] - control["after"])
+    assert "above_control" not in found["mixture"] and found["explicit-half-direct"]["match_steps"] == 0
+
+
+@pytest.mark.slow
+def test_learning_rates_of_knocking(tmp_path, text):
+    heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
+    write_stock(tmp_path / "stock", vocab_size=257, **heads)
+    write_tokenizer(tmp_path / "stock")
+    measured("knocking_rates.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192, "--seeds", 2)
+    found = json.loads((tmp_path / "out" / "knocking_rates.json").read_text())["cases"]
+    assert [*found] == ["plain", "1 x", "3 x", "10 x"] and found["plain"]["beside_plain"] == 0
+    drifts = [figures["drift"] for figures in found.values()]
+    assert drifts[0] == 0 and drifts == sorted(drifts) and all(len(each["losses"]) == 2 for each in found.values())
 
 
 @pytest.mark.slow
