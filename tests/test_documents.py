@@ -173,8 +173,16 @@ def test_results_become_lines(tables, tmp_path):
                 "curve": [[0, 4.0], [250_000, 3.25]],
                 "tokens": 200_000,
                 "control": 2.9,
+                "tokens_until_near": None,
             },
             "explicit-control": {"source": 3.0, "before": 3.0},
+        },
+        "knocking_rates.json": {
+            "cases": {
+                "plain": {"losses": {"0": 3.0}, "beside_plain": 0.0, "spread_beside": None, "drift": 0.0},
+                "3 x": {"losses": {"0": 2.9}, "beside_plain": -0.1, "spread_beside": None, "drift": 0.02},
+            },
+            "tokens": 2000,
         },
         "from_scratch.json": {
             "losses": {"knocking": losses},
@@ -193,7 +201,8 @@ def test_results_become_lines(tables, tmp_path):
     text = tables.results_table(tmp_path)
     for words in (
         "| knocking: one map | perplexity 30.00, grammar 75% right, 384 bytes of KV cache a token | `make demo` |",
-        "4.000 converted, 3.250 after 200,000 tokens (3.00 regained per million); its source 3.000, 2.900 trained",
+        "4.000 converted, 3.250 after 200,000 tokens; its source 3.000, 2.900 trained on the same: never within 0.05",
+        "knocking at 3 x the learning rate: held-out loss | -0.1000 beside the plain model, 0.0200 from its start",
         "4 layers, 1,000 tokens, 2 seeds), knocking: held-out loss | 3.1000 (-0.0500 beside the baseline ± 0.0100)",
         "(-0.0500 beside the baseline ± 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
         "training, knocking-mlp (on: query+value): tokens a second",

@@ -73,11 +73,25 @@ def recovery_rows(report: Content) -> Rows:
     for name, found in report.items():
         if found["before"] == found["source"]:  # a control, which is told beside its case
             continue
-        regained = (found["before"] - found["after"]) / found["curve"][-1][0] * 1e6
         learnt = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
-        control = f", {found['control']:.3f} trained on the same" if "control" in found else ""
-        outcome = f"{learnt} ({regained:.2f} regained per million); its source {found['source']:.3f}{control}"
+        outcome = f"{learnt}; its source {found['source']:.3f}"
+        if "control" in found:
+            outcome += f", {found['control']:.3f} trained on the same"
+        if "tokens_until_near" in found:
+            near = found["tokens_until_near"]
+            outcome += ": never within 0.05 of it" if near is None else f": within 0.05 of it after {near:,} tokens"
         yield f"SmolLM2-135M, {name}: loss on held-out text", outcome
+
+
+def knocking_rows(report: Content) -> Rows:
+    """Losses at each learning rate of the mechanism beside those of the plain model, and the drift."""
+    for name, found in report["cases"].items():
+        if found["drift"] == 0:  # the plain model, which the others are told beside
+            continue
+        spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
+        outcome = f"{found['beside_plain']:+.4f}{spread} beside the plain model, {found['drift']:.4f} from its start"
+        what = f"SmolLM2-135M, {report['tokens']:,} tokens, {len(found['losses'])} seeds"
+        yield f"{what}, knocking at {name} the learning rate: held-out loss", outcome
 
 
 def scratch_rows(report: Content) -> Rows:
@@ -121,6 +135,9 @@ SOURCES: Mapping[str, Result] = {
     "demo.json": Result("SmolLM2-135M, converted three ways, one of them trained shortly", "make demo", demo_rows),
     "recovery.json": Result(
         "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
+    ),
+    "knocking_rates.json": Result(
+        "SmolLM2-135M with knocking, continued training", "make measure-knocking", knocking_rows
     ),
     "from_scratch.json": Result(
         "all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows, scratch_asked

@@ -1,0 +1,101 @@
+"""Continued training of SmolLM2-135M with knocking heads: learning rates of the mechanism, beside the plain model.
+
+usage: python -P tests/measure/knocking_rates.py MODEL TEXT FOLDER [--tokens 500000] [--seeds 3]
+
+MODEL and TEXT are those of recovery.py. Knocking starts as the source, and is trained by its shipped recipe with a
+learning rate of 1, 3 and 10 times that of the other weights; the source is trained in the same way. The figures go to
+FOLDER/knocking_rates.json, also while it runs: held-out losses, how far each lies from the plain model's of the same
+seed, and the drift of the mechanism from its start. The same command goes on where it was interrupted.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from recovery import prepare, recipe
+from transformers.utils.logging import disable_progress_bar
+
+import crosshead
+from crosshead.evals.bench.machine import machine
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.train import train
+from crosshead.recipes.trainer.metrics import MetricsFile
+
+RATES = (1, 3, 10)
+PLAIN = "plain"
+CASES = (PLAIN, *(f"{rate} x" for rate in RATES))
+STEPS = 120
+"""Of a run, about: with fewer tokens a step, the model learns more."""
+LENGTH = 512
+
+
+def run(folder: Path, case: str, seed: int, tokens: int) -> Recipe:
+    """One model's training."""
+    shipped = recipe(folder, "knocking", tokens, []).train
+    batch = max(LENGTH, tokens // STEPS // LENGTH * LENGTH)
+    rate = shipped.learning_rate * (batch / shipped.batch_tokens) ** 0.5
+    changes: dict[str, Any] = {
+        "output": folder / "runs" / f"{case.replace(' ', '')}-{seed}",
+        "model.path": folder / ("source" if case == PLAIN else "knocking"),
+        "train.batch_tokens": batch,
+        "train.micro_batch": next(size for size in (8, 4, 2, 1) if batch // LENGTH % size == 0),
+        "train.learning_rate": rate,
+        "train.seed": seed,
+        "checkpoints.every": tokens // batch + 1,
+    }
+    if case != PLAIN:
+        changes["train.mechanisms.learning_rate"] = rate * float(case.split()[0])
+    return recipe(folder, "knocking", tokens, [f"{key}={value}" for key, value in changes.items()])
+
+
+def trained(folder: Path, case: str, seed: int, tokens: int) -> dict[str, float]:
+    """The held-out loss at the end, and the mechanism's drift."""
+    wanted = run(folder, case, seed, tokens)
+    if train(wanted).model is None:
+        raise SystemExit("stopped: the same command goes on")
+    lines = MetricsFile.lines(Path(wanted.output))
+    found = {key: line[key] for line in lines for key in ("eval_loss", "moved/knocking") if key in line}
+    return {"loss": found["eval_loss"], "drift": found.get("moved/knocking", 0.0)}
+
+
+def report(found: dict[str, dict[int, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """Means and spreads over seeds."""
+    figures = {}
+    for case, seeds in found.items():
+        apart = [each["loss"] - found[PLAIN][seed]["loss"] for seed, each in seeds.items()]
+        figures[case] = {"losses": {seed: each["loss"] for seed, each in seeds.items()}}
+        figures[case] |= {"beside_plain": mean(apart), "spread_beside": stdev(apart) if len(apart) > 1 else None}
+        figures[case] |= {"drift": mean(each["drift"] for each in seeds.values())}
+    return {"cases": figures, **settings, "machine": machine()}
+
+
+def main() -> None:
+    """Train what is not trained yet, a seed after the other, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--tokens", type=int, default=500_000, help="of training, for each")
+    parser.add_argument("--seeds", type=int, default=3)
+    asked = parser.parse_args()
+    disable_progress_bar()
+    prepare(asked.model, asked.text, asked.folder, [])
+    if not (asked.folder / "knocking").exists():
+        crosshead.convert(asked.folder / "source", asked.folder / "knocking", {"knocking": {}}, dtype="float32")
+    first = run(asked.folder, PLAIN, 0, asked.tokens).train
+    settings = {"tokens": asked.tokens, "learning_rate": first.learning_rate, "tokens_a_step": first.batch_tokens}
+    settings |= {"dtype": first.dtype, "text": asked.text.name}
+    found: dict[str, dict[int, dict[str, float]]] = {}
+    for seed in range(asked.seeds):
+        for case in CASES:
+            each = trained(asked.folder, case, seed, asked.tokens)
+            found.setdefault(case, {})[seed] = each
+            print(f"seed {seed}, {case}: {each['loss']:.4f}, drift {each['drift']:.4f}", flush=True)
+            text = json.dumps(report(found, settings), indent=2) + "\n"
+            (asked.folder / "knocking_rates.json").write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
