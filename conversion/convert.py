@@ -19,6 +19,7 @@ from .compress.convert_layers import (
     active_heads,
     candidate_counts,
     choose_groups,
+    component_counts,
     convert_layers,
     needed_observations,
     routings,
@@ -94,7 +95,18 @@ class MechanismRequest(Request):
             return request
         target = _target_config(self.source.config, self.source_config, mixers, self.given)
         decisions = {**request.decisions, "chosen": chosen}
-        return replace(request, target=target, mixers=mixers, decisions=decisions)
+        request = replace(request, target=target, mixers=mixers, decisions=decisions)
+        return request if self.auto is None or dry_run else request._fit_chosen(cache, progress)
+
+    def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
+        """Fit the layers to the component heads that `--layers auto` has chosen."""
+        if self.calibration is None:
+            return self
+        candidates = [[counts] for counts in component_counts(self.target, self.mixers)]
+        observers = replace(self.observers, candidates=candidates)
+        file, known = cache / "fitted.safetensors", self.calibration
+        fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known)
+        return replace(self, calibration=fitted)
 
     def plan(self) -> Plan:
         """Decide the action for every tensor."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from crosshead.common.errors import ConversionError
@@ -51,6 +52,12 @@ class Observers:
     number of groups to choose from. Empty if not known yet."""
     routings: list[Routing | None] = field(default_factory=list)
     """The heads of each layer's mixture, for the kind "router"; None without a mixture that selects heads."""
+
+    @property
+    def converted(self) -> int:
+        """The number of converted models whose hidden states something is fitted to: one for each number of groups."""
+        solves = max((len(self.solves(layer)) for layer in range(len(self.layouts))), default=0)
+        return max(solves, int("router" in self.kinds))
 
     def of_layer(self, layer: int) -> dict[str, Observer]:
         """New observers, by kind."""
@@ -155,38 +162,52 @@ class Calibration:
 
 @torch.no_grad()
 def calibrate(
-    model: StreamedModel, tokens: torch.Tensor, observers: Observers, path: Path, advance: Advance, fingerprint: str
+    model: StreamedModel,
+    tokens: torch.Tensor,
+    observers: Observers,
+    path: Path,
+    advance: Advance,
+    fingerprint: str,
+    known: Calibration | None = None,
 ) -> None:
-    """Run windows of tokens (B, T) through the source and write the statistics, with the model's fingerprint."""
+    """Run windows of tokens (B, T) through the source and write the statistics, with the model's fingerprint.
+
+    Statistics that are `known` are copied; only what follows from them is computed.
+    """
     partial_file = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
-    write_growing(partial_file, expected, _recorded(model, tokens, observers, advance), {FINGERPRINT: fingerprint})
+    found = _recorded(model, tokens, observers, advance, known)
+    write_growing(partial_file, expected, found, {FINGERPRINT: fingerprint})
     partial_file.replace(path)
 
 
-def _recorded(model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance) -> Iterator[Tensors]:
+def _recorded(
+    model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance, known: Calibration | None
+) -> Iterator[Tensors]:
     """The statistics, one layer at a time."""
     hidden = model.embed(tokens)
-    converted = hidden.clone() if "router" in observers.kinds else None
+    converted = [hidden.clone() for _ in range(observers.converted)]
     for layer, module in model.layers():
         attention: Any = module.self_attn
-        by_kind, calls = observers.of_layer(layer), AttentionCalls(len(hidden))
-        hook = partial(_observe, list(by_kind.values()))
-        handles = [attention.register_forward_pre_hook(hook, with_kwargs=True)]
-        if observers.solves(layer):
-            handles.append(attention.register_forward_hook(calls, with_kwargs=True))
-        if by_kind:
+        observed = observers.of_layer(layer) if known is None else {}
+        handles = [attention.register_forward_pre_hook(partial(_observe, [*observed.values()]), with_kwargs=True)]
+        solves = observers.solves(layer)
+        calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if solves]
+        handles += [attention.register_forward_hook(each, with_kwargs=True) for each in calls]
+        if observers.kinds - {"router"}:
             _step(model, module, hidden)
         for handle in handles:
             handle.remove()
-        statistics, compressed = by_kind.get("statistics"), Tensors()
-        if isinstance(statistics, HeadStatistics):
-            for counts in observers.solves(layer):
-                compressed = _solve(attention, statistics, calls, counts)
-        tensors = {kind: observer.as_tensors() for kind, observer in by_kind.items()}
-        if converted is not None:
-            with substituted(attention, compressed):
-                tensors["router"] = _route(model, module, converted, observers.routing(layer))
+        tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
+        tensors |= {} if known is None else known.layer(layer)
+        compressed = [Tensors() for _ in converted]
+        if solves:
+            statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
+            compressed = [_solve(attention, statistics, *each) for each in zip(calls, solves, strict=True)]
+            tensors["statistics"] = statistics.as_tensors()
+        for states, changed in zip(converted, compressed, strict=True):
+            with substituted(attention, changed):
+                tensors["router"] = _route(model, module, states, observers.routing(layer))
         yield {f"{layer}.{kind}.{name}": each for kind, of_kind in tensors.items() for name, each in of_kind.items()}
         advance(layer + 1, len(observers.layouts))
 
@@ -230,19 +251,37 @@ def _solve(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCal
 
 
 def observe(
-    source: Source, stock: Any, text: Text, observers: Observers, cached: Path, progress: Progress
+    source: Source,
+    stock: Any,
+    text: Text,
+    observers: Observers,
+    cached: Path,
+    progress: Progress,
+    known: Calibration | None = None,
 ) -> Calibration:
-    """The saved calibration, or the one that an unfinished run left in `cached`, or a new one there."""
+    """The saved calibration, or the one that an unfinished run left in `cached`, or a new one there.
+
+    Statistics that are `known` are not recorded again.
+    """
     if text.given is not None and text.is_saved:
         calibration = Calibration(text.given)
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
         return calibration
     if not cached.exists():
         model = StreamedModel(source.store, stock)
-        tokens = text.to_calibrate_on(source, model, progress)
+        tokens = _tokens(source, model, text, cached.with_name("tokens.safetensors"), progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
-        calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint)
+        calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)
     return Calibration(cached)
+
+
+def _tokens(source: Source, model: StreamedModel, text: Text, cached: Path, progress: Progress) -> torch.Tensor:
+    """Windows of tokens (B, T): those in the file `cached`, or new ones, which are written there."""
+    if not cached.exists():
+        partial_file = cached.with_name(f"{cached.name}.partial")
+        save_file({"tokens": text.to_calibrate_on(source, model, progress).contiguous()}, partial_file)
+        partial_file.replace(cached)
+    return load_file(cached)["tokens"]
 
 
 IGNORED_FIELDS = {"_name_or_path", "architectures", "dtype", "transformers_version"}

@@ -1,11 +1,11 @@
 """Fits a layer's output projection to its compressed heads by least squares.
 
 A compressed head does not give the original head's output, but all heads together contain more information on it. The
-target is the attention's original output. A ridge penalty on the change keeps the projection near the original one if
-there is little text.
+inputs are those of the converted model, whose layers before have changed. The target is the attention's original
+output, and what the hidden states before the layer lack of the source's. A ridge penalty on the change keeps the
+projection near the original one if there is little text.
 """
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,26 +19,27 @@ RIDGE = 0.2
 MAX_WINDOWS = 32
 
 
-@dataclass
 class AttentionCalls:
-    """A forward hook that records inputs and outputs of an attention layer, for evenly spaced calls."""
+    """The attention's inputs in the converted model and its wanted outputs, of evenly spaced windows.
 
-    calls: int
-    """The number of calls that are expected."""
+    A forward hook for the layer in the source, which is called once for each window. `source` and `converted` are the
+    hidden states (B, T, hidden) before the layer, and `norm` is the norm before its attention.
+    """
 
-    inputs: list[torch.Tensor] = field(default_factory=list)
-    outputs: list[torch.Tensor] = field(default_factory=list)
-    arguments: dict[str, Any] = field(default_factory=dict)
-    """Positions and mask, the same for all calls."""
-    _count: int = 0
+    def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
+        self._every, self._count = -(-len(source) // MAX_WINDOWS), 0
+        kept = [(window, window - given) for window, given in zip(converted, source, strict=True)][:: self._every]
+        self.inputs = [norm(window[None]).to(fast_dtype()) for window, _ in kept]
+        self.outputs = [-drift[None].to(fast_dtype()) for _, drift in kept]
+        self.arguments: dict[str, Any] = {}
+        """Positions and mask, the same for all calls."""
 
     def __call__(self, attention: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        """Record or skip one call."""
-        is_recorded = self._count % -(-self.calls // MAX_WINDOWS) == 0
+        """Add the source's output to what is wanted, or skip the window."""
+        index, rest = divmod(self._count, self._every)
         self._count += 1
-        if is_recorded:
-            self.inputs.append(inputs["hidden_states"].to(fast_dtype()))
-            self.outputs.append(output[0].to(fast_dtype()))
+        if rest == 0:
+            self.outputs[index] += output[0]
             self.arguments = {name: value for name, value in inputs.items() if name != "hidden_states"}
 
 

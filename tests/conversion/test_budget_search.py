@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 import crosshead
 import toys
@@ -108,3 +109,19 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
         found = made(tokens).logits[:, ::2].log_softmax(-1)
         divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
         assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+
+
+def test_layers_are_fitted_to_the_counts_that_were_chosen(tmp_path):
+    """As if the counts had been asked for."""
+    source, text = (
+        write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4),
+        tmp_path / "text.txt",
+    )
+    text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40)
+    options = {"calibration": text, "verify": False}
+    chosen = crosshead.convert(source, tmp_path / "chosen", {}, cache="60%", **options)["chosen"]
+    asked = AutoConfig.from_pretrained(tmp_path / "chosen", trust_remote_code=True).mixers["explicit"]
+    assert [asked["key_heads"], asked["value_heads"]] == [chosen["key_heads"], chosen["value_heads"]]
+    crosshead.convert(source, tmp_path / "asked", {"explicit": asked}, **options)
+    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("chosen", "asked")]
+    assert files[0] == files[1]

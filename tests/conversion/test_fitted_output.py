@@ -17,34 +17,45 @@ def exact_products(monkeypatch):
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
 
 
-def heads_and_outputs(attention, calls):
+def recorded(backbone, drift):
+    """A layer, its attention's calls on three windows, and the wanted outputs; the converted model's states differ."""
+    model = toys.stock_model(backbone).eval()
+    layer, windows = model.model.layers[1], toys.tokens(batch=3, length=30)
+    states = model(windows, use_cache=False, output_hidden_states=True).hidden_states[1]
+    converted = states + drift * torch.randn_like(states)
+    calls = AttentionCalls(layer.input_layernorm, states, converted)
+    handle = layer.self_attn.register_forward_hook(calls, with_kwargs=True)
+    for window in windows.split(1):
+        model(window, use_cache=False)
+    handle.remove()
+    inputs = [layer.input_layernorm(window) for window in states.split(1)]
+    wanted = heads_and_outputs(layer.self_attn, inputs, calls.arguments)[1] + (states - converted).flatten(0, 1)
+    return layer.self_attn, calls, wanted
+
+
+def heads_and_outputs(attention, inputs, arguments):
     """What the output projection reads and gives, of all tokens."""
     heads = []
     handle = attention.o_proj.register_forward_pre_hook(lambda module, given: heads.append(given[0]))
-    outputs = [attention(hidden_states=given, **calls.arguments)[0] for given in calls.inputs]
+    outputs = [attention(hidden_states=given, **arguments)[0] for given in inputs]
     handle.remove()
     return [torch.cat(parts).flatten(0, 1).double() for parts in (heads, outputs)]
 
 
+@pytest.mark.parametrize("drift", [0.0, 0.1])
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen2", "Qwen3"])
 @torch.no_grad()
-def test_it_is_the_least_squares_solution(backbone):
-    model, calls = toys.stock_model(backbone).eval(), AttentionCalls(3)
-    attention = model.model.layers[1].self_attn
-    handle = attention.register_forward_hook(calls, with_kwargs=True)
-    for seed in range(3):
-        model(toys.tokens(batch=1, length=30, seed=seed), use_cache=False)
-    handle.remove()
+def test_it_is_the_least_squares_solution(backbone, drift):
+    attention, calls, wanted = recorded(backbone, drift)
     before = {name: tensor.clone() for name, tensor in attention.state_dict().items()}
     compressed = {
         name: before[name] + 0.1 * torch.randn_like(before[name]) for name in ("k_proj.weight", "v_proj.weight")
     }
-    wanted = heads_and_outputs(attention, calls)[1]
     change = output_change(attention, calls, compressed).double()
     assert all(torch.equal(before[name], tensor) for name, tensor in attention.state_dict().items())
     assert not attention.o_proj._forward_pre_hooks
     with substituted(attention, compressed):
-        heads, found = heads_and_outputs(attention, calls)
+        heads, found = heads_and_outputs(attention, calls.inputs, calls.arguments)
     ridge = (RIDGE * heads.square().sum(0).mean()).sqrt()
     rows = torch.cat([heads, ridge * torch.eye(heads.shape[1]).double()])
     missing = torch.cat([wanted - found, torch.zeros(heads.shape[1], wanted.shape[1]).double()])
@@ -56,17 +67,15 @@ def test_it_is_the_least_squares_solution(backbone):
 
 @torch.no_grad()
 def test_nothing_to_add_where_nothing_changed():
-    model, calls = toys.stock_model("Llama").eval(), AttentionCalls(1)
-    attention = model.model.layers[0].self_attn
-    attention.register_forward_hook(calls, with_kwargs=True)
-    model(toys.tokens(batch=1, length=30), use_cache=False)
-    attention._forward_hooks.clear()
-    assert not output_change(attention, calls, {}).any()
+    attention, calls, _ = recorded("Llama", 0.0)
+    assert output_change(attention, calls, {}).abs().max() < 1e-6
 
 
 def test_no_more_is_kept_than_is_read():
-    calls = AttentionCalls(2 * MAX_WINDOWS + 1)
-    for index in range(calls.calls):
-        calls(None, (), {"hidden_states": torch.full((1, 1, 1), float(index))}, (torch.ones(1),))
-    assert [int(given) for given in calls.inputs] == list(range(0, calls.calls, 3))
-    assert len(calls.outputs) == len(calls.inputs) <= MAX_WINDOWS
+    windows = torch.arange(2 * MAX_WINDOWS + 1.0)[:, None, None]
+    calls = AttentionCalls(torch.nn.Identity(), windows, windows)
+    for window in windows.split(1):
+        calls(None, (), {"hidden_states": window}, (2 * window,))
+    assert [int(given) for given in calls.inputs] == list(range(0, len(windows), 3))
+    assert [int(wanted) for wanted in calls.outputs] == list(range(0, 2 * len(windows), 6))
+    assert len(calls.outputs) <= MAX_WINDOWS

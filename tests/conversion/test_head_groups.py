@@ -105,7 +105,7 @@ def test_the_number_of_groups_is_chosen_by_the_fitted_error(combined, tmp_path):
     assert config.mixers["explicit"]["groups"] == groups
     errors = report["chosen"]["fitted_errors"]
     assert errors["1"] == 1 and (errors["2"] > 1.1) == (name == "all")
-    assert report["verification"]["kl_divergence"] < 1e-6
+    assert report["verification"]["kl_divergence"] < 1e-5
     assert f"groups of heads: {groups}; fitted error by groups, relative to one group's:" in calibration_lines(report)
     again = crosshead.convert(source, tmp_path / "again", asked, calibration=saved, verify=False)
     plan = crosshead.convert(source, tmp_path / "plan", asked, calibration=text, plan_only=True)
