@@ -57,6 +57,15 @@ class Frame:
         components = self.components @ _block_diagonal(root, self.components.shape[-1])
         return Frame(components, self.scalars, inverse @ self.maps)
 
+    def with_even_maps(self) -> "Frame":
+        """The same heads, by maps with a mean square of one.
+
+        Weights then have about the sizes that they have in the source. In the coordinates of a fit they have not, and
+        an optimiser with steps of one size for all weights, as Adam, destroys the small ones.
+        """
+        root, inverse = roots((self.maps.mT @ self.maps).mean(0))
+        return Frame(root @ self.components, self.scalars, self.maps @ inverse)
+
 
 @dataclass(frozen=True)
 class Errors:

@@ -61,7 +61,7 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     start = find(even.pooled[1], heads, size, components)
     start = plain if _is_exact(plain, start, even) else start
     steps = VALUE_STEPS if refines else 0
-    return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse)
+    return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse).with_even_maps()
 
 
 def grouped(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
@@ -109,7 +109,7 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
         start, factors = plain, torch.complex(weights, torch.zeros_like(weights))
     parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
     frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
-    return frame.out_of_coordinates(root, inverse)
+    return frame.out_of_coordinates(root, inverse).with_even_maps()
 
 
 def mixed_keys(errors: Errors, components: int, refines: bool = True) -> Frame:

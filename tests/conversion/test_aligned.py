@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from crosshead.conversion.compress import aligned_maps as values_module
-from crosshead.conversion.compress.aligned_frame import Errors
+from crosshead.conversion.compress.aligned_frame import Errors, Frame
 from crosshead.conversion.compress.aligned_maps import (
     aligned_keys,
     aligned_values,
@@ -122,6 +122,23 @@ def test_poor_statistics_give_finite_heads(solve, components):
         for tensor in (frame.components, frame.scalars, frame.maps):
             assert torch.isfinite(tensor).all()
             assert float(tensor.abs().max()) < 1e9
+
+
+def test_even_maps_give_the_same_heads():
+    frame = Frame(random(2, D, 3 * D), random(3, 2, seed=1), 20 * random(3, D, D, seed=2))
+    even = frame.with_even_maps()
+    assert torch.allclose(even.heads(), frame.heads(), rtol=1e-9)
+    assert torch.allclose((even.maps.mT @ even.maps).mean(0), torch.eye(D).double(), atol=1e-9)
+
+
+@pytest.mark.parametrize("solve", [aligned_keys, aligned_values])
+def test_fitted_maps_are_even(solve):
+    """So that weights keep their sizes, whatever the coordinates of the fit."""
+    metric, gram, weight = sums(3)
+    maps = solve(Errors.of(100 * metric, gram / 100, weight), 2).maps
+    assert torch.allclose((maps.mT @ maps).mean(0), torch.eye(D).double(), atol=1e-9)
+    turn = pair_maps(torch.full((D // 2,), 1j).to(torch.complex128))
+    assert solve is aligned_values or torch.allclose(maps @ turn, turn @ maps)  # keys still commute with RoPE
 
 
 def test_groups_follow_the_cost():
