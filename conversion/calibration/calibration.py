@@ -259,10 +259,7 @@ def observe(
     progress: Progress,
     known: Calibration | None = None,
 ) -> Calibration:
-    """The saved calibration, or the one that an unfinished run left in `cached`, or a new one there.
-
-    Statistics that are `known` are not recorded again.
-    """
+    """The saved calibration, or that of an unfinished run in `cached`, or a new one there, without what is `known`."""
     if text.given is not None and text.is_saved:
         calibration = Calibration(text.given)
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
