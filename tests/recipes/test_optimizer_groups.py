@@ -93,7 +93,7 @@ def test_a_run_goes_on_with_its_own_settings(tmp_path):
 
 
 def test_schema(tmp_path):
-    name = "small/smollm2_knocking"
+    name = "small/smollm2_talking"
     assert load_recipe(name).train.mechanisms == MechanismOptions(None, 0.0)
     changed = load_recipe(name, ["train.mechanisms={learning_rate: 2e-3, weight_decay: 0.3}"])
     assert changed.train.mechanisms == OWN and changed.train.mechanism_rate == 2e-3
