@@ -83,7 +83,9 @@ class MechanismRequest(Request):
         request = self
         if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
             file = cache / "calibration.safetensors"
-            calibration = observe(self.source, self.source_config, self.text, self.observers, file, progress)
+            calibration = observe(
+                self.source, self.source_config, self.text, self.observers, file, progress, device=self.device
+            )
             if self.given.save_calibration is not None and not dry_run:
                 _save_calibration(calibration.path, self.given.save_calibration)
             request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
@@ -105,7 +107,7 @@ class MechanismRequest(Request):
         candidates = [[counts] for counts in component_counts(self.target, self.mixers)]
         observers = replace(self.observers, candidates=candidates)
         file, known = cache / "fitted.safetensors", self.calibration
-        fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known)
+        fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known, self.device)
         return replace(self, calibration=fitted)
 
     def plan(self) -> Plan:
@@ -127,7 +129,11 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     target = _target_config(source.config, stock, request, given)
     is_neutral = starts_neutral(target, given.allow_inexact) and given.budget is None
     text = Text.of(given.calibration, source)
-    auto = None if given.budget is None else AutoLayers(given.budget, source, stock, target, request, text)
+    auto = (
+        None
+        if given.budget is None
+        else AutoLayers(given.budget, source, stock, target, request, text, given.device or "cpu")
+    )
     if auto is not None:
         auto.check()
     wanted = needed_observations(target, request, auto is not None)
@@ -153,6 +159,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or "explicit" in request.mixers,
         tolerance=_tolerance(source, target, request, given, bool(wanted)) if is_neutral else None,
+        device=given.device or "cpu",
         given=given,
         target=target,
         mixers=request,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
@@ -28,6 +29,14 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 PATHS = ("calibration", "save_calibration")
 
 
+def check_device(device: str) -> None:
+    """`ConversionError` if this machine has no such device."""
+    if device not in ("cpu", "cuda"):
+        raise ConversionError(f"--device {device} is not allowed: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConversionError("--device cuda: no CUDA device is available; use --device cpu")
+
+
 class Options(BaseModel):
     """Options of a conversion apart from its mechanisms."""
 
@@ -42,6 +51,8 @@ class Options(BaseModel):
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
+    device: Literal["cpu", "cuda"] | None = None
+    """Where the source runs on text, and the result for comparison."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], where: str = "--") -> Self:
@@ -71,6 +82,7 @@ class Options(BaseModel):
     def _check(self) -> Self:
         if (self.layers is None) != (self.budget is None):
             raise ValueError("--layers auto and --budget must be given together: give both or neither")
+        check_device(self.device or "cpu")
         saved = self.save_calibration
         if saved is not None and (saved.suffix != CALIBRATION_SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
             raise ValueError(

@@ -41,6 +41,8 @@ class Request:
     """Whether new values are computed, not only copied, initialised or cast."""
     tolerance: Tolerance | None
     """Maximum difference from the source; None if the result may differ by any amount."""
+    device: str = "cpu"
+    """Where models run."""
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
         """Run the source on text if the result depends on it, and return the request with the results.
@@ -90,7 +92,9 @@ def run(
         digests, left_out = write_model(source, plan, output, progress)
         content = record(request, plan, digests) | {"left_out": left_out}
         if sample is not None:
-            content["verification"] = verify_folder(source, output.folder, sample, request.tolerance, progress)
+            content["verification"] = verify_folder(
+                source, output.folder, sample, request.tolerance, progress, request.device
+            )
         place = record_file(out, plan.is_stock)
         write_json(output.folder / RECORD if place.name == RECORD else output.sibling(place.name), content)
         others = output.publish()

@@ -3,15 +3,17 @@
 usage: python tests/gpu_check.py correct OUT.json
        python tests/gpu_check.py speed OUT.json
 
-`correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache, and
-random calls of every registered function, by Triton where there are kernels, compared with float64; in several
-processes, because compilation takes most of the time. `speed`: times, memory and launches (`tests/gpu_speed.py`).
+`correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache,
+conversions with `--device cuda` compared with those on the CPU, and random calls of every registered function, by
+Triton where there are kernels, compared with float64; in several processes, as compilation takes most of the time.
+`speed`: times, memory and launches (`tests/gpu_speed.py`).
 Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it says so and exits with 0.
 """
 
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -20,10 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import StaticCache
+from transformers import AutoModelForCausalLM, StaticCache
 from transformers.utils import is_flash_attn_2_available
 
+import crosshead
 from random_calls import MAKERS, TOLERANCES, check
+from toy_checkpoints import write_stock
 from toys import BACKBONES, CASES, mixed_model, tokens
 
 CALLS, SEEDS, LONGEST = 8, 6, 700
@@ -96,6 +100,29 @@ def check_model(backbone: str, case: str) -> dict[str, str]:
     return {f"{backbone} {case} {name}": outcome(check) for name, check in checks}
 
 
+def converts(backbone: str) -> bool:
+    """A conversion that is calibrated on the GPU equals the one on the CPU, but for tokens that go to other heads."""
+    mixers = {"explicit": {"key_heads": 3, "value_heads": 2}, "mixture": {"active_heads": 6}}
+    found = []
+    with tempfile.TemporaryDirectory() as scratch:
+        source = write_stock(Path(scratch, "source"), backbone, num_attention_heads=8, num_key_value_heads=4)
+        text = Path(scratch, "text.txt")
+        text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 200, encoding="utf-8")
+        for device in ("cpu", "cuda"):
+            out = Path(scratch, device)
+            crosshead.convert(source, out, mixers, calibration=text, dtype="float32", device=device)
+            with torch.no_grad():
+                found.append(AutoModelForCausalLM.from_pretrained(out)(tokens(2, 32)).logits.flatten(0, 1))
+    errors = (found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)
+    print(f"{backbone} conversion: {errors.median():.1e}, at most {errors.max():.1e}", flush=True)
+    return bool(errors.median() < 1e-3)
+
+
+def check_conversion(backbone: str) -> dict[str, str]:
+    """The outcome for one backbone."""
+    return {f"{backbone} conversion": outcome(partial(converts, backbone))}
+
+
 def check_calls(mechanism: str, dtype: torch.dtype, seed: int) -> dict[str, str]:
     """The outcome of random calls of one function."""
     name = f"random calls {mechanism} {str(dtype).removeprefix('torch.')} {seed}"
@@ -127,6 +154,7 @@ def correct() -> dict[str, Any]:
         seeds = range(SEEDS)
         waiting = [pool.submit(check_calls, name, dtype, i) for i in seeds for name in MAKERS for dtype in TOLERANCES]
         waiting += [pool.submit(check_model, backbone, case) for case in CASES for backbone in BACKBONES]
+        waiting += [pool.submit(check_conversion, backbone) for backbone in BACKBONES]
         for done in as_completed(waiting):
             outcomes |= done.result()
             for name, found in done.result().items():

@@ -189,10 +189,11 @@ def _recorded(
     converted = [hidden.clone() for _ in range(observers.converted)]
     for layer, module in model.layers():
         attention: Any = module.self_attn
+        norm: Any = module.input_layernorm
         observed = observers.of_layer(layer) if known is None else {}
         handles = [attention.register_forward_pre_hook(partial(_observe, [*observed.values()]), with_kwargs=True)]
         solves = observers.solves(layer)
-        calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if solves]
+        calls = [AttentionCalls(norm, hidden, states) for states in converted if solves]
         handles += [attention.register_forward_hook(each, with_kwargs=True) for each in calls]
         if observers.kinds - {"router"}:
             _step(model, module, hidden)
@@ -208,7 +209,7 @@ def _recorded(
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
                 tensors["router"] = _route(model, module, states, observers.routing(layer))
-        yield {f"{layer}.{kind}.{name}": each for kind, of_kind in tensors.items() for name, each in of_kind.items()}
+        yield {f"{layer}.{kind}.{name}": each.cpu() for kind, of in tensors.items() for name, each in of.items()}
         advance(layer + 1, len(observers.layouts))
 
 
@@ -242,7 +243,7 @@ def _observe(observers: Iterable[Observer], attention: nn.Module, args: Any, inp
 
 def _solve(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> Tensors:
     """Add the frames for these component heads and the fitted output projection; returns equivalent stock tensors."""
-    layout, tensors = statistics.layout, dict(attention.state_dict())
+    layout, tensors = statistics.layout, {name: each.cpu() for name, each in attention.state_dict().items()}
     statistics.sums |= solved(statistics, layout, counts)
     compressed = approximate(tensors, statistics, layout, counts, "aligned")
     changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
@@ -258,6 +259,7 @@ def observe(
     cached: Path,
     progress: Progress,
     known: Calibration | None = None,
+    device: str = "cpu",
 ) -> Calibration:
     """The saved calibration, or that of an unfinished run in `cached`, or a new one there, without what is `known`."""
     if text.given is not None and text.is_saved:
@@ -265,7 +267,7 @@ def observe(
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
         return calibration
     if not cached.exists():
-        model = StreamedModel(source.store, stock)
+        model = StreamedModel(source.store, stock, device=device)
         tokens = _tokens(source, model, text, cached.with_name("tokens.safetensors"), progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
         calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)

@@ -84,7 +84,7 @@ class HeadStatistics:
 
     def as_tensors(self) -> dict[str, torch.Tensor]:
         """The sums, for a calibration file."""
-        return {name: tensor.contiguous() for name, tensor in self.sums.items()}
+        return {name: tensor.cpu().contiguous() for name, tensor in self.sums.items()}
 
     @staticmethod
     def shapes(layout: HeadLayout, biased: bool) -> Shapes:
@@ -107,7 +107,7 @@ class HeadStatistics:
     def _window(self, attention: Any, hidden: torch.Tensor, rotation: Rotation) -> _Window:
         heads, length = self.layout.key_value_heads, hidden.shape[0]
         step = -(-length // QUERIES)
-        positions = torch.arange(self.windows % step, length, step)
+        positions = torch.arange(self.windows % step, length, step, device=hidden.device)
         query, key, value = (
             projection(x).unflatten(-1, (-1, attention.head_dim)).transpose(0, 1)
             for projection, x in (
@@ -120,7 +120,7 @@ class HeadStatistics:
         query, normed_key = (attention.q_norm(query), attention.k_norm(key)) if has_norm else (query, key)
         query = _rotate(query, *(part[positions] for part in rotation)).unflatten(0, (heads, -1))
         scores = query @ _rotate(normed_key, *rotation).unsqueeze(1).mT * attention.scaling
-        distance = positions[:, None] - torch.arange(length)
+        distance = positions[:, None] - torch.arange(length, device=hidden.device)
         maximum = getattr(attention, "sliding_window", None) or length
         scores.masked_fill_((distance < 0) | (distance >= maximum), -torch.inf)
         output = attention.o_proj.weight.unflatten(1, (heads, -1, attention.head_dim)).permute(1, 2, 0, 3)
@@ -157,7 +157,7 @@ class HeadStatistics:
     def _add(self, side: str, part: int, *new: torch.Tensor) -> None:
         for kind, tensor in zip(KINDS, new, strict=True):
             shape = (tensor.shape[0], PARTS[side], *tensor.shape[1:])
-            total = self.sums.setdefault(f"{side}.{kind}", torch.zeros(shape, dtype=torch.float64))
+            total = self.sums.setdefault(f"{side}.{kind}", tensor.new_zeros(shape, dtype=torch.float64))
             total[:, part] += tensor
 
 
@@ -178,7 +178,8 @@ def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, to
     importance = torch.linalg.vector_norm(root, dim=(1, 2)).square()
     first = root[..., :1] * window.query
     generator = torch.Generator().manual_seed(seed)
-    root *= torch.randint(0, 2, root.shape[1:], generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    signs = torch.randint(0, 2, root.shape[1:], generator=generator, dtype=torch.int8).mul_(2).sub_(1)
+    root *= signs.to(root.device)
     nearest, _ = _nearest(root, window.positions)
     every = root.mT @ window.query
     near = torch.zeros_like(every).index_add_(
@@ -194,7 +195,7 @@ def _key_parts(window: _Window, seed: int) -> list[tuple[slice, torch.Tensor, to
 
 def _nearest(root: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The values of each query's last keys (h, group, Q, NEAR), 0 before the first key; and their positions."""
-    keys = positions[:, None] - torch.arange(NEAR)
+    keys = positions[:, None] - torch.arange(NEAR, device=positions.device)
     chosen = root.gather(-1, keys.clamp_min(0).expand(*root.shape[:2], -1, -1))
     return chosen.where(keys >= 0, 0), keys.clamp_min(0).flatten()
 

@@ -25,7 +25,7 @@ NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
 class StreamedModel:
     """A causal language model over a store, for a stock or crosshead config.
 
-    Without `attn_implementation`, attention is the one that `from_pretrained` would choose.
+    Without `attn_implementation`, attention is the one that `from_pretrained` would choose. Layers run on `device`.
     """
 
     def __init__(
@@ -34,8 +34,9 @@ class StreamedModel:
         config: Any,
         dtype: torch.dtype = torch.float32,
         attn_implementation: str | None = None,
+        device: str = "cpu",
     ) -> None:
-        self._store, self._dtype = store, dtype
+        self._store, self._dtype, self.device = store, dtype, torch.device(device)
         options = {"dtype": dtype, "attn_implementation": attn_implementation}
         with torch.device("meta"):  # a copy, because transformers writes the attention implementation into the config
             model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options)
@@ -43,12 +44,13 @@ class StreamedModel:
         self.config = model.config
         self._head_prefix = EMBEDDING_PREFIX if model.config.tie_word_embeddings else HEAD.removesuffix("weight")
         # The only module whose tensors are computed instead of stored.
-        self._rotary = model.model.rotary_emb = type(model.model.rotary_emb)(config=model.config)
+        rotary = type(model.model.rotary_emb)(config=model.config)
+        self._rotary = model.model.rotary_emb = rotary.to(self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all tokens."""
         rows = self._stored(EMBEDDING, self._model.model.embed_tokens.weight.shape)
-        return functional.embedding(tokens, rows).to(self._dtype)
+        return functional.embedding(tokens.cpu(), rows).to(self.device, self._dtype)
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Each decoder layer with its weights, which are freed when the next layer is requested."""
@@ -58,7 +60,7 @@ class StreamedModel:
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
-        positions = torch.arange(hidden.shape[1]).unsqueeze(0)
+        positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         is_sliding = getattr(layer.self_attn, "sliding_window", None) is not None
         mask = (create_sliding_window_causal_mask if is_sliding else create_causal_mask)(
             config=self.config, inputs_embeds=hidden, attention_mask=None, past_key_values=None, position_ids=positions
@@ -128,7 +130,9 @@ class StreamedModel:
         """Load a module's weights within the context; `prefix` is the prefix of their stored names."""
         empty = module.state_dict()
         # A model of any dtype may have some tensors in float32.
-        loaded = {name: self._tensor(prefix + name, old.shape).to(old.dtype) for name, old in empty.items()}
+        loaded = {
+            name: self._tensor(prefix + name, old.shape).to(self.device, old.dtype) for name, old in empty.items()
+        }
         module.load_state_dict(loaded, assign=True)
         try:
             yield

@@ -186,8 +186,8 @@ class Text:
         is_replaced[:, : len(start)] = False
         parts = [torch.where(is_replaced, torch.randint(known, text.shape, generator=generator), text)]
         if self.is_sampled:
-            sampler = StreamedModel(source.store, model.config, fast_dtype())
-            resident = fits_in_memory(4 * parameters(source))
+            sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))
+            resident = fits_in_memory(4 * parameters(source), model.device)
             advance = partial(progress, "sampling")
             sampled = sampled_text(sampler, SAMPLED_SHAPE, start, known, advance, resident).flatten()
             parts.append(sampled[: len(sampled) // text.shape[1] * text.shape[1]].view(-1, text.shape[1]))
@@ -216,7 +216,8 @@ def sampled_text(
     cached = 0
     with model.whole(resident) as whole:
         while tokens.shape[1] < length:
-            logits = whole(tokens[:, cached:], past_key_values=cache, use_cache=True).logits[:, -1, :known]
+            given = tokens[:, cached:].to(model.device)
+            logits = whole(given, past_key_values=cache, use_cache=True).logits[:, -1, :known].cpu()
             cached = tokens.shape[1]
             tokens = torch.cat([tokens, _sample(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(cached + 1, length)

@@ -183,6 +183,7 @@ class AutoLayers:
     """The target's configuration, with all heads."""
     request: MixerRequest
     text: Text
+    device: str
 
     def check(self) -> None:
         """`ConversionError` without `explicit`, or if the request sets an option that is to be chosen."""
@@ -210,7 +211,7 @@ class AutoLayers:
         tokens = self.text.windows(self.source, TRIAL_LENGTH, TRIALS, self.stock.vocab_size)
         layouts = self.target.layouts()
         losses = measure_losses(
-            StreamedModel(self.source.store, self.stock),
+            StreamedModel(self.source.store, self.stock, device=self.device),
             self.source.store,
             layouts,
             component_counts(self.target, self.request),

@@ -60,4 +60,4 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
                 product += error.mT @ x
     handle.remove()
     ridge = RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.solve(gram + ridge * torch.eye(len(gram)), product, left=False).float()
+    return torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), product, left=False).float().cpu()

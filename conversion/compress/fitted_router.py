@@ -119,7 +119,7 @@ def _ridge(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:
     for x, y in pairs:
         gram, product = gram + x.mT @ x, product + y.mT @ x
     penalty = ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)), product, left=False)
+    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), product, left=False)
 
 
 @contextmanager

@@ -68,6 +68,7 @@ def _measured(
     text: Path | None = None,
     length: int = 512,
     count: int = 1,
+    device: str = "cpu",
     progress: Progress = silent,
 ) -> tuple[dict[str, Any], Losses, list[HeadLayout]]:
     """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
@@ -89,7 +90,9 @@ def _measured(
         if method == "aligned":
             observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
             cached = Path(scratch, "calibration.safetensors")
-            statistics = observe(checkpoint, stock, Text.of(calibration, checkpoint), observers, cached, progress)
+            statistics = observe(
+                checkpoint, stock, Text.of(calibration, checkpoint), observers, cached, progress, device=device
+            )
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -97,7 +100,7 @@ def _measured(
                 source_losses[window] = _loss(expected, tokens[window])
             return _loss(logits, tokens[window]) - source_losses[window]
 
-        model = StreamedModel(checkpoint.store, stock)
+        model = StreamedModel(checkpoint.store, stock, device=device)
         kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
         advance = partial(progress, "measuring")
         rises = measure_losses(model, checkpoint.store, layouts, kept, statistics, method, tokens, advance, rise)
@@ -113,7 +116,7 @@ def _measured(
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
     """The cross entropy of the tokens after every evaluated position of one window (T)."""
-    following = tokens[1::STRIDE]
+    following = tokens[1::STRIDE].to(logits.device)
     return float(functional.cross_entropy(logits[: len(following)].float(), following))
 
 

@@ -77,7 +77,7 @@ def compare(
             end = start + POSITIONS
             expected = _finite(source_head(before[window, start:end]), "source")
             logits = _finite(target_head(after[window, start:end]), "converted model")
-            sums.add(expected, logits[:, : expected.shape[1]], tokens[window, start + 1 : end + 1])
+            sums.add(expected, logits[:, : expected.shape[1]], tokens[window, start + 1 : end + 1].to(logits.device))
     losses = torch.tensor([sums.before, sums.after], dtype=torch.float64) / sums.labels
     return Comparison(
         windows=len(tokens),

@@ -17,6 +17,7 @@ from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, ten
 from ..architectures.mixer_tensors import cache_bytes
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows
+from ..options import check_device
 from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,
@@ -68,6 +69,7 @@ def verify(
     revision: str | None = None,
     text: str | Path | None = None,
     trust_remote_code: bool = False,
+    device: str = "cpu",
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Compare a model with its source; the report is also written to the record of its conversion, if there is one.
@@ -78,6 +80,7 @@ def verify(
     `ConversionError` if the two differ although they should be equal: after a neutral conversion or a fold, without
     training since.
     """
+    check_device(device)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as model_scratch:
         origin = open_source(source, revision, scratch=Path(scratch))
         converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])
@@ -95,7 +98,7 @@ def verify(
             )
         allowed = record["tolerance"] if record and is_as_written(converted, record, advance) else None
         tolerance = None if allowed is None else Tolerance(**allowed)
-        measured = measure(origin, converted, sample, tolerance, progress)
+        measured = measure(origin, converted, sample, tolerance, progress, device)
         if place is not None and record and converted.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
                 write_json(place, record | {"verification": measured})
@@ -104,25 +107,27 @@ def verify(
 
 
 def verify_folder(
-    source: Source, folder: Path, sample: Sample, tolerance: Tolerance | None, progress: Progress
+    source: Source, folder: Path, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str = "cpu"
 ) -> dict[str, Any]:
     """Compare a finished folder with its source; `ConversionError` if it differs by more than the tolerance."""
     with tempfile.TemporaryDirectory() as scratch:
-        measured = measure(source, open_source(folder, scratch=Path(scratch)), sample, tolerance, progress)
+        model = open_source(folder, scratch=Path(scratch))
+        measured = measure(source, model, sample, tolerance, progress, device)
     check_equal(measured, tolerance)
     return measured
 
 
 def measure(
-    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress
+    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str = "cpu"
 ) -> dict[str, Any]:
     """All measurements of a model and its source; the tolerance is not applied."""
     (before, _), (after, tensors) = checked(source), checked(model)
-    streamed = _streamed(source, before, model, after)
+    streamed = _streamed(source, before, model, after, device)
+    on_cpu, _ = _streamed(source, before, model, after)  # as the clean process computes
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": cache_of(before, source.store.entries),
         "kv_bytes_per_token_after": cache_of(after, model.store.entries),
-        "reload": _reload(streamed[0], model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
+        "reload": _reload(on_cpu, model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
     }
 
 
@@ -137,11 +142,11 @@ def measure_logits(
 _Pair = tuple[StreamedModel, StreamedModel]
 
 
-def _streamed(source: Source, before: Any, model: Source, after: Any) -> _Pair:
+def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _Pair:
     attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
     return (
-        StreamedModel(source.store, before, attn_implementation=attention),
-        StreamedModel(model.store, after, attn_implementation=attention),
+        StreamedModel(source.store, before, attn_implementation=attention, device=device),
+        StreamedModel(model.store, after, attn_implementation=attention, device=device),
     )
 
 

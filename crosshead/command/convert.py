@@ -1,7 +1,7 @@
 """`crosshead convert`."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,6 +29,9 @@ Cache = Annotated[
     str | None,
     typer.Option(help="Compress the KV cache to this part of the source's, such as 50%, by measured loss."),
 ]
+Device = Annotated[
+    Literal["cpu", "cuda"] | None, typer.Option(help="Where the model runs on text: cpu or cuda; by default cpu.")
+]
 Inexact = Annotated[
     bool, typer.Option("--allow-inexact", help="Allow mechanisms that change the model's predictions at the start.")
 ]
@@ -53,6 +56,7 @@ def convert(
     layers: Layers = None,
     budget: Budget = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random starting values; by default 0.")] = None,
+    device: Device = None,
     allow_inexact: Inexact = False,
     dry_run: DryRun = False,
     overwrite: Overwrite = False,
@@ -81,6 +85,7 @@ def convert(
         "layers": layers,
         "budget": budget,
         "seed": seed,
+        "device": device,
         "allow_inexact": allow_inexact,
     }
     mixers, options = with_recipe(recipe, mixer or [], given)

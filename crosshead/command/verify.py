@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from crosshead_command.convert import Json
+from crosshead_command.convert import Device, Json
 from crosshead_command.screen import progress, show_report
 
 
@@ -20,6 +20,7 @@ def verify(
     engine_python: Annotated[
         Path | None, typer.Option(help="The Python interpreter of the environment with the engine, if not this one.")
     ] = None,
+    device: Device = None,
     trust_remote_code: Annotated[
         bool,
         typer.Option("--trust-remote-code", help="Run code in the folder of MODEL that crosshead did not write."),
@@ -36,10 +37,12 @@ def verify(
 
     if engine is None and engine_python is not None:
         raise typer.BadParameter("--engine-python has no effect without --engine")
+    if engine is not None and device is not None:
+        raise typer.BadParameter("--device has no effect with --engine")
     given: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
     with progress() as show:
         if engine is None:
-            report = run(source, model, **given, progress=show)
+            report = run(source, model, **given, device=device or "cpu", progress=show)
         else:
             report = verify_in_engine(source, model, engine, python=engine_python, **given, progress=show)
     show_report(report, as_json)

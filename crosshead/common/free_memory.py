@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+
+CPU = torch.device("cpu")
 MEMORY_INFO = Path("/proc/meminfo")
 OWN_GROUPS = Path("/proc/self/cgroup")
 GROUPS = Path("/sys/fs/cgroup")
@@ -24,9 +27,10 @@ def available_memory() -> int:
     return min([int(fields["MemAvailable"].split()[0]) * 1024, *_left_in_groups()])
 
 
-def fits_in_memory(size: int) -> bool:
-    """Whether a model with `size` bytes of weights can be loaded and run in the free memory."""
-    return size * ROOM <= available_memory()
+def fits_in_memory(size: int, device: torch.device = CPU) -> bool:
+    """Whether a model with `size` bytes of weights can be loaded and run in the free memory of a device."""
+    free = available_memory() if device.type == "cpu" else torch.accelerator.get_memory_info(device)[0]
+    return size * ROOM <= free
 
 
 def _left_in_groups() -> Iterator[int]:
