@@ -36,6 +36,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--part", default="0:1", help="of the text, as START:END between 0 and 1")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--calibration-part", default="0:1")
+    parser.add_argument("--device", default="cpu", help="where the conversion runs the model")
     parser.add_argument("--length", type=int, default=1024, help="of a window")
     parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
     parser.add_argument("--out", type=Path, help="JSON document that the figures are added to")
@@ -117,7 +118,8 @@ def main() -> None:
         given = None if options.calibration is None else options.calibration.name
         found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
         found |= {"text": options.text.name, "part": options.part, "calibration": given}
-        found |= {"calibration_part": options.calibration_part if given else None, "cases": {}, "machine": machine()}
+        found |= {"calibration_part": options.calibration_part if given else None, "device": options.device}
+        found |= {"cases": {}, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             started = time.perf_counter()
@@ -125,6 +127,7 @@ def main() -> None:
                 model, report = pooled(neutral, int(case.partition(":")[2])), dict[str, Any]()
             else:
                 mixers, asked = request(case)
+                asked["device"] = options.device
                 reads_text = not case.startswith(("svd", "differential")) and not case.endswith("paper")
                 if options.calibration is not None and reads_text:
                     asked["calibration"] = text
