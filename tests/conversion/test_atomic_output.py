@@ -103,6 +103,6 @@ def test_source_and_target_are_apart(tmp_path):
     targets = [source, source / "out", tmp_path, tmp_path / "link", tmp_path / "link/a"]
     targets += [tmp_path / "elsewhere" / ".." / "source", tmp_path / "away" / ".." / "source"]
     for target in targets:
-        with pytest.raises(ConversionError, match="overlaps"):
+        with pytest.raises(ConversionError, match=re.escape(str(source))):
             check_apart(source, target)
     check_apart(source, tmp_path / "source2")

@@ -30,8 +30,8 @@ STUCK = [
     ({"mixture": {"active_heads": 4}}, "gate='weighted'"),
     ({"talking": {}}, "'talking'"),
     ({"differential": {}}, "'differential'"),
-    ({"gating": {}}, "only folds while its weight is zero"),
-    ({"knocking": {"form": "linear", "layers": [0]}, "talking": {"layers": [1]}}, "'talking' in layer 1"),
+    ({"gating": {}}, "'gating'"),
+    ({"knocking": {"form": "linear", "layers": [0]}, "talking": {"layers": [1]}}, "'talking'"),
 ]
 
 

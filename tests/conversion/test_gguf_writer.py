@@ -243,7 +243,7 @@ def test_damaged_files_are_noticed(tmp_path, monkeypatch):
 
     made = tokenizers.write_mixed(tmp_path / "made")
     monkeypatch.setattr(writer, "interleaved", lambda rows, head_rows: rows)
-    with pytest.raises(ConversionError, match=r"other values of .*_proj"):
+    with pytest.raises(ConversionError, match=r"[qk]_proj"):
         crosshead.fold(made, tmp_path / "x.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
 

@@ -82,7 +82,7 @@ def test_failure_while_weights_are_written(place, capfd, monkeypatch, kind):
     monkeypatch.setattr(job, "write_shard", limited)
     status, _, err = run(capfd, monkeypatch, f"{CONVERT} --no-verify")
     assert status == (130 if kind == "stopped" else 1)
-    assert err.count("\n") == 1 and str(place / WORK) in err and "repeat the command to continue" in err
+    assert err.count("\n") == 1 and str(place / WORK) in err
     assert sorted(path.name for path in (place / WORK / "model").iterdir()) == sorted(written)
     before = list(written)
     monkeypatch.setattr(job, "write_shard", lambda path, items: written.append(path.name) or write_shard(path, items))

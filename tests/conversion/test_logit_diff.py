@@ -79,7 +79,7 @@ def test_progress_counts_the_layers_of_both(tmp_path):
 def test_a_model_that_computes_no_numbers_is_an_error(tmp_path):
     sound, broken = toys.stock_model("Llama"), changed(toys.stock_model("Llama"), math.nan)
     sound, broken = streamed(tmp_path / "sound", sound), streamed(tmp_path / "broken", broken)
-    with pytest.raises(ConversionError, match="converted model"):
+    with pytest.raises(ConversionError, match="converted"):
         compare(sound, broken, TOKENS)
     with pytest.raises(ConversionError, match="source"):
         compare(broken, sound, TOKENS)

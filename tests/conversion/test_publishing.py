@@ -55,7 +55,10 @@ def test_empty_folder_stays_the_same_one(tmp_path):
 
 
 def test_target_that_appears_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(ConversionError, match="already there"), atomic_output(tmp_path / "out", ONE, False) as output:
+    with (
+        pytest.raises(ConversionError, match=str(tmp_path / "out")),
+        atomic_output(tmp_path / "out", ONE, False) as output,
+    ):
         write(output)
         old_model(tmp_path)
         output.publish()

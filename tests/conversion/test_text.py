@@ -44,9 +44,9 @@ def test_a_file_that_is_no_text_is_refused(tmp_path, content, message):
 
 
 def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(ConversionError, match="No such file"):
+    with pytest.raises(ConversionError, match=r"none\.txt"):
         read_text(tmp_path / "none.txt")
-    with pytest.raises(ConversionError, match="directory"):
+    with pytest.raises(ConversionError, match=tmp_path.name):
         read_text(tmp_path)
 
 

@@ -82,7 +82,7 @@ def test_a_bad_tokenizer_shows_before_anything_is_written(tmp_path):
     source = write_stock(tmp_path / "source")
     (source / "tokenizer.json").write_text("{}")
     told = []
-    with pytest.raises(ConversionError, match="tokenizer in source"):
+    with pytest.raises(ConversionError, match="tokenizer"):
         crosshead.convert(source, tmp_path / "made", {"knocking": {}}, progress=lambda *done: told.append(done))
     assert told == []
 
@@ -110,7 +110,7 @@ def wrong_order(monkeypatch):
 def test_a_conversion_that_is_not_neutral_fails(mixers, fault, unloaded, tmp_path, monkeypatch):
     source = write_stock(tmp_path / "source", num_key_value_heads=1)
     fault(monkeypatch)
-    with pytest.raises(ConversionError, match="KL divergence"):
+    with pytest.raises(ConversionError, match="KL"):
         crosshead.convert(source, tmp_path / "made", mixers)
     assert not (tmp_path / "made").exists()
 
@@ -147,7 +147,7 @@ def test_a_wrong_fold_fails(backbone, rule, dtype, unloaded, tmp_path, monkeypat
     right = crosshead.fold(model, tmp_path / "right")["verification"]
     assert right["must_equal"]
     monkeypatch.setattr(fold_layers, "FOLD_RULES", FOLD_RULES | {"knocking": FoldRule(lambda *given: None, rule)})
-    with pytest.raises(ConversionError, match="KL divergence"):
+    with pytest.raises(ConversionError, match="KL"):
         crosshead.fold(model, tmp_path / "wrong")
     assert not (tmp_path / "wrong").exists()
 
@@ -192,7 +192,7 @@ def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
     assert crosshead.verify("~/source", "~/made")["verification"]["must_equal"]
     changed = json.loads((tmp_path / "made" / "config.json").read_text()) | {"rms_norm_eps": 0.1}
     (tmp_path / "made" / "config.json").write_text(json.dumps(changed))
-    with pytest.raises(ConversionError, match="KL divergence"):
+    with pytest.raises(ConversionError, match="KL"):
         crosshead.verify("~/source", "~/made")
 
 

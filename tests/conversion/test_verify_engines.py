@@ -26,9 +26,9 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("engine", "python", "reason"),
     [
-        ("tgi", None, "--engine tgi is not known: use vllm or llama.cpp"),
+        ("tgi", None, "--engine tgi"),
         ("vllm", sys.executable, "pip install vllm"),
-        ("vllm", "/no/such/python", "--engine-python /no/such/python cannot be started"),
+        ("vllm", "/no/such/python", "--engine-python /no/such/python"),
         ("llama.cpp", sys.executable, "pip install llama-cpp-python"),
     ],
 )

