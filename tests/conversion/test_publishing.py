@@ -30,7 +30,7 @@ def test_existing_targets(tmp_path):
     for name in (*others, "model"):
         assert "--overwrite" in refusal(tmp_path / name)
     for name in others:
-        assert "it is not overwritten" in refusal(tmp_path / name, overwrite=True)
+        assert str(tmp_path / name) in refusal(tmp_path / name, overwrite=True)
     for name, overwrite in (("model", True), ("empty", False)):
         run(tmp_path / name, overwrite=overwrite)
         assert complete(tmp_path / name)
@@ -202,7 +202,7 @@ def test_parent_that_cannot_be_written(tmp_path, monkeypatch):
 def test_folder_that_cannot_be_written_is_refused_at_once(tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "out")
-    assert "cannot be written" in refusal(tmp_path / "out")
+    assert str(tmp_path / "out") in refusal(tmp_path / "out")
 
 
 def mount(*arguments):
