@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, StaticCache
+from transformers import StaticCache
 from transformers.utils import is_flash_attn_2_available
 
 import crosshead
+from crosshead.conversion.calibration.text import default_text
 from random_calls import MAKERS, TOLERANCES, check
 from toy_checkpoints import write_stock
 from toys import BACKBONES, CASES, mixed_model, tokens
@@ -101,21 +102,23 @@ def check_model(backbone: str, case: str) -> dict[str, str]:
 
 
 def converts(backbone: str) -> bool:
-    """A conversion that is calibrated on the GPU equals the one on the CPU, but for tokens that go to other heads."""
+    """A conversion that is calibrated on the GPU is as near to its source as the one on the CPU.
+
+    Their tensors are not equal: the fits are so ill-conditioned that rounding changes logits by some percent.
+    """
     mixers = {"explicit": {"key_heads": 3, "value_heads": 2}, "mixture": {"active_heads": 6}}
-    found = []
+    divergences = []
     with tempfile.TemporaryDirectory() as scratch:
         source = write_stock(Path(scratch, "source"), backbone, num_attention_heads=8, num_key_value_heads=4)
         text = Path(scratch, "text.txt")
-        text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 200, encoding="utf-8")
+        text.write_text(default_text()[:100_000], encoding="utf-8")
         for device in ("cpu", "cuda"):
-            out = Path(scratch, device)
-            crosshead.convert(source, out, mixers, calibration=text, dtype="float32", device=device)
-            with torch.no_grad():
-                found.append(AutoModelForCausalLM.from_pretrained(out)(tokens(2, 32)).logits.flatten(0, 1))
-    errors = (found[1] - found[0]).norm(dim=-1) / found[0].norm(dim=-1)
-    print(f"{backbone} conversion: {errors.median():.1e}, at most {errors.max():.1e}", flush=True)
-    return bool(errors.median() < 1e-3)
+            options = {"calibration": text, "dtype": "float32", "device": device}
+            report = crosshead.convert(source, Path(scratch, device), mixers, **options)
+            divergences.append(report["verification"]["kl_divergence"])
+    on_cpu, on_gpu = divergences
+    print(f"{backbone} conversion: KL divergence {on_gpu:.5f}, on the CPU {on_cpu:.5f}", flush=True)
+    return abs(on_gpu - on_cpu) < 0.1 * on_cpu
 
 
 def check_conversion(backbone: str) -> dict[str, str]:

@@ -23,7 +23,7 @@ EXPERTS = "papers/kha_moe_a0.8b_6.6b"
 """A mixture of experts."""
 LORA = "small/qwen3_0.6b_knocking"
 MIXTURE = "small/smollm2_mixture"
-"""A teacher, and a balance loss."""
+"""A teacher, to whose predictions `toy_run` gives a weight, and a balance loss."""
 SCRATCH = "papers/mea_1b"
 DOCUMENT = 150
 """Characters, which are tokens."""
@@ -49,6 +49,8 @@ def toy_run(
         "train": {"tokens": steps * recipe.train.batch_tokens},
         "checkpoints": {"every": 2},
     }
+    if name == MIXTURE:
+        standard["distillation"] = {"weight": 0.9, "transfer_steps": 0}
     for section in SECTIONS:
         values = standard.get(section, {}) | dict(changes.get(section) or {})
         if section in changes and changes[section] is None:

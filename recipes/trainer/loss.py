@@ -38,10 +38,10 @@ class TrainingLoss:
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
         """The loss and the model's outputs; `items` is the number of predicted tokens in the whole step."""
         stored = tuple(inputs.pop(name) for name in (INDICES, LOGARITHMS) if name in inputs)
-        if self._options is None:
-            return self._predict(model, inputs, items)
-        if step < self._options.transfer_steps + self._options.match_steps:
+        if self._options is not None and step < self._options.transfer_steps + self._options.match_steps:
             return self._match(model, inputs, items, transfers=self.transfers(step))
+        if self._options is None or self._options.weight == 0:
+            return self._predict(model, inputs, items)
         teacher = stored or (self._run_teacher(inputs)["logits"],)
         loss, outputs = self._predict(model, inputs, items)
         difference = divergence_minus_loss(outputs["logits"], inputs["labels"], teacher, self._options.temperature)

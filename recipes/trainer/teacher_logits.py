@@ -40,6 +40,8 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
     """Write the folder for `distillation.logits`, for this recipe's data, seed and number of tokens."""
     if recipe.distillation is None or recipe.distillation.teacher is None:
         raise RecipeError("the recipe has no distillation.teacher whose logits could be saved: name one")
+    if recipe.distillation.weight == 0:
+        raise RecipeError("distillation.weight=0 does not use the teacher's logits: give a weight above 0")
     arguments = training_arguments(recipe)
     if arguments.world_size > 1:
         raise RecipeError(f"{arguments.world_size} processes would write the same logits: start one")

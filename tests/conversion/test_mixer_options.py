@@ -2,9 +2,10 @@
 
 import pytest
 
+import crosshead
 import toys
 from crosshead.common.errors import ConversionError
-from crosshead.conversion.options import read_mixers, read_recipe, split_argument, with_recipe
+from crosshead.conversion.options import Options, read_mixers, read_recipe, split_argument, with_recipe
 
 FITTED = {"router": "two_stage", "gate": "binary", "shared_heads": 0}
 """Of a mixture whose router is fitted, the default."""
@@ -149,3 +150,12 @@ def test_missing_recipe(tmp_path):
 def test_a_mechanism_twice():
     with pytest.raises(ConversionError, match="knocking"):
         with_recipe(None, ["knocking", "knocking:form=linear"], {})
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_a_device_that_is_not_there(device, monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ConversionError, match=device):
+        Options.of({"device": device})
+    with pytest.raises(ConversionError, match=device):
+        crosshead.verify(tmp_path / "source", tmp_path / "made", device=device)

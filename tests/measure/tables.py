@@ -68,6 +68,14 @@ def demo_rows(report: Content) -> Rows:
         yield f"{model['name']}: {model['is']}", f"{scores}, {model['kv_bytes_per_token']:,} bytes of KV cache a token"
 
 
+CONVERTED = {
+    "explicit": "2 of 3 component heads",
+    "explicit-half": "component heads for half of the cache",
+    "mixture": "7 of 9 active heads",
+    "mixture-5": "5 of 9 active heads",
+}
+
+
 def recovery_rows(report: Content) -> Rows:
     """Losses before and after a short training, beside the source and beside the source after the same training."""
     for name, found in report.items():
@@ -80,7 +88,9 @@ def recovery_rows(report: Content) -> Rows:
         if "tokens_until_near" in found:
             near = found["tokens_until_near"]
             outcome += ": never within 0.05 of it" if near is None else f": within 0.05 of it after {near:,} tokens"
-        yield f"SmolLM2-135M, {name}: loss on held-out text", outcome
+        model, direct = name.removesuffix("-direct"), name.endswith("-direct")
+        told = CONVERTED.get(model, model) + (", without a transfer first" if direct else "")
+        yield f"SmolLM2-135M, {told}: loss on held-out text", outcome
 
 
 def knocking_rows(report: Content) -> Rows:

@@ -79,6 +79,17 @@ def test_a_teacher_takes_its_weight_from_the_next_token():
     torch.testing.assert_close(loss, expected)
 
 
+def test_a_teacher_without_a_weight_runs_in_a_transfer_alone(monkeypatch):
+    ask, model = objective(ROUTED, weight=0.0, transfer_steps=1)
+    ran = []
+    run_teacher = TrainingLoss._run_teacher
+    monkeypatch.setattr(TrainingLoss, "_run_teacher", lambda *given: ran.append(1) or run_teacher(*given))
+    assert ask(model, batch(), ITEMS, 0)[0].isfinite() and ran == [1]
+    ask.finish()
+    torch.testing.assert_close(ask(model, batch(), ITEMS, 1)[0], objective(ROUTED)[0](model, batch(), ITEMS, 0)[0])
+    assert ran == [1]
+
+
 def test_a_teacher_on_disk():
     ask, model = objective(ROUTED, weight=0.3)
     expected, _ = ask(model, batch(), ITEMS, 0)

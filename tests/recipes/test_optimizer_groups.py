@@ -119,7 +119,7 @@ def test_a_dry_run_tells_both():
     few = "model.config.num_hidden_layers=2"
     report = dry_run(load_recipe("small/smollm2_explicit", [few, "train.mechanisms.learning_rate=2e-3"]), ONE_GPU)
     stock, own = report["optimizer"]["model"], report["optimizer"]["mechanisms"]
-    assert (stock["learning_rate"], stock["weight_decay"]) == (3e-4, 0.1)
+    assert (stock["learning_rate"], stock["weight_decay"]) == (6.5e-4, 0.1)
     assert (own["learning_rate"], own["weight_decay"]) == (2e-3, 0.0)
     assert own["parameters"] == report["new_parameters"]
     assert own["parameters"] + stock["parameters"] == report["trainable_parameters"]

@@ -138,6 +138,12 @@ def test_what_does_not_belong_is_refused(damage, change, words, stored, tmp_path
     assert "\n" not in str(caught.value)
 
 
+def test_logits_without_a_weight_are_not_saved(recipe, tmp_path):
+    with pytest.raises(RecipeError, match=r"distillation\.weight=0"):
+        save_teacher(replace(recipe, distillation=replace(recipe.distillation, weight=0)), tmp_path / "logits")
+    assert not (tmp_path / "logits").exists()
+
+
 def test_nothing_is_overwritten(recipe, tmp_path):
     (tmp_path / "letters").mkdir()
     with pytest.raises(RecipeError, match="letters"):
@@ -172,7 +178,8 @@ def test_by_command(recipe, tmp_path, monkeypatch, capfd):
 
 @pytest.mark.slow
 def test_a_toy_learns_from_what_a_toy_has_written(tmp_path, monkeypatch, capfd):
-    logits, command = tmp_path / "logits", f"train {MIXTURE} --toy {tmp_path}"
+    logits = tmp_path / "logits"
+    command = f"train {MIXTURE} --toy {tmp_path} --set distillation.weight=0.9 --set distillation.transfer_steps=0"
     assert run_command(capfd, monkeypatch, f"{command} --save-teacher {logits}")[0] == 0
     recipe = toy(load_recipe(MIXTURE, [f"distillation={{logits: {logits}}}"]), tmp_path)
     assert recipe.distillation.logits == str(logits) and recipe.distillation.teacher is None
