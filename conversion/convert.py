@@ -14,7 +14,7 @@ from crosshead.common.progress import Progress, silent
 from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, tensor_shapes
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
-from .compress.budget_search import AutoLayers
+from .compress.auto_layers import AutoLayers, check_auto
 from .compress.convert_layers import (
     active_heads,
     candidate_counts,
@@ -50,12 +50,12 @@ def convert(
     `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line. `overwrite`
     replaces a model in `out`. A run continues an unfinished run of the same conversion, unless `restart` discards it.
     With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`, and
-    `cache`, the part of the KV cache to keep, as in "50%"; for this, `mixers` may be empty.
+    `cache`, the part of the KV cache to keep, as in "50%"; for this and for `active`, `mixers` may be empty.
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
-    if given.budget is not None and not mixers:
-        mixers = {"explicit": {}}
+    if not mixers:
+        mixers = ({} if given.budget is None else {"explicit": {}}) | ({} if given.active is None else {"mixture": {}})
     with tempfile.TemporaryDirectory() as scratch:
         request = resolve(open_source(source, given.revision, scratch=Path(scratch)), mixers, given)
         return run(request, Path(out), **how, progress=progress)
@@ -67,7 +67,7 @@ class MechanismRequest(Request):
 
     given: Options
     target: Any
-    """The target's configuration; `--layers auto` changes its component heads."""
+    """The target's configuration; with `auto`, its heads are still to be chosen."""
     mixers: MixerRequest
     text: Text
     observers: Observers
@@ -79,7 +79,7 @@ class MechanismRequest(Request):
     """For the record: the text, and the choices that depend on it."""
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
-        """Record statistics of the source's attention heads on a text, and execute `--layers auto`."""
+        """Record statistics of the source's attention heads on a text, and choose heads within the budgets."""
         request = self
         if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
             file = cache / "calibration.safetensors"
@@ -90,7 +90,7 @@ class MechanismRequest(Request):
                 _save_calibration(calibration.path, self.given.save_calibration)
             request = replace(self, calibration=calibration, decisions={"calibration": self.text.described()})
         if self.auto is not None:
-            mixers, chosen = self.auto.resolve(request.calibration, cache / "chosen.json", progress)
+            mixers, chosen = self.auto.resolve(request.calibration, cache, progress)
         elif request.calibration is not None and self.observers.chooses_groups:
             mixers, chosen = choose_groups(self.observers.candidates, self.target, self.mixers, request.calibration)
         else:
@@ -101,11 +101,16 @@ class MechanismRequest(Request):
         return request if self.auto is None or dry_run else request._fit_chosen(cache, progress)
 
     def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
-        """Fit the layers to the component heads that `--layers auto` has chosen."""
-        if self.calibration is None:
+        """Fit the layers to the heads that were chosen."""
+        kinds = needed_observations(self.target, self.mixers, False)
+        if not kinds:
             return self
-        candidates = [[counts] for counts in component_counts(self.target, self.mixers)]
-        observers = replace(self.observers, candidates=candidates)
+        observers = replace(
+            self.observers,
+            kinds=kinds,
+            candidates=[[counts] for counts in component_counts(self.target, self.mixers)],
+            routings=routings(self.target, self.mixers),
+        )
         file, known = cache / "fitted.safetensors", self.calibration
         fitted = observe(self.source, self.source_config, self.text, observers, file, progress, known, self.device)
         return replace(self, calibration=fitted)
@@ -126,17 +131,16 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     request = read_mixers(mixers, _mixed_config(source.config, {"mixers": {}}).layouts())
     if not request.mixers and given.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
+    device, chooses = given.device or "cpu", (given.budget, given.active) != (None, None)
+    check_auto(request, given.budget, given.active)
+    if given.active is not None:
+        all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
+        request = replace(request, mixers=request.mixers | {"mixture": all_heads})
     target = _target_config(source.config, stock, request, given)
-    is_neutral = starts_neutral(target, given.allow_inexact) and given.budget is None
+    is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
     text = Text.of(given.calibration, source)
-    auto = (
-        None
-        if given.budget is None
-        else AutoLayers(given.budget, source, stock, target, request, text, given.device or "cpu")
-    )
-    if auto is not None:
-        auto.check()
-    wanted = needed_observations(target, request, auto is not None)
+    auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
+    wanted = needed_observations(target, request, given.budget is not None)
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
     candidates = [] if auto is not None else candidate_counts(target, request)
@@ -159,7 +163,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
         cached_bytes=0 if text.is_saved else observers.size,
         computes=runs_source or "explicit" in request.mixers,
         tolerance=_tolerance(source, target, request, given, bool(wanted)) if is_neutral else None,
-        device=given.device or "cpu",
+        device=device,
         given=given,
         target=target,
         mixers=request,
@@ -179,6 +183,10 @@ def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_
     if text.is_saved and not needs_statistics:
         raise ConversionError(
             f"--calibration {given.calibration} has no effect: --layers auto needs a text; name a text file"
+        )
+    if text.is_saved and given.active is not None:
+        raise ConversionError(
+            f"--active fits routers to a text: name one instead of --calibration {given.calibration}"
         )
 
 

@@ -49,6 +49,7 @@ class Options(BaseModel):
     save_calibration: Path | None = None
     layers: Literal["auto"] | None = None
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    active: Annotated[float, Field(gt=0, lt=1)] | None = None
     seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
     device: Literal["cpu", "cuda"] | None = None
@@ -64,19 +65,19 @@ class Options(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _cache_is_a_budget(cls, given: Any) -> Any:
-        """`cache` stands for `layers="auto"` and a budget."""
-        if not isinstance(given, dict) or given.get("cache") is None:
+    def _read_budgets(cls, given: Any) -> Any:
+        """Percentages as parts; `cache` stands for `layers="auto"` and a budget."""
+        if not isinstance(given, dict):
+            return given
+        given = dict(given)
+        if given.get("active") is not None:
+            given["active"] = _part("active", given["active"], "all heads")
+        if (cache := given.pop("cache", None)) is None:
             return given
         for other in ("layers", "budget"):
             if given.get(other) is not None:
                 raise ValueError(f"--cache and --{other} both set the budget of the KV cache: give --cache alone")
-        text = str(given["cache"])
-        number = _number(text.removesuffix("%"))
-        fraction = number / 100 if text.endswith("%") and not isinstance(number, str) else number
-        if isinstance(fraction, str) or not 0 < fraction < 1:
-            raise ValueError(f"--cache {text} is not allowed: give a part of the source's KV cache, such as 50%")
-        return {key: value for key, value in given.items() if key != "cache"} | {"layers": "auto", "budget": fraction}
+        return given | {"layers": "auto", "budget": _part("cache", cache, "the source's KV cache")}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -121,6 +122,16 @@ class MixerRequest:
     """Options for the config."""
     choices: dict[str, dict[str, str]]
     """Options of the conversion: mechanism -> option -> value."""
+
+
+def _part(option: str, given: Any, whole: str) -> float:
+    """A percentage or a number between 0 and 1."""
+    text = str(given)
+    number = _number(text.removesuffix("%"))
+    part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
+    if isinstance(part, str) or not 0 < part < 1:
+        raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
+    return float(part)
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:

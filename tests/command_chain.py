@@ -35,6 +35,7 @@ COMMANDS = {
     "convert source made --mixer knocking:form=linear": 0,
     f"convert source heads {CALIBRATED} --calibration text.txt --save-calibration seen.safetensors": 0,
     "convert source chosen --cache 80% --calibration text.txt --no-verify": 0,
+    "convert source fewer --active 80% --calibration text.txt --no-verify": 0,
     "fold made back": 0,
     "verify source made --json": 0,
     "cost made --json": 0,

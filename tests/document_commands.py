@@ -20,7 +20,7 @@ INLINE = re.compile(r"`(crosshead [^`\n]+)`")
 TOLD = re.compile(r"\s{2,}.*$")
 """Behind a command, what it does."""
 PLACEHOLDER = re.compile(r"[A-Z][A-Z_]{2,}(?:\.\w+)?")
-OBSERVED = re.compile(r"--layers auto|--cache|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
+OBSERVED = re.compile(r"--layers auto|--cache|--active|--recipe|(?:key|value)_heads=\d(?!.*svd)|shared=calibrated")
 """In a conversion that reads text: the default text is long."""
 SERVING = re.compile("--engine|--backend vllm")
 """Needs a serving engine: `tests/engines/` has those."""

@@ -268,14 +268,17 @@ def observe(
         return calibration
     if not cached.exists():
         model = StreamedModel(source.store, stock, device=device)
-        tokens = _tokens(source, model, text, cached.with_name("tokens.safetensors"), progress)
+        tokens = calibration_tokens(source, model, text, cached.parent, progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
         calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)
     return Calibration(cached)
 
 
-def _tokens(source: Source, model: StreamedModel, text: Text, cached: Path, progress: Progress) -> torch.Tensor:
-    """Windows of tokens (B, T): those in the file `cached`, or new ones, which are written there."""
+def calibration_tokens(
+    source: Source, model: StreamedModel, text: Text, folder: Path, progress: Progress
+) -> torch.Tensor:
+    """Windows of tokens (B, T) to calibrate on: those that an earlier run left in the folder, or new ones."""
+    cached = folder / "tokens.safetensors"
     if not cached.exists():
         partial_file = cached.with_name(f"{cached.name}.partial")
         save_file({"tokens": text.to_calibrate_on(source, model, progress).contiguous()}, partial_file)

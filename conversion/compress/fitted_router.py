@@ -87,20 +87,36 @@ class HeadOutputs:
         return (self._count - 1) % -(-self.calls // MAX_WINDOWS) == 0
 
 
-@torch.no_grad()
 def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, size: int) -> Tensors:
     """The router's weight and the change of the output projection, given the projection's weight; `size` is `d`."""
+    scores = fit_scores(outputs, weight, routing.shared, size)
+    return fit_output(outputs, weight, routing, scores, size)
+
+
+@torch.no_grad()
+def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: int) -> torch.Tensor:
+    """The router's weight (heads - shared, hidden), the same for any number of active heads."""
     by_head = weight.double().unflatten(1, (-1, size))
     metric = torch.einsum("nhd,nhe->hde", by_head, by_head)
 
     def contributions(heads: torch.Tensor) -> torch.Tensor:
         heads = heads.double().unflatten(-1, (-1, size))
         squares = torch.einsum("thd,hde,the->th", heads, metric, heads)
-        return squares.clamp_min(torch.finfo(torch.float32).tiny).log()[:, routing.shared :] / 2
+        return squares.clamp_min(torch.finfo(torch.float32).tiny).log()[:, shared:] / 2
 
     def logarithms() -> Iterator[Pair]:
         for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
             yield x.double(), contributions(heads)
+
+    with full_products():
+        return _ridge(logarithms(), ROUTER_RIDGE).float().contiguous()
+
+
+@torch.no_grad()
+def fit_output(
+    outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, scores: torch.Tensor, size: int
+) -> Tensors:
+    """The router's weight, and the change of the output projection for these active heads."""
 
     def missing_outputs() -> Iterator[Pair]:
         for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
@@ -108,7 +124,6 @@ def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, siz
             yield active, (heads.double() - active) @ weight.double().mT
 
     with full_products():
-        scores = _ridge(logarithms(), ROUTER_RIDGE).float().contiguous()
         change = _ridge(missing_outputs(), RIDGE).float().contiguous()
     return dict(zip(routing.names(), (scores, change), strict=True))
 

@@ -22,7 +22,7 @@ from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
 from ..plan import check_source
 from ..sources.resolve import open_source
-from .budget_search import STRIDE, Losses, by_layer, choose, measure_losses
+from .budget_search import STRIDE, Losses, by_layer, choose, component_variants, measure_losses
 from .head_groups import Counts
 from .virtual_heads import METHODS
 
@@ -103,7 +103,8 @@ def _measured(
         model = StreamedModel(checkpoint.store, stock, device=device)
         kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
         advance = partial(progress, "measuring")
-        rises = measure_losses(model, checkpoint.store, layouts, kept, statistics, method, tokens, advance, rise)
+        variants = component_variants(checkpoint.store, layouts, kept, statistics, method)
+        rises = measure_losses(model, variants, tokens, advance, rise)
     report = {
         "source": checkpoint.origin,
         "method": method,

@@ -29,6 +29,10 @@ Cache = Annotated[
     str | None,
     typer.Option(help="Compress the KV cache to this part of the source's, such as 50%, by measured loss."),
 ]
+Active = Annotated[
+    str | None,
+    typer.Option(help="Activate this part of all heads per token by `mixture`, such as 75%, by measured loss."),
+]
 Device = Annotated[
     Literal["cpu", "cuda"] | None, typer.Option(help="Where the model runs on text: cpu or cuda; by default cpu.")
 ]
@@ -53,6 +57,7 @@ def convert(
     calibration: Calibration = None,
     save_calibration: Save = None,
     cache: Cache = None,
+    active: Active = None,
     layers: Layers = None,
     budget: Budget = None,
     seed: Annotated[int | None, typer.Option(help="Seed of random starting values; by default 0.")] = None,
@@ -70,7 +75,7 @@ def convert(
 
     crosshead convert Qwen/Qwen3-0.6B out --mixer knocking:form=linear,on=query+key+value
 
-    crosshead convert SmolLM2.gguf out --cache 75%
+    crosshead convert SmolLM2.gguf out --cache 75% --active 75%
     """
     from crosshead.conversion.convert import convert as run
     from crosshead.conversion.options import with_recipe
@@ -82,6 +87,7 @@ def convert(
         "calibration": calibration,
         "save_calibration": save_calibration,
         "cache": cache,
+        "active": active,
         "layers": layers,
         "budget": budget,
         "seed": seed,

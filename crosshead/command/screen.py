@@ -15,7 +15,7 @@ UNITS = {"writing": "bytes", "checking": "bytes"}
 """Stages that do not count layers -> their unit."""
 HOUR = 3600
 """Seconds of work from which the remaining time is estimated: one step of a large model may take minutes."""
-SIDES = ("key_heads", "value_heads")
+SIDES = ("key_heads", "value_heads", "active_heads")
 
 
 class InterruptedByUserError(Exception):
@@ -136,8 +136,11 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if "text" in chosen:
         yield f"layers chosen on {chosen['text']}"
         divergence = f"expected KL divergence: {chosen['expected_divergence']:.4f} nats a token"
-        yield f"KV cache: {chosen['cache']:.1%} of the source's; {divergence}"
-        yield from (f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ") for side in SIDES)
+        parts = (("KV cache", "cache", "the source's"), ("active heads", "active", "all heads"))
+        found = [f"{what}: {chosen[key]:.1%} of {whole}" for what, key, whole in parts if key in chosen]
+        yield "; ".join([*found, divergence])
+        for side in (side for side in SIDES if side in chosen):
+            yield f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ")
 
 
 def verification_lines(measured: Mapping[str, Any]) -> Iterator[str]:

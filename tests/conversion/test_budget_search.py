@@ -9,9 +9,19 @@ from transformers import AutoConfig
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.conversion.calibration import head_statistics
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import Text
-from crosshead.conversion.compress.budget_search import choose, counts_to_try, measure_losses
+from crosshead.conversion.compress import fitted_router
+from crosshead.conversion.compress.budget_search import (
+    active_to_try,
+    active_variants,
+    choose,
+    choose_active,
+    component_variants,
+    counts_to_try,
+    measure_losses,
+)
 from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -97,7 +107,8 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
     tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     kept = [Counts(4, 4, groups)] * 2
-    losses = measure_losses(model, source.store, target.layouts(), kept, None, "svd", tokens, lambda *done: None)
+    variants = component_variants(source.store, target.layouts(), kept, None, "svd")
+    losses = measure_losses(model, variants, tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3) if groups == 1 else (2,)))
     expected = toys.STOCK[backbone][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
     for (layer, side, count), loss in losses.items():
@@ -125,3 +136,90 @@ def test_layers_are_fitted_to_the_counts_that_were_chosen(tmp_path):
     crosshead.convert(source, tmp_path / "asked", {"explicit": asked}, **options)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("chosen", "asked")]
     assert files[0] == files[1]
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 100)
+    return path
+
+
+def test_active_heads_are_tried_in_sixths():
+    assert active_to_try(4) == [1, 2, 3]
+    assert active_to_try(9) == [2, 3, 4, 6, 8]
+    assert active_to_try(32) == [5, 11, 16, 21, 27]
+
+
+@pytest.mark.parametrize("budget", [0.3, 0.5, 0.75, 0.9])
+def test_the_best_choice_of_active_heads(budget):
+    for seed in range(5):
+        generator = torch.Generator().manual_seed(seed)
+        trials = product(range(3), ("active",), (1, 2, 3))
+        losses = {trial: float(torch.rand((), generator=generator)) for trial in trials}
+        options = [{4: 0.0} | {count: losses[layer, "active", count] for count in (1, 2, 3)} for layer in range(3)]
+        within = [picks for picks in product(*options) if sum(picks) <= budget * 12]
+        expected = min(sum(of[pick] for of, pick in zip(options, picks, strict=True)) for picks in within)
+        active, loss = choose_active(losses, layouts(4, 3), budget)
+        assert tuple(active) in within and loss == pytest.approx(expected)
+    with pytest.raises(ConversionError, match="--active 20%"):
+        choose_active(losses, layouts(4, 3), 0.2)
+
+
+def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_path, monkeypatch):
+    for module in (head_statistics, fitted_router):  # a conversion fits in the fastest dtype
+        monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
+    folder = write_stock(tmp_path / "source")
+    source, stock = open_source(folder, scratch=tmp_path), toys.STOCK["Llama"][0].from_pretrained(folder)
+    tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
+    model = StreamedModel(source.store, stock)
+    fitted = Text(text).to_calibrate_on(source, model, lambda *done: None)
+    losses = measure_losses(model, active_variants(model, fitted), tokens, lambda *done: None)
+    assert losses.keys() == set(product(range(2), ("active",), (1, 2, 3)))
+    expected = toys.STOCK["Llama"][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
+    for (layer, _, count), loss in losses.items():
+        mixture = {"mixture": {"active_heads": count, "layers": [layer]}}
+        crosshead.convert(folder, tmp_path / "out", mixture, verify=False, overwrite=True, calibration=text)
+        made = crosshead.CrossheadLlamaForCausalLM.from_pretrained(tmp_path / "out")
+        found = made(tokens).logits[:, ::2].log_softmax(-1)
+        divergence = (expected.exp() * (expected - found)).sum(-1).mean().item()
+        assert loss == pytest.approx(divergence, rel=1e-3, abs=1e-6)
+
+
+def test_active_heads_within_a_budget_alone_and_with_the_cache(text, tmp_path):
+    """The same model as with these heads asked for."""
+    source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
+    options = {"calibration": text, "verify": False}
+    for budgets in ({"active": "60%"}, {"active": 0.75, "cache": "60%"}):
+        planned = crosshead.convert(
+            source, tmp_path / "out", {}, **budgets, **options, overwrite=True, plan_only=True
+        )["chosen"]
+        chosen = crosshead.convert(source, tmp_path / "out", {}, overwrite=True, **budgets, **options)["chosen"]
+        assert planned == chosen and chosen["expected_divergence"] > 0
+        mixers = AutoConfig.from_pretrained(tmp_path / "out", trust_remote_code=True).mixers
+        assert mixers["mixture"]["active_heads"] == chosen["active_heads"] and ("explicit" in mixers) == (
+            "cache" in budgets
+        )
+        assert sum(chosen["active_heads"]) / 16 == chosen["active"] <= 0.75
+        crosshead.convert(source, tmp_path / "asked", mixers, overwrite=True, **options)
+        files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "asked")]
+        assert files[0] == files[1]
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options", "named"),
+    [
+        ({"mixture": {"active_heads": 3}}, {}, "mixture.active_heads"),
+        ({"mixture": {"shared_heads": 1}}, {}, "mixture.shared_heads"),
+        ({"mixture": {"method": "paper"}}, {}, "method"),
+        ({"knocking": {}}, {}, "'mixture'"),
+        ({}, {"calibration": "saved.safetensors"}, r"saved\.safetensors"),
+        ({}, {"active": "0%"}, "--active 0%"),
+        ({}, {"active": "most"}, "--active most"),
+    ],
+)
+def test_requests_of_active_heads_that_are_refused(mixers, options, named, tmp_path):
+    source = write_stock(tmp_path / "source")
+    with pytest.raises(ConversionError, match=named):
+        crosshead.convert(source, tmp_path / "out", mixers, **{"active": "75%"} | options)
+    assert not (tmp_path / "out").exists()

@@ -18,7 +18,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.calibration.calibration import Observers, fingerprint_of, observe
 from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_text
-from crosshead.conversion.compress import budget_search as auto_layers
+from crosshead.conversion.compress import auto_layers
 from crosshead.conversion.convert import resolve
 from crosshead.conversion.options import Options
 from crosshead.conversion.sources.resolve import open_source

@@ -17,7 +17,7 @@ from crosshead.conversion.calibration.text import (
     load_tokenizer,
     sampled_text,
 )
-from crosshead.conversion.compress.budget_search import TRIAL_LENGTH, TRIALS
+from crosshead.conversion.compress.auto_layers import TRIAL_LENGTH, TRIALS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.conversion.verification.verify import read_sample
 from tiers import first

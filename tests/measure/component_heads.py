@@ -3,11 +3,11 @@
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
 MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, mixture:ACTIVE,
-differential:VERSION (1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as in the paper of
-grouped-query attention), followed by :DTYPE for the dtype of the result, as in svd:2 aligned:2 aligned:2:bfloat16
-aligned:2,3 aligned:4/2 auto:0.75 mixture:7:paper differential:2. aligned:4/auto leaves the number of groups to the
-conversion.
+overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, active:PART,
+mixture:ACTIVE, differential:VERSION (1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as in the
+paper of grouped-query attention), followed by :DTYPE for the dtype of the result, as in svd:2 aligned:2
+aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 active:0.75 mixture:7:paper differential:2. aligned:4/auto leaves
+the number of groups to the conversion.
 Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
 `--out` adds the figures to a JSON document, under `--name`.
 """
@@ -60,6 +60,8 @@ def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
     if method == "differential":
         return {"differential": {"version": what, "half_values": what == "1"}}, {"dtype": dtype}
+    if method == "active":
+        return {"mixture": {}}, {"active": what, "dtype": dtype}
     if method == "auto":
         return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
     counts, groups = [*what.split("/"), "1"][:2]
@@ -136,7 +138,7 @@ def main() -> None:
             seconds = time.perf_counter() - started
             above = round(loss(model, tokens) - source, 4)
             chosen = report.get("chosen", {})
-            names = {"key": "key_heads", "value": "value_heads", "groups": "groups"}
+            names = {"key": "key_heads", "value": "value_heads", "active": "active_heads", "groups": "groups"}
             chosen = {short: chosen[name] for short, name in names.items() if name in chosen}
             found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | found["cases"][case]), flush=True)

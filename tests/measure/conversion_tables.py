@@ -25,6 +25,8 @@ def _told(case: str) -> str:
     if method == "differential":
         start = f"pairs of heads for `differential:{'version=2' if what == '2' else 'half_values=true'}`"
         return start + (f", in {dtype[0]}" if dtype else "")
+    if method == "active":
+        return f"mixture, chosen for {float(what):.0%} of all heads"
     if method == "pooled":
         return f"{what}, means of neighbouring heads"
     counts, _, groups = what.partition("/")

@@ -1,0 +1,141 @@
+"""`--layers auto`, `--cache` and `--active`: the heads of each layer, chosen within budgets by measured loss."""
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import ConversionError
+from crosshead.common.progress import Progress
+from crosshead.modeling.mechanisms.base import HeadLayout
+
+from ..calibration.calibration import Calibration, calibration_tokens
+from ..calibration.streamed_model import StreamedModel
+from ..calibration.text import Text
+from ..options import MixerRequest
+from ..sources.model_folder import write_json
+from ..sources.resolve import Source
+from .budget_search import (
+    Losses,
+    Variants,
+    active_variants,
+    by_layer,
+    choose,
+    choose_active,
+    component_variants,
+    measure_losses,
+)
+from .convert_layers import component_counts
+
+TRIAL_LENGTH, TRIALS = 256, 8
+FIT_WINDOWS = 8
+"""Windows of the calibration text to which the routers of trials are fitted."""
+CHOSEN = {
+    "explicit": ("key_heads", "value_heads", "layers", "on"),
+    "mixture": ("active_heads", "shared_heads", "layers"),
+}
+"""Options of the mechanisms that are chosen."""
+
+
+@dataclass(frozen=True)
+class AutoLayers:
+    """Chooses component heads (`explicit`) and active heads (`mixture`) on a text."""
+
+    cache: float | None
+    """The KV cache, as a part of the source's; None if component heads are not chosen."""
+    active: float | None
+    """The active heads, as a part of all heads; None if they are not chosen."""
+    source: Source
+    stock: Any
+    """The source's configuration."""
+    target: Any
+    """The target's configuration, with all heads."""
+    request: MixerRequest
+    text: Text
+    device: str
+
+    @property
+    def reads_statistics(self) -> bool:
+        """Whether the choice needs the statistics of component heads."""
+        return self.cache is not None
+
+    def resolve(
+        self, calibration: Calibration | None, folder: Path, progress: Progress
+    ) -> tuple[MixerRequest, dict[str, Any]]:
+        """The request with heads and layers, and the measured losses (which an earlier run left in the folder)."""
+        cached = folder / "chosen.json"
+        if not cached.exists():
+            write_json(cached, self._measure(calibration, folder, progress))
+        chosen = json.loads(cached.read_bytes())
+        mixers, layers = dict(self.request.mixers), range(self.stock.num_hidden_layers)
+        if self.cache is not None:
+            counts = {side: chosen[side] for side in ("key_heads", "value_heads")}
+            heads = self.stock.num_key_value_heads
+            fewer = [layer for layer in layers if min(of_side[layer] for of_side in counts.values()) < heads]
+            mixers["explicit"] = mixers["explicit"] | counts | {"layers": fewer}
+        if self.active is not None:
+            active = chosen["active_heads"]
+            fewer = [layer for layer in layers if active[layer] < self.stock.num_attention_heads]
+            mixers["mixture"] = mixers["mixture"] | {"active_heads": active, "layers": fewer}
+        return replace(self.request, mixers=mixers), chosen
+
+    def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
+        tokens = self.text.windows(self.source, TRIAL_LENGTH, TRIALS, self.stock.vocab_size)
+        layouts = self.target.layouts()
+        model = StreamedModel(self.source.store, self.stock, device=self.device)
+        variants = [*self._variants(model, layouts, calibration, folder, progress)]
+
+        def of_layer(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
+            for each in variants:
+                yield from each(layer, module)
+
+        losses = measure_losses(model, of_layer, tokens, partial(progress, "choosing"))
+        return self.text.of_windows() | {"losses": by_layer(losses)} | self._choices(losses, layouts)
+
+    def _variants(
+        self,
+        model: StreamedModel,
+        layouts: list[HeadLayout],
+        calibration: Calibration | None,
+        folder: Path,
+        progress: Progress,
+    ) -> Iterator[Variants]:
+        if self.cache is not None:
+            kept, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
+            yield component_variants(self.source.store, layouts, kept, calibration, method)
+        if self.active is not None:
+            windows = calibration_tokens(self.source, model, self.text, folder, progress)
+            yield active_variants(model, windows[:: -(-len(windows) // FIT_WINDOWS)])
+
+    def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:
+        chosen: dict[str, Any] = {}
+        expected = 0.0
+        if self.cache is not None:
+            choice = choose(losses, layouts, self.cache)
+            key_heads, value_heads = zip(*choice.pairs, strict=True)
+            chosen |= {"key_heads": key_heads, "value_heads": value_heads, "cache": round(choice.cache, 6)}
+            expected += choice.loss
+        if self.active is not None:
+            active, loss = choose_active(losses, layouts, self.active)
+            part = sum(active) / (len(active) * layouts[0].query_heads)
+            chosen |= {"active_heads": active, "active": round(part, 6)}
+            expected += loss
+        return chosen | {"expected_divergence": round(expected, 6)}
+
+
+def check_auto(request: MixerRequest, cache: float | None, active: float | None) -> None:
+    """`ConversionError` without the mechanism, or if the request sets an option that is to be chosen."""
+    for name, budget, option in (("explicit", cache, "--layers auto"), ("mixture", active, "--active")):
+        mixer = request.mixers.get(name)
+        if budget is None:
+            continue
+        if mixer is None:
+            raise ConversionError(f"{option} chooses the heads of {name!r}: add --mixer {name}")
+        for chosen in CHOSEN[name]:
+            if chosen in mixer and not (name == "mixture" and chosen == "shared_heads" and mixer[chosen] == 0):
+                raise ConversionError(f"{option} chooses mixers.{name}.{chosen}: omit one of the two")
+    if active is not None and request.choices["mixture"]["method"] != "calibrated":
+        raise ConversionError("--active fits routers to the text: use mixture with method=calibrated, its default")
