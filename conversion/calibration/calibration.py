@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from crosshead.common.errors import ConversionError
@@ -268,22 +267,10 @@ def observe(
         return calibration
     if not cached.exists():
         model = StreamedModel(source.store, stock, device=device)
-        tokens = calibration_tokens(source, model, text, cached.parent, progress)
+        tokens = text.tokens(source, model, cached.parent, progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
         calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)
     return Calibration(cached)
-
-
-def calibration_tokens(
-    source: Source, model: StreamedModel, text: Text, folder: Path, progress: Progress
-) -> torch.Tensor:
-    """Windows of tokens (B, T) to calibrate on: those that an earlier run left in the folder, or new ones."""
-    cached = folder / "tokens.safetensors"
-    if not cached.exists():
-        partial_file = cached.with_name(f"{cached.name}.partial")
-        save_file({"tokens": text.to_calibrate_on(source, model, progress).contiguous()}, partial_file)
-        partial_file.replace(cached)
-    return load_file(cached)["tokens"]
 
 
 IGNORED_FIELDS = {"_name_or_path", "architectures", "dtype", "transformers_version"}

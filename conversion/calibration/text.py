@@ -11,6 +11,7 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
@@ -168,6 +169,15 @@ class Text:
             return read_text(self.given)
         text = default_text()
         return text[: int(len(text) * HELD_OUT)]
+
+    def tokens(self, source: Source, model: StreamedModel, folder: Path, progress: Progress) -> torch.Tensor:
+        """Windows of tokens (B, T) to calibrate on: those that an earlier run left in the folder, or new ones."""
+        cached = folder / "tokens.safetensors"
+        if not cached.exists():
+            partial_file = cached.with_name(f"{cached.name}.partial")
+            save_file({"tokens": self.to_calibrate_on(source, model, progress).contiguous()}, partial_file)
+            partial_file.replace(cached)
+        return load_file(cached)["tokens"]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Windows of the text file; or of the default text with random tokens, and of sampled sequences.

@@ -12,7 +12,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..calibration.calibration import Calibration, calibration_tokens
+from ..calibration.calibration import Calibration
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text
 from ..options import MixerRequest
@@ -107,7 +107,7 @@ class AutoLayers:
             kept, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
             yield component_variants(self.source.store, layouts, kept, calibration, method)
         if self.active is not None:
-            windows = calibration_tokens(self.source, model, self.text, folder, progress)
+            windows = self.text.tokens(self.source, model, folder, progress)
             yield active_variants(model, windows[:: -(-len(windows) // FIT_WINDOWS)])
 
     def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:

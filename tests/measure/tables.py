@@ -93,6 +93,23 @@ def recovery_rows(report: Content) -> Rows:
         yield f"SmolLM2-135M, {told}: loss on held-out text", outcome
 
 
+def benchmark_rows(report: Content) -> Rows:
+    """Accuracies on each task, and for a converted model the difference from the source."""
+    tasks = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs of sentences")}
+    for model, scores in report["models"].items():
+        told = []
+        for task, got in scores.items():
+            name, items = tasks[task]
+            text = f"{name} {got['score']:.1%} ± {1.96 * got['standard_error']:.1%} of {got['items']:,} {items}"
+            if "change" in got:
+                least, most = got["interval"]
+                text += f" ({got['change']:+.1%}, {least:+.1%} to {most:+.1%}, beside the source)"
+            told.append(text)
+        name, trained = model.removesuffix("-trained"), model.endswith("-trained")
+        what = CONVERTED.get(name, name) + (", trained" if trained else "")
+        yield f"SmolLM2-135M, {what}: accuracy", "; ".join(told)
+
+
 def knocking_rows(report: Content) -> Rows:
     """Losses at each learning rate of the mechanism beside those of the plain model, and the drift."""
     for name, found in report["cases"].items():
@@ -145,6 +162,9 @@ SOURCES: Mapping[str, Result] = {
     "demo.json": Result("SmolLM2-135M, converted three ways, one of them trained shortly", "make demo", demo_rows),
     "recovery.json": Result(
         "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
+    ),
+    "benchmark_items.json": Result(
+        "SmolLM2-135M, converted, on items of PIQA and BLiMP", "make measure-benchmarks", benchmark_rows
     ),
     "knocking_rates.json": Result(
         "SmolLM2-135M with knocking, continued training", "make measure-knocking", knocking_rows

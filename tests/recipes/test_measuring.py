@@ -85,6 +85,26 @@ def test_recovery(tmp_path, text):
     assert explicit["source"] == found["mixture"]["source"] == control["before"]
     assert explicit["above_control"] == pytest.approx(explicit["after"] - control["after"])
     assert "above_control" not in found["mixture"] and found["explicit-half-direct"]["match_steps"] == 0
+    scores = benchmark_scores(tmp_path)
+    assert [*scores] == ["source", "explicit", "explicit-trained", "explicit-half", "mixture", "mixture-trained"]
+    for name, tasks in scores.items():
+        assert [*tasks] == ["piqa_items", "blimp_items"] and [each["items"] for each in tasks.values()] == [4, 8]
+        for each in tasks.values():
+            assert 0 <= each["score"] <= 1 and ("change" in each) == (name != "source")
+
+
+def benchmark_scores(folder):
+    """Of the models of a recovery, on a few short items."""
+    items = [{"goal": "a b", "sol1": f"c{number}", "sol2": f"d {number}", "label": number % 2} for number in range(4)]
+    pairs = [
+        {"sentence_good": f"the {number} cats sit", "sentence_bad": f"the {number} cat sit"} for number in range(4)
+    ]
+    for path, rows in (("piqa/dev", items), ("blimp/one", pairs), ("blimp/two", pairs)):
+        (folder / "data" / path).parent.mkdir(parents=True, exist_ok=True)
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        (folder / "data" / f"{path}.jsonl").write_text(text, encoding="utf-8")
+    measured("benchmark_items.py", folder / "data", folder / "out", "--out", folder / "scores.json")
+    return json.loads((folder / "scores.json").read_text())["models"]
 
 
 @pytest.mark.slow
