@@ -1,23 +1,12 @@
 """Makes the Auto classes of transformers know ours."""
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from typing import Any
+
+import transformers
 
 
-def register(
-    config: type[PreTrainedConfig],
-    backbone: type[PreTrainedModel],
-    language_model: type[PreTrainedModel],
-    classifier: type[PreTrainedModel],
-) -> None:
+def register(config: type[Any], models: tuple[type[Any], ...]) -> None:
     """Register one backbone; its configuration saves the code, not the library's `register_for_auto_class`."""
-    AutoConfig.register(config.model_type, config, exist_ok=True)
-    AutoModel.register(config, backbone, exist_ok=True)
-    AutoModelForCausalLM.register(config, language_model, exist_ok=True)
-    AutoModelForSequenceClassification.register(config, classifier, exist_ok=True)
+    transformers.AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto_class, model in zip(config.auto_classes, models, strict=True):
+        getattr(transformers, auto_class).register(config, model, exist_ok=True)

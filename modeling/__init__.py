@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from .backbones import llama, qwen2, qwen3, qwen3_moe
-from .configuration import AUTO_CLASSES, MixersConfig
+from . import backbones
+from .configuration import MixersConfig
 from .mechanisms import MECHANISMS
 
-_MODULES = {"Llama": llama, "Qwen2": qwen2, "Qwen3": qwen3, "Qwen3Moe": qwen3_moe}
+
+def _models(config: Any) -> tuple[type, ...]:
+    return tuple(getattr(backbones, f"{config.class_prefix}{ending}") for ending in config.auto_classes.values())
 
 
-def _classes(name: str, module: Any) -> tuple[Any, Any]:
-    models = (getattr(module, f"Crosshead{name}{ending}") for ending in AUTO_CLASSES.values())
-    return getattr(module, f"Crosshead{name}Config"), tuple(models)
-
-
-BACKBONES: dict[type[MixersConfig], tuple[type, type, type]] = dict(_classes(*each) for each in _MODULES.items())
-"""Each configuration -> its backbone, language model and sequence classifier."""
+BACKBONES: dict[type[MixersConfig], tuple[type, ...]] = {
+    config: _models(config)
+    for config in (getattr(backbones, name) for name in backbones.__all__ if name.endswith("Config"))
+}
+"""Each configuration -> its backbone, its language model, and the other task heads of its `auto_classes`."""
 
 __all__ = ["BACKBONES", "MECHANISMS"]

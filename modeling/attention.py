@@ -28,28 +28,26 @@ class CrossheadAttention(nn.Module):
 
     config: Any
     layer_idx: int
-    head_dim: int
     scaling: float
-    attention_dropout: float
     is_causal: bool
     sliding_window: int | None = None
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
+    q_proj: Any
+    k_proj: Any
+    v_proj: Any
+    o_proj: Any
     q_norm: Any
     k_norm: Any
 
     def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config, layer_idx)
+        super().__init__(config, layer_idx=layer_idx)
         settings = config.mixers_of_layer(layer_idx)
         layout = shared_layout(settings, config.layout_of_layer(layer_idx))
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
-        self.value_dim = layout.value_dim
+        self.head_dim, self.value_dim, self.dropout_p = layout.head_dim, layout.value_dim, layout.dropout
         self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
-        self._resize("k_proj", layout.hidden_size, layout.key_components * layout.head_dim)
-        self._resize("v_proj", layout.hidden_size, layout.value_components * layout.value_dim)
-        self._resize("o_proj", layout.output_heads * layout.output_dim, layout.hidden_size)
+        self._resize(self.k_proj, layout.hidden_size, layout.key_components * layout.head_dim)
+        self._resize(self.v_proj, layout.hidden_size, layout.value_components * layout.value_dim)
+        self._resize(self.o_proj, layout.output_heads * layout.output_dim, layout.hidden_size)
         self.has_key_norm = layout.key_norm_eps is not None
         if layout.key_norm_eps is not None:
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
@@ -60,10 +58,10 @@ class CrossheadAttention(nn.Module):
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
         self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
-    def _resize(self, projection: str, inputs: int, outputs: int) -> None:
-        stock = getattr(self, projection)
-        if (stock.in_features, stock.out_features) != (inputs, outputs):
-            setattr(self, projection, nn.Linear(inputs, outputs, bias=stock.bias is not None))
+    def _resize(self, stock: Any, inputs: int, outputs: int) -> None:
+        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features) != (inputs, outputs):
+            name = next(name for name, module in self.named_children() if module is stock)
+            setattr(self, name, nn.Linear(inputs, outputs, bias=stock.bias is not None))
 
     def forward(
         self,
@@ -111,7 +109,7 @@ class CrossheadAttention(nn.Module):
             state.key,
             state.value,
             attention_mask,
-            dropout=0.0 if not self.training else self.attention_dropout,
+            dropout=0.0 if not self.training else self.dropout_p,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
             **state.attention_kwargs,

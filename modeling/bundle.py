@@ -75,8 +75,8 @@ def code_files(config: Any) -> dict[str, str]:
     prefix, mechanisms = str(config.class_prefix), tuple(config.mixers or ())
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
     first = bundle.closure([bundle.config_class], calling=False)
-    endings = ("Model", "ForCausalLM", "ForSequenceClassification")
-    rest = [each for each in bundle.closure([f"{prefix}{ending}" for ending in endings]) if each not in first]
+    models = [f"{prefix}{ending}" for ending in config.auto_classes.values()]
+    rest = [each for each in bundle.closure(models) if each not in first]
     contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
     of_models = bundle.text(rest, contents, imported=first)
     return {f"{CONFIGURATION}.py": bundle.text(first, contents), f"{MODELING}.py": of_models}

@@ -18,12 +18,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig as ConfigBase
 else:  # a plain class: as a configuration of its own it would override the stock fields' defaults
     ConfigBase = object
-AUTO_CLASSES = {
-    "AutoModel": "Model",
-    "AutoModelForCausalLM": "ForCausalLM",
-    "AutoModelForSequenceClassification": "ForSequenceClassification",
-}
-"""The Auto classes that a published folder serves -> the ending of our class's name."""
 LAYERS = "layers"
 
 
@@ -108,6 +102,12 @@ class MixersConfig(ConfigBase):
 
     class_prefix = ""  # the start of the names of the backbone's classes; a user's subclass keeps it
     has_key_norm = False
+    auto_classes = {
+        "AutoModel": "Model",
+        "AutoModelForCausalLM": "ForCausalLM",
+        "AutoModelForSequenceClassification": "ForSequenceClassification",
+    }
+    """The Auto classes that a published folder serves -> the ending of our class's name."""
     keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None
 
@@ -132,7 +132,7 @@ class MixersConfig(ConfigBase):
 
     def code_map(self) -> dict[str, str]:
         """Auto class -> class in the code beside config.json: all in one file, so that loading imports it once."""
-        names = {"AutoConfig": "Config"} | AUTO_CLASSES
+        names = {"AutoConfig": "Config"} | self.auto_classes
         return {auto: f"modeling_crosshead.{self.class_prefix}{ending}" for auto, ending in names.items()}
 
     def check_mixers(self) -> None:
@@ -163,8 +163,8 @@ class MixersConfig(ConfigBase):
     def __init_subclass__(cls, **options: Any) -> None:
         """Take attention out of the stock plan of tensor parallelism: mechanisms work across all heads."""
         super().__init_subclass__(**options)
-        plan = cls.base_model_tp_plan or {}
-        cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
+        if plan := cls.base_model_tp_plan:
+            cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
     def attention_plan(self) -> dict[str, str]:
         """The stock plan for attention in engines, which split heads, where every mechanism can be split."""

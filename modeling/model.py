@@ -74,6 +74,11 @@ class CrossheadPreTrained(ModelBase):
         """The fields that this model's mechanisms record."""
         return [each for name in self.config.mixers for each in MECHANISMS[name].recorded]
 
+    def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
+        for name in self.config.mixers:
+            if (loss := MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)) is not None:
+                yield loss
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ParameterModule):
@@ -111,15 +116,19 @@ class CrossheadBackbone(CrossheadPreTrained):
 
     layers: Any
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, **options: Any) -> None:
         self._check_config(config)
-        super().__init__(config)
+        super().__init__(config, **options)
+
+    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+        """Each attention layer: its index, the module that holds it, and its name there."""
+        return ((index, layer, "self_attn") for index, layer in enumerate(self.layers))
 
     def post_init(self) -> None:
         """Replace attention before the initial values are set."""
-        for index, layer in enumerate(self.layers):
+        for index, parent, name in self._attention_places():
             if self.config.mixers_of_layer(index):
-                layer.self_attn = self.attention_class(self.config, index)
+                setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
         if self._recorded():
@@ -198,11 +207,6 @@ class CrossheadCausalLM(CrossheadPreTrained):
                 share = share_of_batch(labels, kwargs)
                 losses["loss"] = losses["loss"] + weight * share * value.to(losses["loss"].device)
         return losses
-
-    def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
-        for name in self.config.mixers:
-            if (loss := MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)) is not None:
-                yield loss
 
     def _get_static_cache_init_shape(self) -> Any:
         # The library would allocate the stock model's heads ahead of time; mechanisms store others.

@@ -3,7 +3,7 @@
 import pytest
 
 from tiers import grid
-from toys import BACKBONES, CASES, COMPOSITIONS
+from toys import BACKBONES, CASES, COMPOSITIONS, ENCODER_CASES, ENCODERS
 
 
 def _tier(default: bool) -> list[pytest.MarkDecorator]:
@@ -13,16 +13,22 @@ def _tier(default: bool) -> list[pytest.MarkDecorator]:
 for_each_case_and_backbone = pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
 """In the default tier each case on one backbone, each backbone at least once."""
 
+_ON_ENCODERS = grid(ENCODER_CASES, ENCODERS, strength=1)
+for_each_case_and_encoder = pytest.mark.parametrize(("case", "backbone"), _ON_ENCODERS)
+for_each_case_and_model = pytest.mark.parametrize(
+    ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_ENCODERS]
+)
+"""The same for decoders and encoders; `toys.mixers_of` has the case."""
+
 _BACKBONE_OF = dict(zip(COMPOSITIONS, BACKBONES, strict=False))
 
-for_each_mechanism_on_each_backbone = pytest.mark.parametrize(
-    ("case", "backbone"),
-    [
-        pytest.param(case, backbone, marks=_tier(_BACKBONE_OF.get(case, backbone) == backbone))
-        for case in CASES
-        for backbone in BACKBONES
-    ],
-)
+_EACH_MECHANISM = [
+    pytest.param(case, backbone, marks=_tier(_BACKBONE_OF.get(case, backbone) == backbone))
+    for case in CASES
+    for backbone in BACKBONES
+]
+for_each_mechanism_on_each_backbone = pytest.mark.parametrize(("case", "backbone"), _EACH_MECHANISM)
+for_each_mechanism_on_each_model = pytest.mark.parametrize(("case", "backbone"), [*_EACH_MECHANISM, *_ON_ENCODERS])
 """In the default tier each mechanism on each backbone, each composition on one."""
 
 for_compositions = pytest.mark.parametrize(

@@ -5,6 +5,10 @@ from typing import Any
 
 import torch
 from transformers import (
+    AlbertConfig,
+    AlbertForMaskedLM,
+    BertConfig,
+    BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -20,11 +24,15 @@ from transformers import (
 import crosshead
 
 BACKBONES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
+"""The decoders."""
+ENCODERS = ("Bert", "Albert")
 STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Llama": (LlamaConfig, LlamaForCausalLM),
     "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "Qwen3Moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "Bert": (BertConfig, BertForMaskedLM),
+    "Albert": (AlbertConfig, AlbertForMaskedLM),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -43,6 +51,13 @@ SIZES: dict[str, Any] = {
 EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+ENCODER_SIZES: dict[str, Any] = {
+    **{key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim", "hidden_size")},
+    "hidden_size": 32,
+    "attention_probs_dropout_prob": 0.0,
+    "hidden_dropout_prob": 0.0,
+}
+EXTRA_SIZES |= {"Albert": {"embedding_size": 16, "classifier_dropout_prob": 0.0}}
 
 MECHANISM_CASES: dict[str, dict[str, Any]] = {
     "knocking": {"knocking": {"on": ["value", "key"]}},
@@ -73,17 +88,43 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "paired queries": {"differential": {"version": 2}, "knocking": {"on": ["query", "value"]}},
 }
 CASES = MECHANISM_CASES | COMPOSITIONS
+ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name in crosshead.MECHANISMS} | {
+    "explicit": {"explicit": {"key_heads": 1, "value_heads": 2}},
+    "knocking+mixture": COMPOSITIONS["knocking+mixture"],
+    "explicit+talking+mixture": COMPOSITIONS["explicit+talking+mixture"],
+    "knocking+explicit+differential": {
+        "knocking": {"form": "gate"},
+        "explicit": {"norm": False, "value_heads": 2},
+        "differential": {"half_values": True},
+    },
+}
+"""The same for encoders, where layers may share their weights: without options that differ between layers."""
+
+
+def sizes(backbone: str) -> dict[str, Any]:
+    """The fields of a tiny configuration."""
+    return (ENCODER_SIZES if backbone in ENCODERS else SIZES) | EXTRA_SIZES.get(backbone, {})
+
+
+def mixers_of(case: str, backbone: str) -> dict[str, Any]:
+    """The mechanisms of a case, as this backbone has them."""
+    return (ENCODER_CASES if backbone in ENCODERS else CASES)[case]
+
+
+def model_class(backbone: str) -> Any:
+    """Our language model."""
+    return getattr(crosshead, f"Crosshead{backbone}For{'MaskedLM' if backbone in ENCODERS else 'CausalLM'}")
 
 
 def stock_config(backbone: str, **changes: Any) -> PreTrainedConfig:
     """A tiny stock configuration."""
-    return STOCK[backbone][0](**(SIZES | EXTRA_SIZES.get(backbone, {}) | changes))
+    return STOCK[backbone][0](**(sizes(backbone) | changes))
 
 
 def mixed_config(backbone: str, mixers: dict[str, Any], **changes: Any) -> Any:
     """A tiny configuration of ours."""
     config_class = getattr(crosshead, f"Crosshead{backbone}Config")
-    return config_class(**(SIZES | EXTRA_SIZES.get(backbone, {}) | changes), mixers=mixers)
+    return config_class(**(sizes(backbone) | changes), mixers=mixers)
 
 
 def stock_model(backbone: str, backend: str = "eager", **changes: Any) -> Any:
@@ -98,7 +139,7 @@ def mixed_model(backbone: str, mixers: dict[str, Any], backend: str | None = "ea
     config = mixed_config(backbone, mixers, **changes)
     if backend is not None:
         config._attn_implementation = backend
-    return lopsided(getattr(crosshead, f"Crosshead{backbone}ForCausalLM")(config)).eval()
+    return lopsided(model_class(backbone)(config)).eval()
 
 
 @torch.no_grad()

@@ -9,6 +9,13 @@ from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
+__all__ = [
+    "CrossheadLlamaConfig",
+    "CrossheadLlamaForCausalLM",
+    "CrossheadLlamaForSequenceClassification",
+    "CrossheadLlamaModel",
+]
+
 
 class CrossheadLlamaConfig(MixersConfig, LlamaConfig):
     """`LlamaConfig` plus `mixers`."""

@@ -9,6 +9,13 @@ from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
+__all__ = [
+    "CrossheadQwen2Config",
+    "CrossheadQwen2ForCausalLM",
+    "CrossheadQwen2ForSequenceClassification",
+    "CrossheadQwen2Model",
+]
+
 
 class CrossheadQwen2Config(MixersConfig, Qwen2Config):
     """`Qwen2Config` plus `mixers`."""

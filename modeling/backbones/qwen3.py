@@ -9,6 +9,13 @@ from ..attention import CrossheadAttention
 from ..configuration import MixersConfig
 from ..model import RECORDERS, CrossheadBackbone, CrossheadCausalLM, CrossheadClassifier, CrossheadPreTrained
 
+__all__ = [
+    "CrossheadQwen3Config",
+    "CrossheadQwen3ForCausalLM",
+    "CrossheadQwen3ForSequenceClassification",
+    "CrossheadQwen3Model",
+]
+
 
 class CrossheadQwen3Config(MixersConfig, Qwen3Config):
     """`Qwen3Config` plus `mixers`."""

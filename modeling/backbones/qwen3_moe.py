@@ -29,6 +29,13 @@ register_checkpoint_conversion_mapping(
 )
 EXPERT_BIAS = "e_score_correction_bias"  # the buffer's name, as other models have it
 
+__all__ = [
+    "CrossheadQwen3MoeConfig",
+    "CrossheadQwen3MoeForCausalLM",
+    "CrossheadQwen3MoeForSequenceClassification",
+    "CrossheadQwen3MoeModel",
+]
+
 
 class CrossheadQwen3MoeConfig(MixersConfig, Qwen3MoeConfig):
     """`Qwen3MoeConfig` plus `mixers`, and `expert_bias`, which is in config.json only where it is true."""

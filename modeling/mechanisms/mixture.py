@@ -165,7 +165,7 @@ class Mixture(Mechanism):
         """The balance loss."""
         if not (scores := outputs.get("head_router_scores")):
             return None
-        layers = map(config.mixers_of_layer, range(config.num_hidden_layers))
+        layers = map(config.mixers_of_layer, range(len(config.layouts())))
         # From the config: wrappers such as peft's hold copies of the modules.
         routing = [layer["mixture"] for layer in layers if "mixture" in layer]
         selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]

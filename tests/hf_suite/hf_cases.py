@@ -2,7 +2,7 @@
 
 Every mechanism runs on Llama, and one on each other backbone: `explicit` with fewer component heads on Qwen3, whose
 k-norm does not commute with the combination; `knocking` on Qwen2, whose projections have a bias; `mixture` on
-Qwen3-MoE, which has a balance loss of its own. A sixth mechanism adds one line here.
+Qwen3-MoE, which has a balance loss of its own; the encoders share the rest. A sixth mechanism adds one line here.
 """
 
 from dataclasses import dataclass, field
@@ -23,11 +23,27 @@ SIZES: dict[str, Any] = {
     "num_labels": 3,
 }
 
-BACKBONES: dict[str, str] = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+BACKBONES: dict[str, str] = {
+    "llama": "Llama",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3Moe",
+    "bert": "Bert",
+    "albert": "Albert",
+}
+ENCODERS = ("bert", "albert")
 
+ENCODER_SIZES: dict[str, Any] = {
+    "num_labels": 2,
+    "head_dim": None,
+    "num_key_value_heads": None,
+    "attention_probs_dropout_prob": 0.0,
+}
 EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": None},  # Qwen2 has no such field: its head size is hidden_size / num_attention_heads
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "bert": ENCODER_SIZES,
+    "albert": {**ENCODER_SIZES, "embedding_size": 16},
 }
 
 
@@ -75,6 +91,10 @@ OURS: list[Case] = [
     Case("qwen2", {"knocking": {}}),
     Case("qwen3", EXPLICIT),
     Case("qwen3_moe", MIXTURE),
+    Case("bert", {"knocking": {}, **MIXTURE}),
+    Case("bert", {"talking": {}}),
+    Case("albert", EXPLICIT),
+    Case("albert", {"differential": {}}),
 ]
 CASES: dict[str, Case] = {case.name: case for case in BASELINES + OURS}
 

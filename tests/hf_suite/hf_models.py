@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import transformers
-from hf_cases import CASES, SIZES, Case
+from hf_cases import CASES, ENCODERS, SIZES, Case
 from hf_fetch import PACKAGE
 from transformers.models.auto import modeling_auto
 
@@ -22,9 +22,12 @@ common = importlib.import_module(f"{PACKAGE}.test_modeling_common")
 HEADS: dict[str, Any] = {
     "Model": modeling_auto.MODEL_MAPPING_NAMES,
     "ForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    "ForMaskedLM": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "ForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "ForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
 }
-"""The classes of a case, and the tables in which the library's tests look up what kind of head a class carries."""
+"""The classes of models, and the tables in which the library's tests look up what kind of head a class carries."""
 
 OPTIONAL_MIXINS: dict[str, str] = {
     "test_memory_cleanup_mixin": "MemoryCleanupMixin",  # must come first among the bases; not yet in 5.17
@@ -43,11 +46,17 @@ def class_of(case: Case, suffix: str) -> Any:
     return getattr(module, case.prefix + suffix)
 
 
+def heads_of(case: Case) -> list[str]:
+    """What the names of the case's classes end with."""
+    tasks = ["MaskedLM", "TokenClassification", "QuestionAnswering"] if case.backbone in ENCODERS else ["CausalLM"]
+    return ["Model", "ForSequenceClassification", *(f"For{task}" for task in tasks)]
+
+
 def announce(case: Case) -> None:
     """Enter the case's classes in the library's tables, where its own classes stand already."""
     model_type = class_of(case, "Config").model_type
-    for suffix, table in HEADS.items():
-        table.setdefault(model_type, class_of(case, suffix).__name__)
+    for suffix in heads_of(case):
+        HEADS[suffix].setdefault(model_type, class_of(case, suffix).__name__)
 
 
 class Tester:
@@ -63,7 +72,8 @@ class Tester:
         self.hidden_size = SIZES["hidden_size"]
         self.num_hidden_layers = SIZES["num_hidden_layers"]
         self.num_attention_heads = SIZES["num_attention_heads"]
-        self.causal_lm_class = class_of(case, "ForCausalLM")
+        if case.backbone not in ENCODERS:
+            self.causal_lm_class = class_of(case, "ForCausalLM")
 
     def get_config(self) -> Any:
         """A fresh config of the case."""
@@ -85,7 +95,7 @@ BASES: tuple[Any, ...] = (*optional_mixins(), common.ModelTesterMixin, TrainingT
 class HFSuiteTest(*BASES):  # type: ignore[misc]
     """The library's tests on one case."""
 
-    all_model_classes = tuple(class_of(CASE, suffix) for suffix in HEADS)
+    all_model_classes = tuple(class_of(CASE, suffix) for suffix in heads_of(CASE))
     run_under_no_grad = False  # MemoryCleanupMixin: most of these tests need gradients
     test_generation_tester_mixin_inheritance = None  # demands the generation mixin, which is not distributed
 

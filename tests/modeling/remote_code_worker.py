@@ -8,15 +8,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 
 @torch.no_grad()
 def main(folder: Path) -> None:
     """Run the model once."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder / "model", trust_remote_code=True, attn_implementation="eager"
-    ).eval()
+    options = {"trust_remote_code": True, "attn_implementation": "eager"}
+    served = AutoConfig.from_pretrained(folder / "model", **options).auto_map
+    auto_class = AutoModelForCausalLM if "AutoModelForCausalLM" in served else AutoModelForMaskedLM
+    model = auto_class.from_pretrained(folder / "model", **options).eval()
     if not type(model).__module__.startswith("transformers_modules"):
         raise SystemExit(f"{type(model)} is not remote code")
     ids = load_file(folder / "inputs.safetensors")["ids"]

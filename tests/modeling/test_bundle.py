@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import crosshead
 from crosshead.modeling import bundle
 from crosshead.modeling.bundle import BundleError, code_files
-from toys import BACKBONES, CASES, MECHANISM_CASES, mixed_config, mixed_model, tokens
+from toys import BACKBONES, CASES, ENCODERS, MECHANISM_CASES, mixed_config, mixed_model, mixers_of, tokens
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["configuration_crosshead.py", "modeling_crosshead.py"]
@@ -28,8 +28,8 @@ FIVE: dict[str, Any] = {
 SIX: dict[str, Any] = {**FIVE, "gating": {}}
 LINES = {"talking": 1500}
 """Greatest number of lines in both files with one mechanism; of the others, 1,300."""
-EXPERT_LINES = 80
-"""Further lines for Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss."""
+FURTHER_LINES = {"Qwen3Moe": 80, "Bert": 45, "Albert": 90}
+"""Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss; encoders: four task heads."""
 FIVE_LINES = 2300 + 75
 """Of the five mechanisms: 2,300, and version 2 of differential, and products of explicit on a GPU."""
 LEFT_OUT = ("package_only", "access_tokens", "write_code", "triton")
@@ -40,15 +40,15 @@ def lines(files: dict[str, str]) -> int:
 
 
 @pytest.mark.parametrize("case", MECHANISM_CASES)
-@pytest.mark.parametrize("backbone", BACKBONES)
+@pytest.mark.parametrize("backbone", (*BACKBONES, *ENCODERS))
 def test_one_mechanism(case: str, backbone: str) -> None:
-    files = code_files(mixed_config(backbone, MECHANISM_CASES[case]))
+    files = code_files(mixed_config(backbone, mixers_of(case, backbone)))
     assert list(files) == NAMES
-    assert lines(files) <= LINES.get(case, 1300) + (EXPERT_LINES if backbone == "Qwen3Moe" else 0)
+    assert lines(files) <= LINES.get(case, 1300) + FURTHER_LINES.get(backbone, 0)
     defined = {node.name for text in files.values() for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     for name, mechanism in crosshead.MECHANISMS.items():
         assert ({mechanism.__name__, mechanism.rules.__name__} <= defined) == (name == case)
-    assert [other for other in BACKBONES if f"Crosshead{other}ForCausalLM" in defined] == [backbone]
+    assert [other for other in (*BACKBONES, *ENCODERS) if f"Crosshead{other}Model" in defined] == [backbone]
     for text in files.values():
         assert f"crosshead {crosshead.__version__}" in text[:200] and case in text[:200]
         assert not [word for word in LEFT_OUT if word in text]

@@ -11,9 +11,27 @@ from accelerate import cpu_offload
 from safetensors.torch import load_file, save_file
 
 import crosshead
-from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
+from case_grids import (
+    for_each_case_and_backbone,
+    for_each_case_and_model,
+    for_each_mechanism_on_each_backbone,
+    for_each_mechanism_on_each_model,
+)
+from crosshead.modeling.attention import CrossheadAttention
 from tiers import grid
-from toys import BACKBONES, CASES, NEUTRAL, lopsided, mixed_config, mixed_model, stock_model, tokens
+from toys import (
+    BACKBONES,
+    CASES,
+    ENCODERS,
+    NEUTRAL,
+    lopsided,
+    mixed_config,
+    mixed_model,
+    mixers_of,
+    model_class,
+    stock_model,
+    tokens,
+)
 
 REMOTE_CODE_WORKER = Path(__file__).with_name("remote_code_worker.py")
 BACKENDS = ("eager", "sdpa")
@@ -22,7 +40,7 @@ NEUTRAL_STARTS = [
     pytest.param(name, index, backbone, marks=[] if index == place % len(cases) else [pytest.mark.slow])
     for name, cases in NEUTRAL.items()
     for index in range(len(cases))
-    for place, backbone in enumerate(BACKBONES)
+    for place, backbone in enumerate((*BACKBONES, *ENCODERS))
 ]
 """In the default tier each mechanism on each backbone, and each configuration."""
 on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
@@ -30,8 +48,7 @@ on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)
 
 def ours_from_stock(backbone: str, folder: Path, mixers: dict[str, Any], backend: str = "eager") -> Any:
     """Our class loading a stock checkpoint."""
-    model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")
-    return model_class.from_pretrained(folder, mixers=mixers, attn_implementation=backend).eval()
+    return model_class(backbone).from_pretrained(folder, mixers=mixers, attn_implementation=backend).eval()
 
 
 @pytest.mark.oldest
@@ -48,34 +65,34 @@ def test_neutral_start_is_the_stock_model(mechanism: str, index: int, backbone: 
     assert difference <= (1e-6 * expected.abs().max() if added_arithmetic else 0)
 
 
-@on_every_backbone
+@pytest.mark.parametrize("backbone", (*BACKBONES, *ENCODERS))
 @torch.no_grad()
 def test_without_mixers_it_is_the_stock_model(backbone: str, tmp_path: Path) -> None:
     stock = stock_model(backbone, backend="sdpa")
     stock.save_pretrained(tmp_path)
     ours = ours_from_stock(backbone, tmp_path, {}, backend="sdpa")
-    assert {type(layer.self_attn) for layer in ours.model.layers} == {type(stock.model.layers[0].self_attn)}
+    assert not any(isinstance(module, CrossheadAttention) for module in ours.modules())
     assert torch.equal(ours(tokens()).logits, stock(tokens()).logits)
 
 
-@for_each_case_and_backbone
+@for_each_case_and_model
 @torch.no_grad()
 def test_trained_weights_survive_save_and_load(case: str, backbone: str, tmp_path: Path) -> None:
-    model = mixed_model(backbone, CASES[case])
+    model = mixed_model(backbone, mixers_of(case, backbone))
     model.save_pretrained(tmp_path / "first")
     again = type(model).from_pretrained(tmp_path / "first", attn_implementation="eager").eval()
     again.save_pretrained(tmp_path / "second")
     third = type(model).from_pretrained(tmp_path / "second", attn_implementation="eager")
     for reloaded in (again, third.eval()):
-        assert list(reloaded.config.mixers) == list(CASES[case])
+        assert list(reloaded.config.mixers) == list(mixers_of(case, backbone))
         assert torch.equal(reloaded(tokens()).logits, model(tokens()).logits)
 
 
 @pytest.mark.oldest
-@for_each_mechanism_on_each_backbone
+@for_each_mechanism_on_each_model
 @torch.no_grad()
 def test_remote_code_gives_the_same_logits(case: str, backbone: str, warm_process: Any, tmp_path: Path) -> None:
-    model, environment = mixed_model(backbone, CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
+    model, environment = mixed_model(backbone, mixers_of(case, backbone)), os.environ | {"HF_HUB_OFFLINE": "1"}
     model.save_pretrained(tmp_path / "model")
     save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
     command = [sys.executable, "-P", str(REMOTE_CODE_WORKER), str(tmp_path)]
@@ -84,21 +101,21 @@ def test_remote_code_gives_the_same_logits(case: str, backbone: str, warm_proces
     assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).logits)
 
 
-@for_each_case_and_backbone
+@for_each_case_and_model
 def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path: Path) -> None:
     keeps_shapes = {
         name: {
             option: value
             for option, value in options.items()
-            if not option.endswith(("key_heads", "value_heads", "version"))
+            if not option.endswith(("key_heads", "value_heads", "half_values", "version"))
         }
-        for name, options in CASES[case].items()
+        for name, options in mixers_of(case, backbone).items()
     }
     stock_model(backbone).save_pretrained(tmp_path)
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with NaN
     try:
         model = ours_from_stock(backbone, tmp_path, keeps_shapes)
-        fresh = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")(mixed_config(backbone, keeps_shapes))
+        fresh = model_class(backbone)(mixed_config(backbone, keeps_shapes))
     finally:
         torch.use_deterministic_algorithms(False)
     for candidate in (model, fresh):
@@ -127,10 +144,10 @@ def test_a_half_loaded_mechanism_keeps_what_was_loaded(tmp_path: Path) -> None:
             assert torch.equal(parameter, weights[name]), name
 
 
-@for_each_mechanism_on_each_backbone
+@for_each_mechanism_on_each_model
 def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
-    trained = mixed_model(backbone, CASES[case])
-    fresh = type(trained)(mixed_config(backbone, CASES[case]))
+    trained = mixed_model(backbone, mixers_of(case, backbone))
+    fresh = type(trained)(mixed_config(backbone, mixers_of(case, backbone)))
     for model in (trained, fresh):
         model.train()
         model(tokens(), labels=tokens()).loss.backward()
@@ -205,11 +222,11 @@ def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
     assert all(parameter.grad.isfinite().all() for parameter in half.parameters())
 
 
-@for_each_case_and_backbone
+@for_each_case_and_model
 @torch.no_grad()
 def test_offloaded_weights(case: str, backbone: str) -> None:
     """accelerate fetches a module's weights when the module is called: no parameter may be read around that."""
-    model = mixed_model(backbone, CASES[case])
+    model = mixed_model(backbone, mixers_of(case, backbone))
     expected = model(tokens()).logits
     cpu_offload(model, execution_device=torch.device("cpu"))
     assert all(parameter.is_meta for parameter in model.parameters())

@@ -1,0 +1,126 @@
+"""The part that encoders add: task heads whose loss includes the losses of mechanisms."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+from transformers.modeling_outputs import (
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import ModelOutput, can_return_tuple
+
+from .model import CrossheadPreTrained
+
+ENCODER_CLASSES = {
+    "AutoModel": "Model",
+    "AutoModelForMaskedLM": "ForMaskedLM",
+    "AutoModelForSequenceClassification": "ForSequenceClassification",
+    "AutoModelForTokenClassification": "ForTokenClassification",
+    "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+}
+"""The Auto classes of text encoders -> the ending of our class's name."""
+ENCODER_FIELDS = {
+    "num_key_value_heads": "num_attention_heads",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "rms_norm_eps": "layer_norm_eps",
+}
+"""The fields of decoders that `MixersConfig` reads -> those of BERT and its descendants."""
+
+
+def alias(name: str) -> Any:
+    """The name that the attention forward uses for a projection with another name in checkpoints."""
+    return property(attrgetter(name))
+
+
+@dataclass
+class RouterOutput(ModelOutput):
+    """What the head routers of a model did."""
+
+    balance_loss: Tensor | None = None
+    """Before its weight; mean over the layers that route."""
+    head_router_scores: tuple[Tensor, ...] | None = None
+    """Per routing layer, each routed head's probability: (B, T, routed heads)."""
+
+
+@dataclass
+class CrossheadMaskedLMOutput(RouterOutput, MaskedLMOutput):
+    """A masked language model's output, and what its head routers did."""
+
+
+@dataclass
+class CrossheadSequenceClassifierOutput(RouterOutput, SequenceClassifierOutput):
+    """A sequence classifier's output, and what its head routers did."""
+
+
+@dataclass
+class CrossheadTokenClassifierOutput(RouterOutput, TokenClassifierOutput):
+    """A token classifier's output, and what its head routers did."""
+
+
+@dataclass
+class CrossheadQuestionAnsweringOutput(RouterOutput, QuestionAnsweringModelOutput):
+    """A question answering model's output, and what its head routers did."""
+
+
+def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A stock backbone's forward that also appends its output and its mask to the list `backbone_outputs`."""
+
+    @wraps(forward)
+    def record(self: Any, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any) -> Any:
+        outputs = forward(self, *inputs, **kwargs)
+        if backbone_outputs is not None:
+            backbone_outputs.append((outputs, kwargs.get("attention_mask")))
+        return outputs
+
+    return record
+
+
+def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) -> Callable[..., Any]:
+    """A stock task head's forward whose loss includes the losses of mechanisms."""
+
+    @can_return_tuple
+    @wraps(forward)
+    def with_losses(self: Any, *inputs: Any, output_head_router_scores: bool | None = None, **kwargs: Any) -> Any:
+        if output_head_router_scores is None:
+            output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
+        recorded = {f"output_{name}": True for name in self._recorded()}
+        backbone_outputs: list[Any] = []
+        kwargs = {**kwargs, **recorded, "backbone_outputs": backbone_outputs, "return_dict": True}
+        outputs: Any = output_class(**forward(self, *inputs, **kwargs))
+        of_backbone, attention_mask = backbone_outputs[0]
+        if outputs.loss is not None or output_head_router_scores:
+            for name, value, weight in self._auxiliary_losses(of_backbone, attention_mask):
+                outputs[name] = value
+                if outputs.loss is not None:
+                    outputs.loss = outputs.loss + weight * value.to(outputs.loss.device)
+        if output_head_router_scores:
+            outputs.head_router_scores = of_backbone.get("head_router_scores")
+        return outputs
+
+    return with_losses
+
+
+class CrossheadTask(CrossheadPreTrained):
+    """A stock task head over our backbone."""
+
+    accepts_loss_kwargs = False  # like the stock heads: a loss is the mean over its own call
+    base_model_prefix: str
+
+    def __init__(self, config: Any) -> None:
+        self._check_config(config)
+        super().__init__(config)
+
+    def post_init(self) -> None:
+        """Replace the backbone before the initial values are set."""
+        stock = getattr(self, self.base_model_prefix)
+        if stock.is_gradient_checkpointing:  # it has removed the field from the config
+            self.config.gradient_checkpointing = True
+        ours = self.backbone_class(self.config, add_pooling_layer=stock.pooler is not None)
+        setattr(self, self.base_model_prefix, ours)
+        super().post_init()

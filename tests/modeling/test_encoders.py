@@ -1,0 +1,196 @@
+"""Encoders: mechanisms without a causal mask, and task heads whose loss includes the losses of mechanisms."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments
+
+import crosshead
+import oracles
+from case_grids import for_each_case_and_encoder
+from oracle_arithmetic import LayerShape
+from oracle_layers import OUTPUT_TOLERANCE, additive, oracle_view
+from tiers import grid
+from toys import ENCODER_CASES, ENCODERS, lopsided, mixed_config, mixed_model, tokens
+
+MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
+NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
+"""The names of projections in checkpoints -> those of the oracle."""
+
+
+def attention_of(model: Any) -> Any:
+    """The last attention layer."""
+    _, parent, name = [*model.base_model._attention_places()][-1]
+    return getattr(parent, name)
+
+
+@for_each_case_and_encoder
+def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
+    model = mixed_model(backbone, ENCODER_CASES[case], backend="eager").double()
+    attention, config = attention_of(model), model.config
+    inputs = torch.randn(2, 7, config.hidden_size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    allowed = torch.ones(2, 7, 7, dtype=torch.bool)
+    allowed[1, :, 4:] = False
+    weights = {
+        f"{NAMES.get(name.split('.')[0], name.split('.')[0])}.{name.split('.', 1)[1]}": weight
+        for name, weight in attention.named_parameters()
+    }
+    if backbone == "Bert":  # its output projection is not part of the attention module
+        weights["o_proj.weight"] = torch.eye(attention(inputs, attention_mask=additive(allowed))[0].shape[-1]).double()
+    mixers, _ = oracle_view(config, attention.layer_idx)
+    shape = LayerShape(4, 4, 8, attention.layer_idx, config.layer_norm_eps, has_qk_norm=False)
+    cos, sin = torch.ones(2, 7, 8, dtype=torch.float64), torch.zeros(2, 7, 8, dtype=torch.float64)
+    expected, _ = oracles.attention_layer(inputs, weights, shape, mixers, cos, sin, allowed)
+    if backbone == "Albert":
+        expected = attention.LayerNorm(inputs + expected)
+    assert expected.abs().max() > 0.1
+    for backend in ("eager", "sdpa"):
+        model.set_attn_implementation(backend)
+        given = additive(allowed) if backend == "eager" else allowed[:, None]
+        output, _ = attention(inputs, attention_mask=given)
+        assert (output - expected).abs().max() < OUTPUT_TOLERANCE, backend
+
+
+@for_each_case_and_encoder
+@torch.no_grad()
+def test_tokens_read_both_sides_and_no_padding(case: str, backbone: str) -> None:
+    for backend in ("eager", "sdpa"):
+        model = mixed_model(backbone, ENCODER_CASES[case], backend=backend)
+        ids, changed = tokens(), tokens()
+        changed[:, 5:] = tokens(seed=2)[:, 5:]
+        assert (model(ids).logits - model(changed).logits).abs().amax((0, 2)).min() > 1e-4
+        padded = model(ids, attention_mask=MASK).logits[1:, :6]
+        assert (padded - model(ids[1:, :6]).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("backbone", ENCODERS)
+@pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"])
+def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
+    auto_class = getattr(transformers, f"AutoModelFor{task}")
+    count = 2 if task == "QuestionAnswering" else 3
+    torch.manual_seed(0)
+    model = auto_class.from_config(mixed_config(backbone, MIXTURE, num_labels=count), attn_implementation="eager")
+    assert type(model) is getattr(crosshead, f"Crosshead{backbone}For{task}")
+    labels: dict[str, Any] = {
+        "MaskedLM": {"labels": tokens(seed=3)},
+        "SequenceClassification": {"labels": torch.tensor([0, 2])},
+        "TokenClassification": {"labels": tokens(seed=3) % count},
+        "QuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+    }[task]
+    out = model(tokens(), attention_mask=MASK, output_head_router_scores=True, **labels)
+    assert len(out.head_router_scores) == 2
+    scores = torch.stack(out.head_router_scores)[:, MASK.bool()]
+    selected = torch.zeros_like(scores).scatter(-1, scores.topk(1, -1).indices, 1.0)
+    expected = (scores.mean(1) * selected.mean(1)).sum(-1).mean()
+    assert torch.allclose(out.balance_loss, expected)
+    without = type(model)(
+        mixed_config(backbone, {"mixture": {**MIXTURE["mixture"], "balance_weight": 0.0}}, num_labels=count)
+    )
+    without.load_state_dict(model.state_dict())
+    plain = without(tokens(), attention_mask=MASK, **labels)
+    assert torch.allclose(out.loss - plain.loss, 0.01 * expected, atol=1e-6)
+    out.loss.backward()
+    routers = [parameter for name, parameter in model.named_parameters() if ".mixers." in name]
+    assert routers and all(parameter.grad.abs().max() > 0 for parameter in routers)
+    as_tuple = model(tokens(), attention_mask=MASK, return_dict=False, **labels)
+    assert torch.equal(as_tuple[0], model(tokens(), attention_mask=MASK, **labels).loss)
+    model.eval().save_pretrained(tmp_path)
+    again = auto_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    key = "start_logits" if task == "QuestionAnswering" else "logits"
+    assert torch.equal(again(tokens())[key], model(tokens())[key])
+    alone = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert type(alone) is getattr(crosshead, f"Crosshead{backbone}Model")
+    assert torch.equal(alone(tokens()).last_hidden_state, model.base_model(tokens()).last_hidden_state)
+
+
+@pytest.mark.parametrize(("backbone", "case"), grid(ENCODERS, ENCODER_CASES, strength=1))
+def test_checkpointing_gives_the_same_gradients(backbone: str, case: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = mixed_model(backbone, ENCODER_CASES[case]).train()
+        if checkpointing and model.supports_gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        model(tokens(), labels=tokens()).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        assert torch.allclose(first, second, atol=1e-6)
+
+
+@pytest.mark.parametrize("backbone", ENCODERS)
+def test_the_trainer_accumulates_the_whole_loss(backbone: str, tmp_path: Path) -> None:
+    """Two steps of accumulation give the update of one batch of equal parts, balance loss included."""
+    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
+    trained = []
+    for size, steps in ((4, 1), (2, 2)):
+        model = mixed_model(backbone, MIXTURE)
+        options: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": steps}
+        arguments = TrainingArguments(
+            str(tmp_path),
+            max_steps=1,
+            report_to=[],
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+            **options,
+        )
+        Trainer(model, arguments, train_dataset=rows).train()  # type: ignore[arg-type]
+        trained.append(model.state_dict())
+    start = mixed_model(backbone, MIXTURE).state_dict()
+    for name, weight in trained[0].items():
+        if ".mixers." in name:
+            assert not torch.equal(weight, start[name]), name
+            # The balance loss is a product of means, so that of a batch is near the mean of its halves', not equal.
+            assert functional.cosine_similarity(weight - start[name], trained[1][name] - start[name], 1).min() > 0.9
+
+
+def test_albert_shares_one_layer() -> None:
+    model = mixed_model("Albert", {"knocking": {}})
+    assert [name for name, _ in model.named_parameters() if name.endswith("knocking.value.up.weight")] == [
+        "albert.encoder.albert_layer_groups.0.albert_layers.0.attention.mixers.knocking.value.up.weight"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("backbone", "mixers", "changes", "key"),
+    [
+        ("Albert", {"knocking": {"layers": [0]}}, {}, "mixers.knocking.layers"),
+        ("Albert", {"mixture": {"active_heads": [3, 3]}}, {}, "mixers.mixture.active_heads"),
+        ("Albert", {"explicit": {"value_heads": [2, 2]}}, {}, "mixers.explicit.value_heads"),
+        ("Bert", {"knocking": {}}, {"is_decoder": True}, "is_decoder"),
+        ("Bert", {"differential": {"version": 2}}, {}, "num_attention_heads"),
+        ("Bert", {"differential": {}}, {"attention_probs_dropout_prob": 0.1}, "mixers.differential"),
+    ],
+)
+def test_refusals(backbone: str, mixers: dict[str, Any], changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        mixed_config(backbone, mixers, **changes)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 8, 16, 32])
+@torch.no_grad()
+def test_talking_with_any_number_of_heads(heads: int) -> None:
+    """Table 7 of the paper goes down to heads of one feature."""
+    model = mixed_model("Bert", {"talking": {}}, backend="sdpa", num_attention_heads=heads)
+    eager = mixed_model("Bert", {"talking": {}}, num_attention_heads=heads)
+    assert (
+        model(tokens(), attention_mask=MASK).logits - eager(tokens(), attention_mask=MASK).logits
+    ).abs().max() < 1e-3
+
+
+@torch.no_grad()
+def test_talking_heads_of_size_one() -> None:
+    config = crosshead.CrossheadBertConfig(
+        vocab_size=61, num_hidden_layers=1, num_attention_heads=768, intermediate_size=64, mixers={"talking": {}}
+    )
+    model = lopsided(crosshead.CrossheadBertModel(config)).eval()
+    hidden = model(tokens()).last_hidden_state
+    assert hidden.shape == (2, 9, 768) and hidden.isfinite().all()
