@@ -31,6 +31,8 @@ PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
 OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "matplotlib", "peft", "scipy"}
 KERNELS = "_triton"
 """Suffix of the files that need Triton: they import it in a `try`, and only functions import them."""
+INSTALLED = ("modeling/__init__.py", "modeling/backbones/__init__.py")
+"""Files that no published model has."""
 FASTER = "modeling/kernels/"
 """Functions that are installed with crosshead, and not saved with a model."""
 FILE_LINES = 300
@@ -156,7 +158,8 @@ def portable(source: Source) -> list[str]:
             found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
         if level and "kernels" in name.split(".") and not faster:
             found.append(f"line {node.lineno}: `{name}` is in {FASTER}, which no published model has")
-        if level and isinstance(node, ast.ImportFrom) and node.module is None and not faster:
+        local = faster or source.path in INSTALLED
+        if level and isinstance(node, ast.ImportFrom) and node.module is None and not local:
             found.append(
                 f"line {node.lineno}: the writer of the code follows `from .x import y`, not `from . import x`"
             )
