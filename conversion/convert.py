@@ -11,7 +11,17 @@ from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
 
-from .architectures.families import FAMILIES, PREFIX, check_plain, family_of, read_config, tensor_shapes
+from .architectures.encoder_limits import Asked, check_encoder
+from .architectures.families import (
+    FAMILIES,
+    PREFIX,
+    architecture_of,
+    check_plain,
+    family_of,
+    read_config,
+    tensor_shapes,
+    tied_tensors,
+)
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.text import Text
 from .compress.auto_layers import AutoLayers, check_auto
@@ -127,7 +137,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     """Check the request, before the source is run or anything is written."""
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
-    dropped = check_source(source.store, tensor_shapes(stock), stock.tie_word_embeddings)
+    dropped = check_source(source.store, tensor_shapes(stock), tied_tensors(stock))
     request = read_mixers(mixers, _mixed_config(source.config, {"mixers": {}}).layouts())
     if not request.mixers and given.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
@@ -141,6 +151,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     text = Text.of(given.calibration, source)
     auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
     wanted = needed_observations(target, request, given.budget is not None)
+    check_encoder(Asked(stock, request, given, wanted))
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
     candidates = [] if auto is not None else candidate_counts(target, request)
@@ -208,9 +219,10 @@ def _tolerance(
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
     """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
     family = FAMILIES[content["model_type"]]
-    architecture = PREFIX.removesuffix("_").capitalize() + family.architecture
     try:
-        return family.mixed.from_dict({**without_tokens(content)[0], "architectures": [architecture], **changes})
+        config = family.mixed.from_dict({**without_tokens(content)[0], **changes})
+        config.architectures = [PREFIX.removesuffix("_").capitalize() + architecture_of(config)]
+        return config
     except ValueError as error:
         raise ConversionError(one_line(error)) from None
 

@@ -23,10 +23,13 @@ from .architectures.families import (
     FAMILIES,
     PREFIX,
     Shapes,
-    attention_prefix,
+    architecture_of,
+    attention_layers,
+    attention_names,
     kind_of,
     read_config,
     tensor_shapes,
+    tied_tensors,
 )
 from .architectures.mixer_tensors import dropped_biases, mixers_layout, starting_values
 from .compress.layer_rewrites import LayerRewrites, Tensors, read_attention
@@ -100,9 +103,9 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
         fields = wide.config_fields(mixed, fields)
     family = FAMILIES[fields["model_type"]]
     stock: Any = family.stock.from_dict(fields)
-    stock.architectures = [family.architecture]
+    stock.architectures = [architecture_of(mixed)]
     shapes, mixed_shapes = tensor_shapes(stock), tensor_shapes(mixed)
-    dropped = check_source(source.store, mixed_shapes, mixed.tie_word_embeddings)
+    dropped = check_source(source.store, mixed_shapes, tied_tensors(mixed))
     dropped |= dropped_biases(source.store, mixed_shapes)
     rewrites = fold_layers(source.store, mixed, shapes, wide)
     decisions = {} if wide is None else {"kept_cache": wide.report(mixed, stock, source.store)}
@@ -128,7 +131,7 @@ def copied(source: Source) -> FoldRequest:
     """A request that copies a stock model."""
     stock = read_config(source.config, "stock", source.origin["name"])
     shapes = tensor_shapes(stock)
-    dropped = check_source(source.store, shapes, stock.tie_word_embeddings)
+    dropped = check_source(source.store, shapes, tied_tensors(stock))
     plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))
     return FoldRequest(
         command="fold",
@@ -148,22 +151,23 @@ def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads
 
     With `wide`, the component heads of `explicit` stay.
     """
-    applied = {layer: _mechanisms_to_apply(store, config, layer) for layer in range(config.num_hidden_layers)}
+    applied = {layer: _mechanisms_to_apply(store, config, layer) for layer in attention_layers(config)}
     layers: dict[str, int] = {}
     for layer, mechanisms in applied.items():
         sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
         written = [*PROJECTIONS.values(), "o_proj"] if wide else [PROJECTIONS[side] for side in sorted(sides)]
         parts = [f"{projection}.{part}" for projection in written for part in ("weight", "bias")]
-        names = [attention_prefix(layer) + part for part in parts]
+        names = [attention_names(config, layer).stored(part) for part in parts]
         layers |= {name: layer for name in names if name in shapes}
 
     def compute(layer: int) -> Tensors:
-        tensors = read_attention(store, layer)
-        layout = config.layout_of_layer(layer)
+        names, layout = attention_names(config, layer), config.layout_of_layer(layer)
+        tensors = read_attention(store, names)
         for name in applied[layer]:
             if wide is None or name != "explicit":
                 tensors = FOLD_RULES[name].apply(tensors, layout)
-        return tensors if wide is None else wide.rewrite(tensors, layout)
+        tensors = tensors if wide is None else wide.rewrite(tensors, layout)
+        return {names.stored(part): tensor for part, tensor in tensors.items()}
 
     return LayerRewrites(layers, compute)
 
@@ -183,10 +187,10 @@ def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[st
 
 
 def _has_starting_values(store: TensorStore, config: Any, layer: int, mechanism: str) -> bool:
-    prefix = f"{attention_prefix(layer)}mixers.{mechanism}."
-    for name, value in starting_values(config, layer, 0).items():
-        if name.startswith(prefix):
-            stored = store.read(name)
+    names = attention_names(config, layer)
+    for part, value in starting_values(config, layer, 0).items():
+        if part.startswith(f"mixers.{mechanism}."):
+            stored = store.read(names.stored(part))
             if not torch.equal(stored, value.to(stored.dtype)):
                 return False
     return True

@@ -6,7 +6,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.families import EMBEDDING, FUSED_EXPERTS, HEAD, INVERSE_FREQUENCIES, Shapes, attention_prefix
+from .architectures.families import FUSED_EXPERTS, INVERSE_FREQUENCIES, Shapes, attention_names
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
@@ -56,18 +56,20 @@ class Plan:
         return not hasattr(self.config, "mixers")
 
 
-def check_source(store: TensorStore, shapes: Shapes, tied: bool) -> dict[str, str]:
+def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) -> dict[str, str]:
     """Check that a checkpoint contains exactly the tensors `shapes`; returns the tensors to drop and the reasons.
 
-    Other integer tensors, such as a buffer of position ids, are allowed.
+    A `tied` tensor may be there if it equals the other one. Other integer tensors, such as a buffer of position ids,
+    are allowed.
     """
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
-    if tied and HEAD in store.entries:
-        if not same_bytes(store, HEAD, EMBEDDING):
+    for name, other in tied.items():
+        if name in store.entries and not same_bytes(store, name, other):
             raise ConversionError(
-                f"the config has tie_word_embeddings=true, but {HEAD} differs from {EMBEDDING}: set it to false"
+                f"the config has tie_word_embeddings=true, but {name} differs from {other}: set it to false"
             )
-        dropped[HEAD] = f"tied to {EMBEDDING}"
+        if name in store.entries:
+            dropped[name] = f"tied to {other}"
     if fused := next(filter(FUSED_EXPERTS.fullmatch, store.entries), None):
         raise ConversionError(
             f"the tensor {fused} holds all experts of its layer: load the checkpoint with transformers and save it "
@@ -113,7 +115,8 @@ def make_plan(
     """
     created: dict[str, list[str]] = {}
     for name in sorted(shapes.keys() - source.entries.keys()):
-        created.setdefault(f"{attention_prefix(int(name.split('.')[2]))}o_proj.weight", []).append(name)
+        names = attention_names(config, rewrites.layers[name])
+        created.setdefault(names.stored("o_proj.weight"), []).append(name)
     shards: dict[str, list[Step]] = {}
     replaced: dict[str, str] = {}
     for file, names in source.shards.items():

@@ -1,17 +1,28 @@
 """The model families that can be converted, their configurations, and the tensors of their checkpoints."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+import transformers
+from transformers import (
+    AlbertConfig,
+    BertConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
+from crosshead.modeling.backbones.albert import CrossheadAlbertConfig
+from crosshead.modeling.backbones.bert import CrossheadBertConfig
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
@@ -32,16 +43,40 @@ class Family:
     """The config class with mechanisms."""
     architecture: str
     """The stock class of the language model."""
+    attention: str = "model.layers.{layer}.self_attn."
+    """The prefix of the names of a layer's attention tensors."""
+    parts: Mapping[str, str] | None = None
+    """Names of attention tensors in decoders -> in this family; None if they are the same."""
+    is_encoder: bool = False
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Whether the projections of a config have biases."""
     experts: bool = False
 
 
+_SELF = {"q_proj.": "self.query.", "k_proj.": "self.key.", "v_proj.": "self.value."}
 FAMILIES: dict[str, Family] = {
     "llama": Family(LlamaConfig, CrossheadLlamaConfig, "LlamaForCausalLM"),
     "qwen2": Family(Qwen2Config, CrossheadQwen2Config, "Qwen2ForCausalLM", qkv_bias=lambda config: True),
     "qwen3": Family(Qwen3Config, CrossheadQwen3Config, "Qwen3ForCausalLM"),
     "qwen3_moe": Family(Qwen3MoeConfig, CrossheadQwen3MoeConfig, "Qwen3MoeForCausalLM", experts=True),
+    "bert": Family(
+        BertConfig,
+        CrossheadBertConfig,
+        "BertForMaskedLM",
+        attention="{base}encoder.layer.{layer}.attention.",
+        parts=_SELF | {"o_proj.": "output.dense.", "mixers.": "self.mixers."},
+        is_encoder=True,
+        qkv_bias=lambda config: True,
+    ),
+    "albert": Family(
+        AlbertConfig,
+        CrossheadAlbertConfig,
+        "AlbertForMaskedLM",
+        attention="{base}encoder.albert_layer_groups.{group}.albert_layers.{inner}.attention.",
+        parts={"q_proj.": "query.", "k_proj.": "key.", "v_proj.": "value.", "o_proj.": "dense.", "mixers.": "mixers."},
+        is_encoder=True,
+        qkv_bias=lambda config: True,
+    ),
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
@@ -78,20 +113,79 @@ def family_of(config: Any) -> Family:
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
+def architecture_of(config: Any) -> str:
+    """The stock class of a checkpoint, as its config names it where a family has several."""
+    family = family_of(config)
+    given = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
+    start = family.mixed.class_prefix.removeprefix("Crosshead")
+    known = [start + ending for ending in family.mixed.auto_classes.values()]
+    return given if family.is_encoder and given in known else family.architecture
+
+
+def auto_class(config: Any) -> str:
+    """The Auto class that loads a checkpoint."""
+    mixed, architecture = family_of(config).mixed, architecture_of(config)
+    ending = architecture.removeprefix(mixed.class_prefix.removeprefix("Crosshead"))
+    return next(auto for auto, each in mixed.auto_classes.items() if each == ending)
+
+
+def empty_model(config: Any, **options: Any) -> Any:
+    """The model of a stock or crosshead config on the meta device."""
+    with torch.device("meta"):  # a copy, because transformers writes the attention implementation into the config
+        return getattr(transformers, auto_class(config)).from_config(deepcopy(config), **options)
+
+
 def layer_prefix(layer: int) -> str:
-    """The prefix of the names of one layer's tensors."""
+    """The prefix of the names of one decoder layer's tensors."""
     return f"model.layers.{layer}."
 
 
-def attention_prefix(layer: int) -> str:
-    """The prefix of the names of one layer's attention tensors."""
-    return f"{layer_prefix(layer)}self_attn."
+@dataclass(frozen=True)
+class AttentionNames:
+    """The names of one layer's attention tensors; a part is a name without the layer, as decoders have it."""
+
+    prefix: str
+    parts: Mapping[str, str]
+
+    def stored(self, part: str) -> str:
+        """A part's name in the checkpoint."""
+        for decoders, ours in self.parts.items():
+            if part.startswith(decoders):
+                return self.prefix + ours + part.removeprefix(decoders)
+        return self.prefix + part
+
+    def part(self, name: str) -> str | None:
+        """The part with a name in the checkpoint; None if it is no attention tensor of the layer."""
+        local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+        if local is None or not self.parts:
+            return local
+        found = (each + local.removeprefix(ours) for each, ours in self.parts.items() if local.startswith(ours))
+        return next(found, None)
+
+
+def attention_names(config: Any, layer: int) -> AttentionNames:
+    """The names of a layer's attention tensors."""
+    family = family_of(config)
+    base = "" if architecture_of(config).endswith("Model") else f"{config.model_type.removeprefix(PREFIX)}."
+    group, inner = divmod(layer, getattr(config, "inner_group_num", 1))
+    prefix = family.attention.format(base=base, layer=layer, group=group, inner=inner)
+    return AttentionNames(prefix, family.parts or {})
+
+
+def attention_layers(config: Any) -> range:
+    """The attention layers with weights of their own."""
+    shared = getattr(config, "num_hidden_groups", None)
+    return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)
+
+
+def tied_tensors(config: Any) -> dict[str, str]:
+    """Tensors that a checkpoint need not contain -> the equal ones that it does."""
+    return dict(empty_model(config)._tied_weights_keys or {}) if config.tie_word_embeddings else {}
 
 
 def tensor_shapes(config: Any) -> Shapes:
     """The names and shapes of the tensors of a stock or crosshead checkpoint."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+    model = empty_model(config, attn_implementation="eager")
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
@@ -102,9 +196,8 @@ def tensor_shapes(config: Any) -> Shapes:
             parts = FUSED[fused[2]]
             names = [f"{fused[1]}{expert}.{part}.weight" for expert in range(experts) for part in parts]
             shapes |= dict.fromkeys(names, (rows // len(parts), columns))
-    if config.tie_word_embeddings:
-        del shapes[HEAD]
-    return shapes
+    tied = tied_tensors(config)
+    return {name: shape for name, shape in shapes.items() if name not in tied}
 
 
 def kind_of(content: dict[str, Any]) -> str:
@@ -132,8 +225,7 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         )
     try:
         config = (family.mixed if kind == "mixed" else family.stock).from_dict(content)
-        with torch.device("meta"):  # some values are checked only when a model is created
-            AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+        empty_model(config, attn_implementation="eager")  # some values are checked only when a model is created
         return config
     except Exception as error:  # a config may contain anything, and transformers raises many types of errors
         raise ConversionError(f"config.json of {name} cannot be used: {one_line(error)}") from error

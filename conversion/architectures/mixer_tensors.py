@@ -12,7 +12,7 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, ParameterModule
 
 from ..sources.tensor_store import TensorStore
-from .families import Shapes, attention_prefix
+from .families import Shapes, attention_layers
 
 SEED_STRIDE = 1_000_003
 """Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
@@ -41,15 +41,14 @@ def layer_mixers(config: Any, layer: int) -> nn.ModuleDict:
 
 
 def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tensor]:
-    """The initial values of the tensors that one layer's mechanisms add (float32), given a seed."""
+    """The initial values of the tensors that one layer's mechanisms add (float32) by part, given a seed."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed * SEED_STRIDE + layer)
         modules = layer_mixers(config, layer)
         for module in modules.modules():
             if isinstance(module, ParameterModule):
                 module.initialise(config.initializer_range)
-    prefix = f"{attention_prefix(layer)}mixers."
-    return {prefix + name: tensor.detach() for name, tensor in modules.state_dict().items()}
+    return {f"mixers.{name}": tensor.detach() for name, tensor in modules.state_dict().items()}
 
 
 def component_heads(config: Any, layer: int) -> tuple[int, int]:
@@ -61,7 +60,7 @@ def component_heads(config: Any, layer: int) -> tuple[int, int]:
 def cache_bytes(config: Any, dtype: torch.dtype) -> int:
     """Bytes of KV cache per token, with weights of this dtype."""
     numbers = 0
-    for layer in range(config.num_hidden_layers):
+    for layer in attention_layers(config):
         layout = mixers_layout(config, layer)
         numbers += layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
         numbers += _key_side_data(config, layer, dtype)

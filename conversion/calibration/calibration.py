@@ -28,6 +28,7 @@ from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
 from .head_statistics import HeadStatistics, fast_products, full_products
+from .streamed_encoder import stream
 from .streamed_model import StreamedModel
 from .text import Text
 
@@ -187,12 +188,11 @@ def _recorded(
     hidden = model.embed(tokens)
     converted = [hidden.clone() for _ in range(observers.converted)]
     for layer, module in model.layers():
-        attention: Any = module.self_attn
-        norm: Any = module.input_layernorm
+        attention: Any = model.attention(module)
         observed = observers.of_layer(layer) if known is None else {}
         handles = [attention.register_forward_pre_hook(partial(_observe, [*observed.values()]), with_kwargs=True)]
         solves = observers.solves(layer)
-        calls = [AttentionCalls(norm, hidden, states) for states in converted if solves]
+        calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if solves]  # type: ignore[arg-type]
         handles += [attention.register_forward_hook(each, with_kwargs=True) for each in calls]
         if observers.kinds - {"router"}:
             _step(model, module, hidden)
@@ -224,7 +224,7 @@ def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Rou
     if routing is None:
         _step(model, module, hidden)
         return {}
-    attention, outputs = module.self_attn, HeadOutputs(len(hidden))
+    attention, outputs = model.attention(module), HeadOutputs(hidden)
     with outputs.recording(attention):
         _step(model, module, hidden.clone())
     fitted = fit_router(outputs, attention.o_proj.weight, routing, attention.head_dim)
@@ -266,7 +266,7 @@ def observe(
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
         return calibration
     if not cached.exists():
-        model = StreamedModel(source.store, stock, device=device)
+        model = stream(source.store, stock, device=device)
         tokens = text.tokens(source, model, cached.parent, progress)
         fingerprint = fingerprint_of(source.store, stock, progress)
         calibrate(model, tokens, observers, cached, partial(progress, "calibrating"), fingerprint, known)

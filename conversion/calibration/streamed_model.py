@@ -7,16 +7,14 @@ those of the model loaded as a whole.
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
-from transformers import AutoModelForCausalLM
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, HEAD, layer_prefix
+from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, HEAD, empty_model, layer_prefix
 from ..sources.tensor_store import TensorStore, checked_entry
 
 NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
@@ -37,15 +35,16 @@ class StreamedModel:
         device: str = "cpu",
     ) -> None:
         self._store, self._dtype, self.device = store, dtype, torch.device(device)
-        options = {"dtype": dtype, "attn_implementation": attn_implementation}
-        with torch.device("meta"):  # a copy, because transformers writes the attention implementation into the config
-            model: Any = AutoModelForCausalLM.from_config(deepcopy(config), **options)
-        self._model = model.requires_grad_(False).eval()
-        self.config = model.config
-        self._head_prefix = EMBEDDING_PREFIX if model.config.tie_word_embeddings else HEAD.removesuffix("weight")
+        self._model = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
+        self._model.requires_grad_(False).eval()
+        self.config = self._model.config
+        self._set_up()
+
+    def _set_up(self) -> None:
+        self._head_prefix = EMBEDDING_PREFIX if self.config.tie_word_embeddings else HEAD.removesuffix("weight")
         # The only module whose tensors are computed instead of stored.
-        rotary = type(model.model.rotary_emb)(config=model.config)
-        self._rotary = model.model.rotary_emb = rotary.to(self.device)
+        model = self._model.model
+        self._rotary = model.rotary_emb = type(model.rotary_emb)(config=self.config).to(self.device)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all tokens."""
@@ -57,6 +56,10 @@ class StreamedModel:
         for index, layer in enumerate(self._model.model.layers):
             with self._weights(layer, layer_prefix(index)):
                 yield index, layer
+
+    def attention(self, layer: Any) -> Any:
+        """The attention of one of `layers`."""
+        return layer.self_attn
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""

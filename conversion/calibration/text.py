@@ -18,6 +18,7 @@ from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
 from crosshead.common.progress import Advance, Progress
 
+from ..architectures.families import FAMILIES, family_of
 from ..options import CALIBRATION_SUFFIX
 from ..sources.model_folder import file_digest
 from ..sources.resolve import Source
@@ -26,6 +27,8 @@ from .streamed_model import StreamedModel
 
 WINDOW_LENGTH = 1024
 WINDOWS = 16
+SENTENCES = (256, 64)
+"""Windows and their length for encoders, which read single sentences or paragraphs."""
 DEFAULT_WINDOWS, RANDOM_PART, SAMPLED_SHAPE = 12, 0.3, (128, WINDOW_LENGTH // 8)
 """Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and the
 number and length of sequences that are sampled from the model."""
@@ -75,10 +78,18 @@ def start_tokens(tokenizer: Any) -> list[int]:
     return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
 
 
-def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int) -> torch.Tensor:
+def end_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts after any text: [SEP] for BERT."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    pairs = zip(reversed(encoded["input_ids"]), reversed(encoded["special_tokens_mask"]), strict=True)
+    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)][::-1]
+
+
+def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
     """Token ids (count, length) of windows that do not overlap, evenly spaced over the text; fewer for a short text.
 
-    Each begins with the tokenizer's start tokens, as in the model's training. A text too short for one window gives
+    Each begins with the tokenizer's start tokens, as in the model's training, and ends with its end tokens if it is
+    `closed`. A text too short for one window gives
     one shorter window. `vocabulary` is the size of the model's vocabulary.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
@@ -88,17 +99,18 @@ def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int)
             f"the text has {len(tokens)} tokens, too few to run a model on: give at least {MIN_WINDOW}"
         )
     start = torch.tensor(start_tokens(tokenizer), dtype=torch.long)[: length - 1]
-    largest = int(torch.cat([start, tokens]).max())
+    end = torch.tensor(end_tokens(tokenizer) if closed else [], dtype=torch.long)
+    largest = int(torch.cat([start, tokens, end]).max())
     if largest >= vocabulary:
         raise ConversionError(
             f"the tokenizer gives the token {largest}, but the model's vocabulary ends at {vocabulary - 1}: "
             "use the model's own tokenizer"
         )
-    size = length - len(start)
+    size = length - len(start) - len(end)
     candidates = tokens[: max(1, len(tokens) // size) * size].view(-1, min(size, len(tokens)))
     count = min(count, len(candidates))
     selected = candidates[torch.arange(count) * len(candidates) // count]
-    return torch.cat([start.expand(count, -1), selected], dim=1)
+    return torch.cat([start.expand(count, -1), selected, end.expand(count, -1)], dim=1)
 
 
 def _excerpts(text: str, size: int, count: int) -> str:
@@ -137,7 +149,8 @@ class Text:
     @classmethod
     def of(cls, given: Path | None, source: Source) -> "Text":
         """The given file; without one, the default text."""
-        return cls(given, given is None and parameters(source) <= MAX_SAMPLED_PARAMETERS)
+        generates = not FAMILIES[source.config["model_type"]].is_encoder
+        return cls(given, generates and given is None and parameters(source) <= MAX_SAMPLED_PARAMETERS)
 
     @property
     def is_saved(self) -> bool:
@@ -155,9 +168,9 @@ class Text:
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
-    def windows(self, source: Source, length: int, count: int, vocabulary: int) -> torch.Tensor:
+    def windows(self, source: Source, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
         """Windows of tokens (count, length) of the text file, or else of the default text."""
-        return windows(load_tokenizer(source), self._content(), length, count, vocabulary)
+        return windows(load_tokenizer(source), self._content(), length, count, vocabulary, closed)
 
     def of_windows(self) -> dict[str, str]:
         """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
@@ -186,6 +199,10 @@ class Text:
         of the vocabulary, and sampled sequences resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
+        if family_of(model.config).is_encoder:
+            count, length = SENTENCES
+            length = min(length, model.config.max_position_embeddings)
+            return self.windows(source, length, count, vocabulary, closed=True)
         if self.given is not None:
             return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
         text = self.windows(source, WINDOW_LENGTH, DEFAULT_WINDOWS, vocabulary)

@@ -105,7 +105,7 @@ class AutoLayers:
     ) -> Iterator[Variants]:
         if self.cache is not None:
             kept, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
-            yield component_variants(self.source.store, layouts, kept, calibration, method)
+            yield component_variants(self.source.store, self.stock, layouts, kept, calibration, method)
         if self.active is not None:
             windows = self.text.tokens(self.source, model, folder, progress)
             yield active_variants(model, windows[:: -(-len(windows) // FIT_WINDOWS)])

@@ -20,6 +20,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Advance
 from crosshead.modeling.mechanisms.base import HeadLayout
 
+from ..architectures.families import attention_names
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel
@@ -87,12 +88,18 @@ def measure_losses(
 
 
 def component_variants(
-    store: TensorStore, layouts: list[HeadLayout], kept: list[Counts], calibration: Calibration | None, method: str
+    store: TensorStore,
+    config: Any,
+    layouts: list[HeadLayout],
+    kept: list[Counts],
+    calibration: Calibration | None,
+    method: str,
 ) -> Variants:
     """Fewer component heads; `kept` are the counts of the other side."""
 
     def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-        layout, tensors, statistics = layouts[layer], read_attention(store, layer), None
+        layout, statistics = layouts[layer], None
+        tensors = read_attention(store, attention_names(config, layer))
         if calibration is not None:
             statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
         for count in counts_to_try(layout.key_value_heads, kept[layer].groups):
@@ -111,7 +118,7 @@ def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
     hidden = model.embed(tokens)
 
     def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-        attention, outputs = module.self_attn, HeadOutputs(len(hidden))
+        attention, outputs = model.attention(module), HeadOutputs(hidden)
         with outputs.recording(attention):
             model.step(module, hidden)
         weight, size = attention.o_proj.weight, attention.head_dim

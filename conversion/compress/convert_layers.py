@@ -5,7 +5,7 @@ from math import gcd
 from statistics import fmean
 from typing import Any
 
-from ..architectures.families import Shapes, attention_prefix
+from ..architectures.families import Shapes, attention_layers, attention_names
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
@@ -58,24 +58,25 @@ def convert_layers(
 ) -> LayerRewrites:
     """The rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
     layers: dict[str, int] = {}
-    for layer in range(config.num_hidden_layers):
+    for layer in attention_layers(config):
         layers |= dict.fromkeys(_changed_names(config, shapes, request, layer), layer)
 
     def compute(layer: int) -> Tensors:
         statistics = calibration.layer(layer) if calibration is not None else {}
-        prefix = attention_prefix(layer)
-        created = {name.removeprefix(prefix): tensor for name, tensor in starting_values(config, layer, seed).items()}
+        names, tensors = attention_names(config, layer), starting_values(config, layer, seed)
         if makes_pairs(config.mixers_of_layer(layer).get("differential")):
             layout = config.layout_of_layer(layer)
             mechanism: Any = layer_mixers(config, layer)["differential"]
-            return created | pair_heads(read_attention(store, layer), created, layout, mechanism)
-        return created | _rewritten(store, config, request, statistics, layer)
+            tensors |= pair_heads(read_attention(store, names), tensors, layout, mechanism)
+        else:
+            tensors |= _rewritten(store, config, request, statistics, layer)
+        return {names.stored(part): tensor for part, tensor in tensors.items()}
 
     return LayerRewrites(layers, compute)
 
 
 def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
-    prefix, parts = attention_prefix(layer), list[str]()
+    names, parts = attention_names(config, layer), list[str]()
     if _combines(config, layer):
         method = request.choices["explicit"]["method"]
         parts += rewritten_names(config.layout_of_layer(layer), _counts(config, request, layer), method)
@@ -86,8 +87,8 @@ def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: in
     differential = config.mixers_of_layer(layer).get("differential")
     if makes_pairs(differential):
         parts += paired_names(differential)
-    created = {name for name in shapes if name.startswith(f"{prefix}mixers.")}
-    return created | ({prefix + part for part in parts} & shapes.keys())
+    created = {name for name in shapes if name.startswith(names.stored("mixers."))}
+    return created | ({names.stored(part) for part in parts} & shapes.keys())
 
 
 def _rewritten(
@@ -97,7 +98,7 @@ def _rewritten(
     routing = _routing(config, request, layer)
     if not (combines or reorders or routing):
         return {}
-    tensors, layout = read_attention(store, layer), config.layout_of_layer(layer)
+    tensors, layout = read_attention(store, attention_names(config, layer)), config.layout_of_layer(layer)
     if routing is not None:
         scores, change = (statistics["router"][name] for name in routing.names())
         tensors["mixers.mixture.routed.weight"] = scores
@@ -118,7 +119,7 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
 
     `chooses` is true if `--layers auto` is still to choose the component heads.
     """
-    layers = range(config.num_hidden_layers)
+    layers = attention_layers(config)
     is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
     needed = {"statistics"} if is_aligned and (chooses or any(_combines(config, layer) for layer in layers)) else set()
     needed |= {"use"} if any(_reorders(config, request, layer) for layer in layers) else set()
@@ -127,23 +128,23 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
 
 def routings(config: Any, request: MixerRequest) -> list[Routing | None]:
     """The heads of each layer's mixture for which a router is fitted."""
-    return [_routing(config, request, layer) for layer in range(config.num_hidden_layers)]
+    return [_routing(config, request, layer) for layer in attention_layers(config)]
 
 
 def active_heads(config: Any) -> list[int]:
     """The number of active heads of each layer's mixture; all heads without a mixture."""
-    layers = [config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)]
+    layers = [config.mixers_of_layer(layer) for layer in attention_layers(config)]
     return [layer.get("mixture", {}).get("active_heads", config.num_attention_heads) for layer in layers]
 
 
 def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
     """The component heads of each layer's keys and values."""
-    return [_counts(config, request, layer) for layer in range(config.num_hidden_layers)]
+    return [_counts(config, request, layer) for layer in attention_layers(config)]
 
 
 def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
     """The component heads of each layer, for every number of groups that a conversion chooses from, the most first."""
-    tried, layers = _groups_to_try(config, request), range(config.num_hidden_layers)
+    tried, layers = _groups_to_try(config, request), attention_layers(config)
     return [[_counts(config, request, layer, groups) for groups in tried] for layer in layers]
 
 
@@ -151,7 +152,7 @@ def _groups_to_try(config: Any, request: MixerRequest) -> list[int | None]:
     """The numbers of groups that are possible in all layers; only None, the configured one, if it is not chosen."""
     explicit, choices = request.mixers.get("explicit", {}), request.choices
     fits = choices.get("explicit", {}).get("method") == "aligned" and "mixture" not in request.mixers
-    layers = range(config.num_hidden_layers)
+    layers = attention_layers(config)
     if "groups" in explicit or not fits or not any(_combines(config, layer) for layer in layers):
         return [None]
     counts = [component_heads(config, layer) for layer in layers]
@@ -164,7 +165,7 @@ def choose_groups(
 ) -> tuple[MixerRequest, dict[str, Any]]:
     """The request with the most groups whose fitted error is within the tolerance; and the groups and the errors."""
     ratios: dict[int, list[float]] = {}
-    for layer in filter(lambda layer: _combines(config, layer), range(config.num_hidden_layers)):
+    for layer in filter(lambda layer: _combines(config, layer), attention_layers(config)):
         layout = config.layout_of_layer(layer)
         statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
         errors = {counts.groups: fitted_error(statistics, layout, counts) for counts in candidates[layer]}

@@ -16,7 +16,7 @@ from .layer_rewrites import Tensors, substituted
 
 RIDGE = 0.2
 """Relative to a head feature's mean square."""
-MAX_WINDOWS = 32
+MAX_TOKENS = 32 * 1024
 
 
 class AttentionCalls:
@@ -27,7 +27,7 @@ class AttentionCalls:
     """
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
-        self._every, self._count = -(-len(source) // MAX_WINDOWS), 0
+        self._every, self._count = -(-source.shape[0] * source.shape[1] // MAX_TOKENS), 0
         kept = [(window, window - given) for window, given in zip(converted, source, strict=True)][:: self._every]
         self.inputs = [norm(window[None]).to(fast_dtype()) for window, _ in kept]
         self.outputs = [-drift[None].to(fast_dtype()) for _, drift in kept]

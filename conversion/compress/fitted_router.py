@@ -18,7 +18,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes
 from ..calibration.head_statistics import fast_dtype, full_products
-from .fitted_output import MAX_WINDOWS, RIDGE
+from .fitted_output import MAX_TOKENS, RIDGE
 from .layer_rewrites import Tensors, substituted
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -54,9 +54,10 @@ class Routing:
 
 @dataclass
 class HeadOutputs:
-    """Hooks that record the input and the heads' outputs of an attention layer, for evenly spaced calls."""
+    """Hooks that record the input and the heads' outputs of an attention layer, for evenly spaced windows."""
 
-    calls: int
+    windows: torch.Tensor
+    """(B, T, hidden): each is one call."""
     inputs: list[torch.Tensor] = field(default_factory=list)
     """(T, hidden)."""
     heads: list[torch.Tensor] = field(default_factory=list)
@@ -84,7 +85,8 @@ class HeadOutputs:
             self.heads.append(args[0].flatten(0, 1).to(fast_dtype()))
 
     def _is_recorded(self) -> bool:
-        return (self._count - 1) % -(-self.calls // MAX_WINDOWS) == 0
+        count, length = self.windows.shape[:2]
+        return (self._count - 1) % -(-count * length // MAX_TOKENS) == 0
 
 
 def fit_router(outputs: HeadOutputs, weight: torch.Tensor, routing: Routing, size: int) -> Tensors:

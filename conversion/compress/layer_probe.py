@@ -16,7 +16,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes
+from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes, tied_tensors
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
@@ -78,7 +78,7 @@ def _measured(
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         name = checkpoint.origin["name"]
         stock = read_config(checkpoint.config, "stock", name)
-        check_source(checkpoint.store, tensor_shapes(stock), stock.tie_word_embeddings)
+        check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")
         if length > (maximum := stock.max_position_embeddings):
@@ -103,7 +103,7 @@ def _measured(
         model = StreamedModel(checkpoint.store, stock, device=device)
         kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
         advance = partial(progress, "measuring")
-        variants = component_variants(checkpoint.store, layouts, kept, statistics, method)
+        variants = component_variants(checkpoint.store, stock, layouts, kept, statistics, method)
         rises = measure_losses(model, variants, tokens, advance, rise)
     report = {
         "source": checkpoint.origin,

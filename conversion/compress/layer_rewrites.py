@@ -9,21 +9,22 @@ from torch import nn
 
 from crosshead.common.errors import ConversionError
 
-from ..architectures.families import attention_prefix
+from ..architectures.families import AttentionNames
 from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]
 
 
-def read_attention(store: TensorStore, layer: int) -> Tensors:
-    """The attention tensors of one layer in float32 or wider; their names are without the attention's prefix."""
-    prefix = attention_prefix(layer)
-    names = [name for name, entry in store.entries.items() if name.startswith(prefix) and not entry.is_integer]
-    tensors = {name.removeprefix(prefix): store.read(name) for name in names}
-    for name, tensor in tensors.items():
+def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
+    """The attention tensors of one layer by part, in float32 or wider."""
+    parts = {name: names.part(name) for name, entry in store.entries.items() if not entry.is_integer}
+    tensors = {part: store.read(name) for name, part in parts.items() if part is not None}
+    for part, tensor in tensors.items():
         if not tensor.isfinite().all():
-            raise ConversionError(f"tensor {prefix}{name} contains nan or inf: repair the checkpoint or use another")
-    return {name: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for name, tensor in tensors.items()}
+            raise ConversionError(
+                f"tensor {names.stored(part)} contains nan or inf: repair the checkpoint or use another"
+            )
+    return {part: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for part, tensor in tensors.items()}
 
 
 @contextmanager
@@ -44,7 +45,7 @@ class LayerRewrites:
     layers: Mapping[str, int]
     """Name of a tensor that is rewritten or created -> its layer."""
     compute: Callable[[int], Tensors]
-    """Layer -> its attention tensors, by names without the attention's prefix."""
+    """Layer -> its attention tensors."""
     _cached: tuple[int, Tensors] = field(default=(-1, {}))
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -52,9 +53,7 @@ class LayerRewrites:
         layer = self.layers[name]
         if self._cached[0] != layer:
             self._cached = (-1, {})  # free the previous layer before the next one is computed
-            prefix = attention_prefix(layer)
-            computed = {prefix + part: tensor for part, tensor in self.compute(layer).items()}
-            tensors = {name: tensor for name, tensor in computed.items() if name in self.layers}
+            tensors = {name: tensor for name, tensor in self.compute(layer).items() if name in self.layers}
             for key, tensor in tensors.items():
                 if not tensor.isfinite().all():
                     raise ConversionError(

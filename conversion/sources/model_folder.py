@@ -28,8 +28,12 @@ from ..writing.work_folder import is_fixed
 from .safetensors_store import INDEX, WEIGHTS
 from .tensor_store import TensorStore
 
-CONFIG, RECORD, TEMPLATES = "config.json", "conversion.json", "additional_chat_templates"
+CONFIG, RECORD = "config.json", "conversion.json"
+FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
+"""Folders that a conversion copies, the second of sentence-transformers -> the ending of all their files."""
 MAX_CONFIG_BYTES = 10_000_000
+MODULES = "modules.json"
+"""The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
 PLAIN_SIDE_FILES = (
@@ -44,10 +48,13 @@ PLAIN_SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    MODULES,
+    "sentence_bert_config.json",
+    "config_sentence_transformers.json",
     *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
 )
 """Names of the files that a conversion copies."""
-_MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, TEMPLATES, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
+_MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
 _SHARD = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 Advance = Callable[[int], None]
 """Called with the size in bytes of each tensor after it was read."""
@@ -106,6 +113,8 @@ def forget_loading(folder: Path) -> None:
 
 def add_older_names(path: Path, config: Any) -> None:
     """Add the field names of transformers 4 to a stock config.json; version 4 would use defaults for the new names."""
+    if not hasattr(config, "rope_parameters"):  # an encoder, whose names are the same
+        return
     rope = dict(config.rope_parameters)
     older = {name: getattr(config, name) for name in config.attribute_map} | {"rope_theta": rope.pop("rope_theta")}
     if rope["rope_type"] != "default":

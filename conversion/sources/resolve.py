@@ -25,7 +25,7 @@ from crosshead.common.posix import require_posix
 
 from ..gguf.header import parts_of
 from ..gguf.store import GgufStore, write_side_files
-from .model_folder import CONFIG, MAX_CONFIG_BYTES, PLAIN_SIDE_FILES, TEMPLATES, VOCABULARIES
+from .model_folder import CONFIG, FOLDERS, MAX_CONFIG_BYTES, MODULES, PLAIN_SIDE_FILES, VOCABULARIES
 from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
@@ -66,7 +66,8 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
         return _open_local(path, scratch)
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
-    folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, f"{TEMPLATES}/*.jinja", *also])
+    in_folders = [f"{name}/*{ending}" for name, ending in FOLDERS.items()]
+    folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, *in_folders, *also])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
 
 
@@ -115,12 +116,12 @@ def _open_gguf(path: Path, scratch: Path) -> Source:
 def _side_files(folder: Path) -> list[Path]:
     """The files to copy, by an allow-list: no code, no pickles, no model card."""
     files = [folder / name for name in PLAIN_SIDE_FILES if (folder / name).is_file()]
-    templates = folder / TEMPLATES
-    if templates.is_dir():
-        for file in sorted(templates.iterdir()):
-            if file.suffix != ".jinja":
-                raise ConversionError(f"{file} is not a chat template (*.jinja): remove it from {TEMPLATES}")
-        files.append(templates)
+    for name, ending in FOLDERS.items():
+        if (folder / name).is_dir():
+            for file in sorted((folder / name).iterdir()):
+                if file.suffix != ending:
+                    raise ConversionError(f"{file} is not a {ending} file: remove it from {name}")
+            files.append(folder / name)
     return files
 
 
@@ -128,10 +129,11 @@ def _check_tokens(files: Sequence[Path], name: str) -> None:
     """Refuse access tokens in licences and templates; values of JSON objects with a token are removed when copied."""
     texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
     for file in (file for file in texts if file.name not in VOCABULARIES | _TEXT_VOCABULARIES):
-        if file.suffix == ".json":
+        if file.suffix == ".json" and file.name != MODULES:
             text = json.dumps(without_tokens(read_object(file, MAX_CONFIG_BYTES, "settings"))[0])
         else:
-            text = file.read_text(encoding="utf-8", errors="replace") if file.suffix in _TEXT_SUFFIXES else ""
+            is_text = file.suffix in _TEXT_SUFFIXES or file.name == MODULES
+            text = file.read_text(encoding="utf-8", errors="replace") if is_text else ""
         if TOKEN.search(text):
             raise ConversionError(
                 f"{file.name} of {name} contains an access token: remove it from the file and revoke it"

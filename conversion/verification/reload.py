@@ -24,11 +24,15 @@ NEW_TOKENS = 20
 
 
 def reload_check(
-    folder: Path, tokens: torch.Tensor, expected: Callable[[], torch.Tensor] | None = None
+    folder: Path,
+    tokens: torch.Tensor,
+    expected: Callable[[], torch.Tensor] | None = None,
+    auto_class: str = "AutoModelForCausalLM",
 ) -> dict[str, Any]:
     """Load a stock or crosshead folder from its own files alone, and run it on sequences of tokens (B, T).
 
-    Its logits are compared with those that `expected` returns (B, T, vocabulary). For a model that does not fit in
+    Its logits, or an encoder's last hidden states, are compared with what `expected` returns (B, T, n). For a model
+    that does not fit in
     memory only names and shapes are loaded, as "checked" reports. `ConversionError` if loading fails.
     """
     entries = SafetensorsStore(folder).entries
@@ -39,6 +43,7 @@ def reload_check(
         logits = Path(scratch, "logits.safetensors")
         job = {
             "folder": str(folder.resolve()),
+            "auto_class": auto_class,
             "remote_code": "auto_map" in config,
             "shapes": None if fits else shapes,
             "tokens": tokens.tolist(),

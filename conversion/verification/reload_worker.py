@@ -11,24 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 """Report all tensors that do not fit, instead of raising an error for the first one."""
 
 
-def load_weights(folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def load_weights(auto_class: Any, folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The model in float32, and the loading info of transformers."""
-    loaded: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
+    loaded: Any = auto_class.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
     return loaded
 
 
-def load_shapes(folder: Path, trusted: dict[str, Any], shapes: dict[str, list[int]]) -> tuple[Any, dict[str, Any]]:
+def load_shapes(
+    auto_class: Any, folder: Path, trusted: dict[str, Any], shapes: dict[str, list[int]]
+) -> tuple[Any, dict[str, Any]]:
     """The same without values, from tensors on the meta device."""
     config = AutoConfig.from_pretrained(folder, **trusted)
     with torch.device("meta"):
-        model_class: Any = type(AutoModelForCausalLM.from_config(config, **trusted))
+        model_class: Any = type(auto_class.from_config(config, **trusted))
         tensors = {name: torch.empty(shape) for name, shape in shapes.items()}
     return model_class.from_pretrained(None, config=config, state_dict=tensors, device_map={"": "meta"}, **LOADING)
 
@@ -60,8 +63,12 @@ def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list
 
 @torch.no_grad()
 def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
-    """Write the logits of sequences (B, T) to a file, and return their continuations."""
+    """Write the logits (or an encoder's hidden states) of sequences (B, T) to a file; return their continuations."""
     model.eval()
+    if not model.can_generate():
+        hidden = [model.base_model(sequence[None]).last_hidden_state for sequence in tokens]
+        save_file({"logits": torch.cat(hidden)}, logits)
+        return {}
     save_file({"logits": torch.cat([model(sequence[None]).logits for sequence in tokens])}, logits)
     continuations = continue_greedily(model, tokens, new_tokens)
     return {"continuations": continuations, "texts": [tokenizer.decode(ids) for ids in continuations]}
@@ -71,13 +78,14 @@ def main(job: dict[str, Any]) -> None:
     """Run one job of `reload.py`."""
     torch.set_num_threads(job["threads"])
     folder, trusted = Path(job["folder"]), {"trust_remote_code": True} if job["remote_code"] else {}
+    auto_class = getattr(transformers, job["auto_class"])
     tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
     if job["shapes"] is None:
-        model, info = load_weights(folder, trusted)
+        model, info = load_weights(auto_class, folder, trusted)
         report = tensor_report(info) | {"unloaded": unloaded(model)}
         report |= run_model(model, tokenizer, torch.tensor(job["tokens"]), job["new_tokens"], Path(job["logits"]))
     else:
-        report = tensor_report(load_shapes(folder, trusted, job["shapes"])[1])
+        report = tensor_report(load_shapes(auto_class, folder, trusted, job["shapes"])[1])
     Path(job["result"]).write_text(json.dumps(report), encoding="utf-8")
 
 

@@ -9,7 +9,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import Settings
 
-from ..architectures.families import family_of
+from ..architectures.families import attention_layers, family_of
 from ..architectures.mixer_tensors import mixers_layout
 
 APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
@@ -28,7 +28,7 @@ class Tolerance:
     """The maximum difference of a model from its source."""
 
     logits: float | None
-    """Maximum difference of logits, relative to the largest logit; None for any difference."""
+    """Maximum difference of logits (of hidden states of encoders), relative to the largest; None for any."""
     divergence: float
     """KL divergence in nats, mean over positions."""
 
@@ -47,7 +47,7 @@ ROUNDING = {
 def starts_neutral(config: Any, allow_inexact: bool) -> bool:
     """Whether every mechanism starts neutral; `ConversionError` if one is not even approximate, unless allowed."""
     is_neutral = True
-    for layer in range(config.num_hidden_layers):
+    for layer in attention_layers(config):
         layout = mixers_layout(config, layer)
         for name, options in config.mixers_of_layer(layer).items():
             if RULES[name].starts_neutral(options, layout) or (name in EXACT and EXACT[name](options)):
@@ -75,11 +75,13 @@ def check_equal(measured: Mapping[str, Any], limit: Tolerance | None) -> None:
     """`ConversionError` if the measured differences exceed the tolerance."""
     if limit is None:
         return
-    difference, divergence = measured["greatest_logit_difference"], measured["kl_divergence"]
-    largest = measured["largest_logit"]
+    kind = "hidden" if "largest_hidden" in measured else "logit"
+    difference, largest = measured[f"greatest_{kind}_difference"], measured[f"largest_{kind}"]
+    divergence = measured.get("kl_divergence", 0.0)
     allowed = inf if limit.logits is None else limit.logits * largest
     if not (difference <= allowed and divergence <= limit.divergence):
+        outputs = "hidden states" if kind == "hidden" else "logits"
         raise ConversionError(
-            f"the result should equal its source, but logits differ by up to {difference:.3g} (the largest logit is "
+            f"the result should equal its source, but {outputs} differ by up to {difference:.3g} (the largest is "
             f"{largest:.3g}), and the KL divergence is {divergence:.3g}; please report this"
         )

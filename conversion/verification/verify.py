@@ -13,8 +13,9 @@ import torch
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Counter, Progress, silent
 
-from ..architectures.families import FAMILIES, PREFIX, kind_of, read_config, tensor_shapes
+from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
+from ..calibration.streamed_encoder import stream
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows
 from ..options import check_device
@@ -32,6 +33,7 @@ from ..sources.model_folder import (
 from ..sources.resolve import Source, open_source
 from ..sources.safetensors_store import SafetensorsStore
 from ..sources.tensor_store import DTYPES, Entry
+from .encoder_diff import compare_encoders
 from .logit_diff import compare
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
@@ -58,7 +60,8 @@ def read_sample(source: Source, text: Path | None) -> Sample:
     """A text file, or else the part of the default text that calibration does not read."""
     content = held_out_text() if text is None else read_text(text)
     config = read_config(source.config, kind_of(source.config), source.origin["name"])
-    tokens = windows(load_tokenizer(source), content, LENGTH, WINDOWS, config.vocab_size)
+    length, closed = min(LENGTH, config.max_position_embeddings), family_of(config).is_encoder
+    tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, closed)
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
 
 
@@ -145,20 +148,20 @@ _Pair = tuple[StreamedModel, StreamedModel]
 def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _Pair:
     attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
     return (
-        StreamedModel(source.store, before, attn_implementation=attention, device=device),
-        StreamedModel(model.store, after, attn_implementation=attention, device=device),
+        stream(source.store, before, attn_implementation=attention, device=device),
+        stream(model.store, after, attn_implementation=attention, device=device),
     )
 
 
 def _compared(
     streamed: _Pair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
-    return {
-        "must_equal": tolerance is not None,
-        "tensors": tensors,
-        "sample": {"text": sample.text},
-        **asdict(compare(*streamed, sample.tokens, partial(progress, "comparing"))),
-    }
+    advance = partial(progress, "comparing")
+    if family_of(streamed[0].config).is_encoder:
+        found = compare_encoders(*streamed, sample.tokens, advance)
+    else:
+        found = asdict(compare(*streamed, sample.tokens, advance))
+    return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **found}
 
 
 def _needs_eager(config: Any) -> bool:
@@ -186,15 +189,18 @@ def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
     config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
     shapes = tensor_shapes(config)
-    check_source(checkpoint.store, shapes, config.tie_word_embeddings)
+    check_source(checkpoint.store, shapes, tied_tensors(config))
     return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}
 
 
 def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
-    """Bytes of KV cache per token, in the dtype of the key projection."""
+    """Bytes of KV cache per token, in the dtype of the key projection; an encoder has no cache."""
+    if family_of(config).is_encoder:
+        return 0
     stored = next(entry.dtype for name, entry in entries.items() if name.endswith("k_proj.weight"))
-    family = FAMILIES[config.model_type.removeprefix(PREFIX)]
-    mixed = config if hasattr(config, "mixers") else family.mixed.from_dict(config.to_dict() | {"mixers": {}})
+    mixed = (
+        config if hasattr(config, "mixers") else family_of(config).mixed.from_dict(config.to_dict() | {"mixers": {}})
+    )
     return cache_bytes(mixed, DTYPES[stored])
 
 
@@ -204,8 +210,8 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
     if folder is None:
         raise ConversionError(f"{name} is not a safetensors folder: give the result of a conversion")
     # With the attention that `from_pretrained` chooses. A model that is not loaded whole need not run again.
-    expected = cache(lambda: final_logits(StreamedModel(model.store, config), prompts))
-    report = reload_check(folder, prompts, expected)
+    expected = cache(lambda: final_logits(stream(model.store, config), prompts))
+    report = reload_check(folder, prompts, expected, auto_class(config))
     faults = {kind: report.pop(kind) for kind in FAULTS if kind in report}  # fewer kinds for names and shapes only
     for kind, names in faults.items():
         if names:
@@ -215,7 +221,7 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
     largest = float(expected().abs().max()) if difference else 0.0
     if not difference <= RELOADED * largest:
         raise ConversionError(
-            f"{name} computes other logits in a clean process: they differ by up to {difference:.3g}, the largest is "
+            f"{name} computes other outputs in a clean process: they differ by up to {difference:.3g}, the largest is "
             f"{largest:.3g}; please report this"
         )
     continuations, texts = report.pop("continuations", None), report.pop("texts", None)
@@ -228,7 +234,7 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
 
 @torch.no_grad()
 def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (B, T, vocabulary)."""
+    """Logits (B, T, vocabulary), or an encoder's hidden states (B, T, hidden)."""
     with model.head() as head:
         return head(model.run(tokens))
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from ..sources.model_folder import CONFIG, TEMPLATES, model_files, write_json
+from ..sources.model_folder import CONFIG, FOLDERS, model_files, write_json
 from ..sources.tensor_store import Entry
 from .shard_writer import is_intact, shard_size
 from .work_folder import SUFFIX, locked, move, parents_of, remove, work_folder
@@ -243,7 +243,7 @@ def check_target(target: Path, overwrite: bool) -> None:
 
 def _not_a_model(folder: Path, names: Sequence[str]) -> str | None:
     """The reason not to overwrite a folder with this content; None if it contains a model or is empty."""
-    folders = [name for name in names if name != TEMPLATES and (folder / name).is_dir()]
+    folders = [name for name in names if name not in FOLDERS and (folder / name).is_dir()]
     if folders:  # such as checkpoints of a training run, a repository, a home directory
         return f"contains the folder {folders[0]!r}, which is not part of a model"
     if names and CONFIG not in names:

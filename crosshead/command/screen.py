@@ -109,7 +109,8 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
         return
     yield f"{report['bytes'] / 1e9:.3f} GB to write"
     before, after = (report[f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
-    yield f"KV cache: {before} bytes per token before, {after} after"
+    if before:  # an encoder has no cache
+        yield f"KV cache: {before} bytes per token before, {after} after"
     for name, tensor in report["tensors"].items():
         if tensor["fate"] != "copied":
             yield f"{tensor['fate']} {name} {tensor['shape']} {tensor['dtype']}"

@@ -107,7 +107,7 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
     tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     kept = [Counts(4, 4, groups)] * 2
-    variants = component_variants(source.store, target.layouts(), kept, None, "svd")
+    variants = component_variants(source.store, stock, target.layouts(), kept, None, "svd")
     losses = measure_losses(model, variants, tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3) if groups == 1 else (2,)))
     expected = toys.STOCK[backbone][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)

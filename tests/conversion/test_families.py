@@ -47,14 +47,16 @@ def test_starting_values_are_the_models_own(case):
     states = [toys.crosshead.CrossheadLlamaForCausalLM(config).state_dict() for _ in range(DRAWS)]
     made = [starting_values(config, 1, seed) for seed in range(DRAWS)]
     again = starting_values(config, 1, seed=0)
-    prefix = "model.layers.1.self_attn.mixers."
-    assert again.keys() == {name for name in tensor_shapes(config) if name.startswith(prefix)}
+    prefix = "model.layers.1.self_attn."
+    stored = {name for name in tensor_shapes(config) if name.startswith(f"{prefix}mixers.")}
+    assert again.keys() == {name.removeprefix(prefix) for name in stored}
     for name, tensor in again.items():
         assert torch.equal(tensor, made[0][name])
         if torch.equal(tensor, made[1][name]):  # not drawn, so it must be what the model starts with
-            assert torch.equal(tensor, states[0][name])
+            assert torch.equal(tensor, states[0][prefix + name])
         else:
-            drawn, expected = (torch.stack([values[name] for values in each]).std() for each in (made, states))
+            drawn = torch.stack([values[name] for values in made]).std()
+            expected = torch.stack([values[prefix + name] for values in states]).std()
             assert 2 / 3 < drawn / expected < 3 / 2
 
 

@@ -6,7 +6,7 @@ import torch
 import toys
 from crosshead.conversion.calibration import head_statistics as fast_arithmetic
 from crosshead.conversion.compress import fitted_output
-from crosshead.conversion.compress.fitted_output import MAX_WINDOWS, RIDGE, AttentionCalls, output_change
+from crosshead.conversion.compress.fitted_output import MAX_TOKENS, RIDGE, AttentionCalls, output_change
 from crosshead.conversion.compress.layer_rewrites import substituted
 
 
@@ -72,10 +72,10 @@ def test_nothing_to_add_where_nothing_changed():
 
 
 def test_no_more_is_kept_than_is_read():
-    windows = torch.arange(2 * MAX_WINDOWS + 1.0)[:, None, None]
+    windows = torch.arange(65.0)[:, None, None].expand(-1, 1024, 1)
     calls = AttentionCalls(torch.nn.Identity(), windows, windows)
     for window in windows.split(1):
         calls(None, (), {"hidden_states": window}, (2 * window,))
-    assert [int(given) for given in calls.inputs] == list(range(0, len(windows), 3))
-    assert [int(wanted) for wanted in calls.outputs] == list(range(0, 2 * len(windows), 6))
-    assert len(calls.outputs) <= MAX_WINDOWS
+    assert [int(given[0, 0]) for given in calls.inputs] == list(range(0, len(windows), 3))
+    assert [int(wanted[0, 0]) for wanted in calls.outputs] == list(range(0, 2 * len(windows), 6))
+    assert sum(wanted.shape[1] for wanted in calls.outputs) <= MAX_TOKENS

@@ -40,7 +40,7 @@ def source(tmp_path_factory):
 def recorded(backbone, shared=0, active=3):
     """An attention layer, its routing, and its inputs and heads' outputs on three texts."""
     model = toys.stock_model(backbone).eval()
-    attention, outputs = model.model.layers[1].self_attn, HeadOutputs(3)
+    attention, outputs = model.model.layers[1].self_attn, HeadOutputs(torch.empty(3, 1, 1))
     with outputs.recording(attention):
         for seed in range(3):
             model(toys.tokens(batch=1, length=30, seed=seed), use_cache=False)

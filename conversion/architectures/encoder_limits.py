@@ -1,0 +1,71 @@
+"""The conversions that encoders do not support, with the reasons."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from crosshead.common.errors import ConversionError
+
+from ..options import MixerRequest, Options
+from .families import family_of
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks of an encoder."""
+
+    stock: Any
+    mixers: MixerRequest
+    given: Options
+    observations: set[str]
+    """The kinds of statistics that the conversion needs."""
+
+    def has(self, mechanism: str, option: str, value: Any) -> bool:
+        """Whether a mechanism has an option with this value."""
+        return self.mixers.mixers.get(mechanism, {}).get(option) == value
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A conversion that is refused."""
+
+    what: str
+    reason: str
+    applies: Callable[[Asked], bool]
+
+
+LIMITS = (
+    Limit(
+        "--cache, --active and --layers auto",
+        "they measure the loss of a causal language model: choose layers and heads yourself",
+        lambda asked: (asked.given.budget, asked.given.active) != (None, None),
+    ),
+    Limit(
+        "explicit with fewer heads and method=aligned",
+        "its fit follows causal attention with RoPE: use explicit:method=svd",
+        lambda asked: "statistics" in asked.observations,
+    ),
+    Limit(
+        "mixture with shared=calibrated",
+        "the use of heads is observed in causal attention: omit the option",
+        lambda asked: "use" in asked.observations,
+    ),
+    Limit(
+        "mixture with fewer heads and method=calibrated in ALBERT",
+        "one router serves all layers, and no fit to a single layer suits it: use method=paper, and train",
+        lambda asked: "router" in asked.observations and hasattr(asked.stock, "num_hidden_groups"),
+    ),
+    Limit(
+        "differential with half_values",
+        "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
+        lambda asked: asked.has("differential", "half_values", True),
+    ),
+)
+"""In the order in which they are checked."""
+
+
+def check_encoder(asked: Asked) -> None:
+    """`ConversionError` if an encoder does not support the conversion."""
+    for limit in LIMITS if family_of(asked.stock).is_encoder else ():
+        if limit.applies(asked):
+            raise ConversionError(f"{limit.what}: not for {asked.stock.model_type} models; {limit.reason}")

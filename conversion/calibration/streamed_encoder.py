@@ -1,0 +1,104 @@
+"""An encoder that runs layer by layer, as `StreamedModel` runs decoders."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from ..architectures.families import PREFIX, attention_names, family_of
+from ..sources.tensor_store import TensorStore
+from .streamed_model import StreamedModel
+
+Hook = Callable[..., Any]
+
+
+def _bert_layers(encoder: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    for index, layer in enumerate(encoder.layer):
+        yield f"layer.{index}.", layer
+
+
+def _albert_layers(encoder: Any, config: Any) -> Iterator[tuple[str, Any]]:
+    for index in range(config.num_hidden_layers):
+        group = int(index / (config.num_hidden_layers / config.num_hidden_groups))
+        for inner, layer in enumerate(encoder.albert_layer_groups[group].albert_layers):
+            yield f"albert_layer_groups.{group}.albert_layers.{inner}.", layer
+
+
+LAYERS: Mapping[str, Callable[[Any, Any], Iterator[tuple[str, Any]]]] = {
+    "bert": _bert_layers,
+    "albert": _albert_layers,
+}
+"""The stock `model_type` -> each layer that runs, and the prefix of its tensors within the encoder."""
+
+
+class AttentionView:
+    """A stock attention layer of an encoder, as one of a decoder: its projections and the hooks on its inputs."""
+
+    def __init__(self, layer: Any, parts: Mapping[str, str]) -> None:
+        self._module, self._parts = layer.attention, parts
+        self._reader = layer.attention.get_submodule(parts["q_proj."].rpartition(".query.")[0])
+        self.head_dim = self._reader.attention_head_size
+
+    @property
+    def o_proj(self) -> Any:
+        """The output projection."""
+        return self._module.get_submodule(self._parts["o_proj."].removesuffix("."))
+
+    def get_parameter(self, part: str) -> nn.Parameter:
+        """A parameter by its name in decoders."""
+        projection, _, name = part.partition(".")
+        return self._module.get_parameter(self._parts[f"{projection}."] + name)
+
+    def register_forward_pre_hook(self, hook: Hook, with_kwargs: bool = True) -> RemovableHandle:
+        """Call a hook with the hidden states as a keyword argument, as decoders are called."""
+        return self._reader.register_forward_pre_hook(
+            lambda module, args: hook(module, (), {"hidden_states": args[0]})
+        )
+
+
+class StreamedEncoder(StreamedModel):
+    """An encoder over a store; its outputs are the last hidden states."""
+
+    def _set_up(self) -> None:
+        self._base = self._model.base_model
+        self._prefix = attention_names(self.config, 0).prefix.partition("encoder.")[0]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) of one text each -> hidden states (B, T, hidden)."""
+        embeddings, mapping = self._base.embeddings, getattr(self._base.encoder, "embedding_hidden_mapping_in", None)
+        tokens = tokens.to(self.device)
+        positions = torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
+        with self._weights(embeddings, f"{self._prefix}embeddings."):
+            hidden = embeddings(tokens, position_ids=positions, token_type_ids=torch.zeros_like(tokens))
+        if mapping is not None:
+            with self._weights(mapping, f"{self._prefix}encoder.embedding_hidden_mapping_in."):
+                hidden = mapping(hidden)
+        return hidden
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Each layer with its weights, which are freed when the next layer is requested."""
+        kind = self.config.model_type.removeprefix(PREFIX)
+        for index, (prefix, layer) in enumerate(LAYERS[kind](self._base.encoder, self.config)):
+            with self._weights(layer, f"{self._prefix}encoder.{prefix}"):
+                yield index, layer
+
+    def attention(self, layer: Any) -> Any:
+        """The attention of one of `layers`."""
+        return AttentionView(layer, family_of(self.config).parts or {})
+
+    def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
+        return layer(hidden, None)
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """The identity: heads of tasks are copied unchanged."""
+        yield lambda hidden: hidden
+
+
+def stream(store: TensorStore, config: Any, *arguments: Any, **options: Any) -> StreamedModel:
+    """The decoder or encoder of a config, layer by layer."""
+    return (StreamedEncoder if family_of(config).is_encoder else StreamedModel)(store, config, *arguments, **options)
