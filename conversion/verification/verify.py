@@ -60,8 +60,9 @@ def read_sample(source: Source, text: Path | None) -> Sample:
     """A text file, or else the part of the default text that calibration does not read."""
     content = held_out_text() if text is None else read_text(text)
     config = read_config(source.config, kind_of(source.config), source.origin["name"])
-    length, closed = min(LENGTH, config.max_position_embeddings), family_of(config).is_encoder
-    tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, closed)
+    is_encoder = family_of(config).is_encoder
+    length = min(LENGTH, config.max_position_embeddings) if is_encoder else LENGTH
+    tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, is_encoder)
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
 
 
@@ -220,9 +221,10 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
     difference = report.get("greatest_logit_difference", 0.0)
     largest = float(expected().abs().max()) if difference else 0.0
     if not difference <= RELOADED * largest:
+        outputs = "hidden states" if family_of(config).is_encoder else "logits"
         raise ConversionError(
-            f"{name} computes other outputs in a clean process: they differ by up to {difference:.3g}, the largest is "
-            f"{largest:.3g}; please report this"
+            f"{name} computes other {outputs} in a clean process: they differ by up to {difference:.3g}, the largest "
+            f"is {largest:.3g}; please report this"
         )
     continuations, texts = report.pop("continuations", None), report.pop("texts", None)
     if continuations is not None and texts is not None:

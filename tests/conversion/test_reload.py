@@ -3,6 +3,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 import toys
 from crosshead.common.errors import ConversionError
@@ -87,7 +88,11 @@ def test_shapes_alone_tell_what_the_weights_tell(tmp_path, backbone, mixers, tie
 
     def reports():
         shapes = {name: list(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
-        return [tensor_report(found[1]) for found in (load_weights(tmp_path, {}), load_shapes(tmp_path, {}, shapes))]
+        loaded = (
+            load_weights(AutoModelForCausalLM, tmp_path, {}),
+            load_shapes(AutoModelForCausalLM, tmp_path, {}, shapes),
+        )
+        return [tensor_report(found[1]) for found in loaded]
 
     assert reports() == [SOUND, SOUND]
     damage(tmp_path)
