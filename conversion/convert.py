@@ -146,6 +146,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     if given.active is not None:
         all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
         request = replace(request, mixers=request.mixers | {"mixture": all_heads})
+    check_encoder(Asked(stock, request, given))
     target = _target_config(source.config, stock, request, given)
     is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
     text = Text.of(given.calibration, source)

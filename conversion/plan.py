@@ -6,7 +6,7 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.families import FUSED_EXPERTS, INVERSE_FREQUENCIES, Shapes, attention_names
+from .architectures.families import FUSED_EXPERTS, INVERSE_FREQUENCIES, OTHER_HEADS, Shapes, attention_names
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
@@ -63,6 +63,8 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     are allowed.
     """
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
+    for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
+        dropped[name] = "a head that the class in config.json does not have"
     for name, other in tied.items():
         if name in store.entries and not same_bytes(store, name, other):
             raise ConversionError(

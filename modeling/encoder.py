@@ -119,7 +119,8 @@ class CrossheadTask(CrossheadPreTrained):
     def post_init(self) -> None:
         """Replace the backbone before the initial values are set."""
         stock = getattr(self, self.base_model_prefix)
-        if stock.is_gradient_checkpointing:  # it has removed the field from the config
+        if any(getattr(module, "gradient_checkpointing", False) for module in stock.modules()):
+            # The stock backbone has removed the field from the config.
             self.config.gradient_checkpointing = True
         ours = self.backbone_class(self.config, add_pooling_layer=stock.pooler is not None)
         setattr(self, self.base_model_prefix, ours)

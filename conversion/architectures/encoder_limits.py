@@ -1,7 +1,7 @@
 """The conversions that encoders do not support, with the reasons."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from crosshead.common.errors import ConversionError
@@ -17,8 +17,8 @@ class Asked:
     stock: Any
     mixers: MixerRequest
     given: Options
-    observations: set[str]
-    """The kinds of statistics that the conversion needs."""
+    observations: set[str] = field(default_factory=set)
+    """The kinds of statistics that the conversion needs, once they are known."""
 
     def has(self, mechanism: str, option: str, value: Any) -> bool:
         """Whether a mechanism has an option with this value."""

@@ -102,6 +102,8 @@ MAX_EXPERTS = 100_000
 """Of all layers together."""
 INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that are computed from the config."""
+OTHER_HEADS = re.compile(r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|((al)?bert\.)?pooler)\..+")
+"""Names of tensors of heads from pretraining, which a BERT's class need not have."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 """Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

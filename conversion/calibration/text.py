@@ -27,8 +27,8 @@ from .streamed_model import StreamedModel
 
 WINDOW_LENGTH = 1024
 WINDOWS = 16
-SENTENCES = (256, 64)
-"""Windows and their length for encoders, which read single sentences or paragraphs."""
+SENTENCES, SENTENCE_LENGTH = 1024, 32
+"""The number and the length of windows for encoders, which read single sentences or short paragraphs."""
 DEFAULT_WINDOWS, RANDOM_PART, SAMPLED_SHAPE = 12, 0.3, (128, WINDOW_LENGTH // 8)
 """Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and the
 number and length of sequences that are sampled from the model."""
@@ -199,18 +199,20 @@ class Text:
         of the vocabulary, and sampled sequences resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
-        if family_of(model.config).is_encoder:
-            count, length = SENTENCES
-            length = min(length, model.config.max_position_embeddings)
-            return self.windows(source, length, count, vocabulary, closed=True)
+        is_encoder = family_of(model.config).is_encoder
+        count, length = WINDOWS if self.given is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
+        if is_encoder:
+            count, length = SENTENCES, min(SENTENCE_LENGTH, model.config.max_position_embeddings)
+        text = self.windows(source, length, count, vocabulary, is_encoder)
         if self.given is not None:
-            return self.windows(source, WINDOW_LENGTH, WINDOWS, vocabulary)
-        text = self.windows(source, WINDOW_LENGTH, DEFAULT_WINDOWS, vocabulary)
+            return text
         tokenizer = load_tokenizer(source)
         known, start = min(len(tokenizer), vocabulary), start_tokens(tokenizer)
         generator = torch.Generator().manual_seed(SEED)
         is_replaced = torch.rand(text.shape, generator=generator) < RANDOM_PART
         is_replaced[:, : len(start)] = False
+        if is_encoder:
+            is_replaced[:, length - len(end_tokens(tokenizer)) :] = False
         parts = [torch.where(is_replaced, torch.randint(known, text.shape, generator=generator), text)]
         if self.is_sampled:
             sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))

@@ -8,7 +8,7 @@ converted.
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ MAX_HEADER = 100_000_000
 _MAX_NAME = 255
 _MAX_BYTES = 2**63
 _MAX_DIMENSIONS = 64  # torch's limit
+OLDER_ENDINGS = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"}
+"""Names in the first BERT checkpoints, which transformers renames, too -> the present ones."""
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -135,10 +137,13 @@ class SafetensorsStore:
         self.entries: dict[str, Entry] = {}
         self.shards: dict[str, list[str]] = {}
         self._files: dict[str, str] = {}
+        self._stored_names: dict[str, str] = {}
         for file, header in self._headers.items():
-            self.entries |= header.entries
-            self.shards[file] = list(header.entries)
-            self._files |= dict.fromkeys(header.entries, file)
+            names = {_modern(name): name for name in header.entries}
+            self.entries |= {name: replace(header.entries[stored], name=name) for name, stored in names.items()}
+            self.shards[file] = list(names)
+            self._files |= dict.fromkeys(names, file)
+            self._stored_names |= names
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor in its stored dtype, in its own memory."""
@@ -160,7 +165,15 @@ class SafetensorsStore:
 
     def _place(self, name: str) -> tuple[Path, int]:
         file = self._files[name]
-        return self.folder / file, self._headers[file].starts[name]
+        return self.folder / file, self._headers[file].starts[self._stored_names[name]]
+
+
+def _modern(name: str) -> str:
+    """The present name of a tensor."""
+    for old, new in OLDER_ENDINGS.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
 
 
 def _read_headers(folder: Path) -> dict[str, Header]:

@@ -1,0 +1,152 @@
+"""Conversions of BERT and ALBERT: any head, by layer, back again, and from checkpoints as they are on the Hub."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModel, PreTrainedTokenizerFast
+
+import crosshead
+import toys
+from crosshead.common.errors import ConversionError
+from crosshead.conversion.architectures.encoder_limits import LIMITS
+from crosshead.conversion.calibration.streamed_encoder import stream
+from crosshead.conversion.sources.safetensors_store import SafetensorsStore
+from tiers import grid
+from toy_tokenizer import toy_tokenizer
+
+TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+NEUTRAL = {
+    "knocking": {"form": "linear"},
+    "talking": {},
+    "explicit": {"norm": False},
+    "gating": {},
+    "mixture": {"active_heads": 4, "gate": "binary"},
+}
+WORDS = " ".join(f"w{3 + 7 * index % 58}" for index in range(4000))
+
+
+def write_encoder(folder, backbone="Bert", task="ForMaskedLM", **changes):
+    """A stock encoder with a tokenizer that puts w1 before and w2 after a text."""
+    config = toys.stock_config(backbone, **changes)
+    model = toys.lopsided(getattr(transformers, f"{backbone}{task}")(config))
+    model.save_pretrained(folder)
+    tokenizer = toy_tokenizer().backend_tokenizer
+    template = {"single": "w1 $A w2", "special_tokens": [("w1", 1), ("w2", 2)]}
+    tokenizer.post_processor = TemplateProcessing(**template)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="w1", sep_token="w2").save_pretrained(folder)
+    (folder.parent / "words.txt").write_text(WORDS)
+    return folder
+
+
+def hidden(folder, batch=2):
+    with torch.no_grad():
+        model = AutoModel.from_pretrained(folder, attn_implementation="eager").eval()
+        return model(toys.tokens(batch)).last_hidden_state
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("backbone", "task", "name"), grid(toys.ENCODERS, TASKS, NEUTRAL, strength=1))
+def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
+    source = write_encoder(tmp_path / "source", backbone, task)
+    report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
+    assert report["verification"]["must_equal"]
+    assert report["verification"]["token_cosine"] == pytest.approx(1)
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert config["architectures"] == [f"Crosshead{backbone}{task}"]
+    assert torch.allclose(hidden(tmp_path / "made"), hidden(source), atol=1e-5)
+    crosshead.fold(tmp_path / "made", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.allclose(before[key], after[key], atol=1e-6) for key in before)
+    crosshead.verify(source, tmp_path / "made")
+
+
+@pytest.mark.parametrize("backbone", toys.ENCODERS)
+def test_fewer_component_heads(backbone, tmp_path):
+    source = write_encoder(tmp_path / "source", backbone)
+    mixers = {"explicit": {"key_heads": 4, "value_heads": 3, "norm": False, "method": "svd"}}
+    report = crosshead.convert(source, tmp_path / "made", mixers)
+    assert not report["verification"]["must_equal"]
+    assert 0.5 < report["verification"]["token_cosine"] < 1
+
+
+def test_a_fitted_router_is_better_than_the_papers(tmp_path):
+    source = write_encoder(tmp_path / "source")
+    options = {"calibration": tmp_path / "words.txt"}
+    fitted = crosshead.convert(source, tmp_path / "fitted", {"mixture": {"active_heads": 3}}, **options)
+    plain = crosshead.convert(source, tmp_path / "paper", {"mixture": PAPER})
+    assert fitted["verification"]["token_cosine"] > plain["verification"]["token_cosine"]
+    assert torch.allclose(hidden(tmp_path / "fitted").mean(), hidden(source).mean(), atol=0.5)
+
+
+PAPER = {"active_heads": 3, "method": "paper", "router": "query_norm", "gate": "binary"}
+ASKED = {
+    LIMITS[0].what: ("Bert", {"explicit": {}}, {"cache": "50%"}),
+    LIMITS[1].what: ("Bert", {"explicit": {"key_heads": 2, "norm": False}}, {}),
+    LIMITS[2].what: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
+    LIMITS[3].what: ("Albert", {"mixture": {"active_heads": 3}}, {}),
+    LIMITS[4].what: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
+}
+
+
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.what)
+def test_limits(limit, tmp_path):
+    backbone, mixers, options = ASKED[limit.what]
+    source = write_encoder(tmp_path / "source", backbone)
+    with pytest.raises(ConversionError) as caught:
+        crosshead.convert(source, tmp_path / "made", mixers, **options)
+    assert limit.what in str(caught.value) and limit.reason in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("backbone", toys.ENCODERS)
+def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
+    source = write_encoder(tmp_path / "source", backbone, hidden_size=32)
+    config = transformers.AutoConfig.from_pretrained(source)
+    streamed = stream(SafetensorsStore(source), config, attn_implementation="eager")
+    with torch.no_grad():
+        assert torch.equal(streamed.run(toys.tokens(1)), hidden(source, batch=1))
+
+
+def test_a_checkpoint_as_the_first_ones_on_the_hub(tmp_path):
+    """Older names of norms, heads of pretraining, tied weights and position ids."""
+    source = write_encoder(tmp_path / "source", task="ForPreTraining")
+    expected = hidden(source)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"architectures": ["BertForMaskedLM"]}))
+    weights = load_file(source / "model.safetensors")
+    weights["cls.predictions.decoder.weight"] = weights["bert.embeddings.word_embeddings.weight"].clone()
+    weights["bert.embeddings.position_ids"] = torch.arange(128)[None]
+    older = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+    renamed = {}
+    for name, weight in weights.items():
+        for new, old in older.items():
+            name = name.removesuffix(new) + old if name.endswith(new) else name
+        renamed[name] = weight
+    save_file(renamed, source / "model.safetensors", metadata={"format": "pt"})
+    report = crosshead.convert(source, tmp_path / "made", {"talking": {}})
+    assert report["verification"]["must_equal"]
+    heads = {"cls.seq_relationship.weight", "bert.pooler.dense.bias", "cls.predictions.decoder.weight"}
+    assert heads <= set(report["dropped"])
+    assert torch.equal(hidden(tmp_path / "made"), expected)
+
+
+def test_files_of_sentence_transformers_are_kept(tmp_path):
+    source = write_encoder(tmp_path / "source", task="Model")
+    (source / "modules.json").write_text('[{"idx": 0, "path": ""}, {"idx": 1, "path": "1_Pooling"}]')
+    (source / "sentence_bert_config.json").write_text('{"max_seq_length": 64}')
+    (source / "1_Pooling").mkdir()
+    (source / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    crosshead.convert(source, tmp_path / "made", {"knocking": {}})
+    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        assert (tmp_path / "made" / name).read_bytes() == (source / name).read_bytes()
+    crosshead.convert(source, tmp_path / "made", {"gating": {}}, overwrite=True)
+    shutil.copytree(source / "1_Pooling", source / "2_Dense")
+    (source / "1_Pooling" / "weights.bin").write_bytes(b"")
+    with pytest.raises(ConversionError, match="1_Pooling"):
+        crosshead.convert(source, tmp_path / "other", {"knocking": {}})
