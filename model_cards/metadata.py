@@ -8,9 +8,9 @@ from huggingface_hub import EvalResult, ModelCardData
 from .commands import datasets
 from .facts import Facts, Json
 from .papers import MECHANISMS
+from .tasks import GENERATION, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
-TASK = ("text-generation", "Text generation")
 HELD_OUT = ("held-out", "held-out part of the training data")
 
 
@@ -23,7 +23,7 @@ def card_metadata(facts: Facts) -> ModelCardData:
         base_model=facts.base_model,
         datasets=training_data or None,
         library_name="transformers",
-        pipeline_tag=TASK[0],
+        pipeline_tag=task_of(facts.config).pipeline,
         tags=tags(facts),
         model_name=facts.name if found else None,
         eval_results=found or None,
@@ -45,8 +45,8 @@ def results(facts: Facts) -> Iterator[EvalResult]:
     loss = facts.training.get("metrics", {}).get("eval_loss")
     if isinstance(loss, int | float):
         yield EvalResult(
-            task_type=TASK[0],
-            task_name=TASK[1],
+            task_type=GENERATION.pipeline,
+            task_name=GENERATION.title,
             dataset_type=HELD_OUT[0],
             dataset_name=HELD_OUT[1],
             metric_type="loss",
@@ -60,8 +60,8 @@ def _score(row: Json, evaluation: Json) -> EvalResult:
     if evaluation["limit"] is not None:
         arguments["limit"] = evaluation["limit"]
     return EvalResult(
-        task_type=TASK[0],
-        task_name=TASK[1],
+        task_type=GENERATION.pipeline,
+        task_name=GENERATION.title,
         dataset_type=row["task"],
         dataset_name=row["name"],
         dataset_args=arguments or None,

@@ -8,6 +8,7 @@ from .commands import convert_command, recipe_yaml, relative
 from .facts import Facts
 from .papers import MECHANISMS
 from .tables import NOT_MEASURED, change, count, table
+from .tasks import task_of
 
 COSTS = {
     "parameters": "parameters",
@@ -17,7 +18,6 @@ COSTS = {
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def opening(facts: Facts) -> Iterator[str]:
@@ -26,7 +26,8 @@ def opening(facts: Facts) -> Iterator[str]:
     yield f"# {facts.name}"
     if facts.mixers:
         names = " and ".join(MECHANISMS[name].title for name in facts.mixers)
-        yield f"A `{kind}` language model with {names}, made with crosshead{_origin(facts)}."
+        noun = "language model" if task_of(facts.config).generates else "encoder"
+        yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
         yield "\n".join(f"- `{name}`: {MECHANISMS[name].does}" for name in facts.mixers)
     else:
         yield f"A `{kind}` language model without mechanisms{_origin(facts)}: it loads as a stock model."
@@ -65,14 +66,16 @@ def cost(facts: Facts) -> Iterator[str]:
         f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for texts of "
         f"{facts.cost['length']:,} tokens:"
     )
+    # An encoder has no cache and does not decode.
+    costs = {key: text for key, text in COSTS.items() if found[key] or key == "new_parameters"}
     if facts.mixers:
         rows = [
             [text, count(found[key]), count(stock[key]), change(over[key]) if key in over else ""]
-            for key, text in COSTS.items()
+            for key, text in costs.items()
         ]
         yield table(["", "this model", "without mechanisms", "change"], rows)
     else:
-        yield table(["", "this model"], [[text, count(found[key])] for key, text in COSTS.items()])
+        yield table(["", "this model"], [[text, count(found[key])] for key, text in costs.items()])
 
 
 def provenance(facts: Facts) -> Iterator[str]:
@@ -103,32 +106,33 @@ def _continued(recipe: Any) -> str:
 
 def usage(facts: Facts) -> Iterator[str]:
     """Examples for transformers, lm-evaluation-harness and peft."""
-    trusted = ", trust_remote_code=True" if facts.remote_code else ""
+    trusted, task = ", trust_remote_code=True" if facts.remote_code else "", task_of(facts.config)
     yield "## How to use it"
     yield (
         f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
         + ("; it runs the code in the folder." if trusted else ".")
     )
     load = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import {task.auto_class}, AutoTokenizer",
         "",
         f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}"{trusted.replace("True", "False")})',
-        f'model = AutoModelForCausalLM.from_pretrained("{facts.name}"{trusted})',
+        f'model = {task.auto_class}.from_pretrained("{facts.name}"{trusted})',
         'tokens = tokenizer("Two heads are", return_tensors="pt")',
-        "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))",
+        task.call,
     ]
     yield _code("python", "\n".join(load))
-    yield "Scores, with lm-evaluation-harness:"
-    yield _code(
-        "sh", f"lm_eval --model hf --model_args pretrained={facts.name}{trusted.replace(' ', '')} --tasks piqa"
-    )
+    if task.generates:
+        yield "Scores, with lm-evaluation-harness:"
+        yield _code(
+            "sh", f"lm_eval --model hf --model_args pretrained={facts.name}{trusted.replace(' ', '')} --tasks piqa"
+        )
     yield "Adapters, with peft" + ("; the mechanisms are trained in full:" if facts.mixers else ":")
     saved = [f"    modules_to_save={json.dumps(list(facts.mixers))},"] if facts.mixers else []
     peft = [
         "from peft import LoraConfig, get_peft_model",
         "",
         "adapter = LoraConfig(",
-        f"    target_modules={json.dumps(PROJECTIONS)},",
+        f"    target_modules={json.dumps(task.projections)},",
         *saved,
         ")",
         "model = get_peft_model(model, adapter)",

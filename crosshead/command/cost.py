@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+LENGTH = 4096
+
 
 def cost(
     model: Annotated[
@@ -14,7 +16,9 @@ def cost(
         list[str] | None,
         typer.Option(help="NAME[:key=value,...] as in `convert`, repeatable; replaces the model's mechanisms."),
     ] = None,
-    length: Annotated[int, typer.Option(help="Sequence length in tokens.")] = 4096,
+    length: Annotated[
+        int | None, typer.Option(help="Sequence length in tokens; by default 4096, or what the model allows.")
+    ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
@@ -28,7 +32,9 @@ def cost(
 
     from crosshead.evals.cost.report import cost_lines, cost_report
 
-    report = {"model": model} | cost_report(_config(model, mixer or [], revision), length)
+    config = _config(model, mixer or [], revision)
+    length = min(LENGTH, config.max_position_embeddings) if length is None else length
+    report = {"model": model} | cost_report(config, length)
     if as_json:
         print(json.dumps(report, indent=2))
         return
@@ -51,7 +57,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     mixed = family_of(config).mixed
     layouts = mixed.from_dict({**content, "mixers": {}}).layouts()
     mixers = read_mixers(asked, layouts).mixers
-    doubled = doubled_heads(mixers, config) if kind == "stock" else {}
+    doubled = doubled_heads(mixers, config) if kind == "stock" and not family_of(config).is_encoder else {}
     return mixed.from_dict({**content, "mixers": mixers, **doubled})
 
 

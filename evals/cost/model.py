@@ -17,15 +17,16 @@ from fractions import Fraction
 from typing import Any
 
 import torch
+import transformers
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 FLOPS = 2
 """Per multiplication."""
 TRAINING_PASSES = 3
 """The cost of training in forward passes."""
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
-"""Prefixes of the names of a layer's parameters."""
+"""Prefixes of the names of a decoder layer's parameters."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,8 @@ def model_cost(config: Any, length: int) -> Cost:
     if length < 1:
         raise ValueError(f"length={length} is not allowed: use at least 1 token")
     model = on_meta(config)
+    if not model.can_generate():
+        return _encoder_cost(model, length)
     head = model.lm_head.weight.numel()
     active = Fraction(getattr(model.config, "num_experts_per_tok", 1), getattr(model.config, "num_experts", 1))
     forward = decode = bytes_per_token = cache_bytes = 0
@@ -85,10 +88,37 @@ def model_cost(config: Any, length: int) -> Cost:
     )
 
 
+def _encoder_cost(model: Any, length: int) -> Cost:
+    """The cost of an encoder with the head for its language model's training; there is no cache and no decoding."""
+    if length > model.config.max_position_embeddings:
+        maximum = model.config.max_position_embeddings
+        raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
+    tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+    forward = multiplications(lambda: model(tokens)) // length
+    work = {"training": TRAINING_PASSES * forward, "prefill": forward, "decode": 0}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return Cost(
+        parameters=model.num_parameters(),
+        active_parameters=model.num_parameters(),
+        attention_parameters=sum(
+            size for name, size in sizes.items() if ".attention." in name and ".LayerNorm." not in name
+        ),
+        new_parameters=sum(size for name, size in sizes.items() if ".mixers." in name),
+        **{f"{phase}_multiplications": count for phase, count in work.items()},
+        **{f"{phase}_flops": FLOPS * count for phase, count in work.items()},
+        kv_bytes_per_token=0,
+        kv_bytes=0,
+    )
+
+
 def on_meta(config: Any) -> Any:
-    """The language model of a config, without memory for its weights."""
+    """The language model of a config, or its encoder, without memory for its weights."""
+    served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
+    if "AutoModelForMaskedLM" in served:  # an encoder, with the head that the config names
+        head = (config.architectures or [""])[0].removeprefix(config.class_prefix)
+        auto_class = next((auto for auto, ending in served.items() if ending == head), "AutoModelForMaskedLM")
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+        return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
 
 
 def attention_cost(attention: Any, config: Any, length: int) -> tuple[int, int, int]:

@@ -57,6 +57,8 @@ def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
     cost, stock, overhead = report["cost"], report["stock"], report["overhead"]
     rows = [[f"at length {report['length']:,} in {report['dtype']}", "this model", "stock", "overhead"]]
     for name, label in LABELS.items():
+        if not cost[name] and not stock[name] and name != "new_parameters":
+            continue  # an encoder has no cache and does not decode
         change = f"{overhead[name]:+.2%}" if name in overhead else ""
         rows.append([label, f"{cost[name]:,}", f"{stock[name]:,}", change])
     first, others = max(map(len, LABELS.values())), max(len(row[1]) for row in rows)

@@ -1,0 +1,56 @@
+"""What a model is for, by the class that its config names: the Auto class, the Hub's task, and how to call it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+ENCODER_PROJECTIONS = ("query", "key", "value")
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of model."""
+
+    auto_class: str
+    pipeline: str
+    """The Hub's name of the task; its title is the same in words."""
+    call: str
+    """Python that shows what a model computes for `tokens`."""
+    projections: tuple[str, ...] = ENCODER_PROJECTIONS
+    """The projections of attention, for adapters."""
+
+    @property
+    def title(self) -> str:
+        """The task in words."""
+        return self.pipeline.replace("-", " ").capitalize()
+
+    @property
+    def generates(self) -> bool:
+        """Whether it is a causal language model."""
+        return self.pipeline == "text-generation"
+
+
+GENERATION = Task(
+    "AutoModelForCausalLM",
+    "text-generation",
+    "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))",
+    PROJECTIONS,
+)
+LOGITS = "print(model(**tokens).logits)"
+TASKS = {
+    "ForCausalLM": GENERATION,
+    "ForMaskedLM": Task("AutoModelForMaskedLM", "fill-mask", LOGITS),
+    "ForSequenceClassification": Task("AutoModelForSequenceClassification", "text-classification", LOGITS),
+    "ForTokenClassification": Task("AutoModelForTokenClassification", "token-classification", LOGITS),
+    "ForQuestionAnswering": Task(
+        "AutoModelForQuestionAnswering", "question-answering", "print(model(**tokens).start_logits)"
+    ),
+    "Model": Task("AutoModel", "feature-extraction", "print(model(**tokens).last_hidden_state.mean(1))"),
+}
+"""The ending of a class's name -> its task."""
+
+
+def task_of(config: Any) -> Task:
+    """The task of a model by its config.json; without a class there, text generation."""
+    architecture = str((config.get("architectures") or [""])[0])
+    return next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
