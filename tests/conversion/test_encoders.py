@@ -7,8 +7,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tokenizers.processors import TemplateProcessing
-from transformers import AutoModel, PreTrainedTokenizerFast
+from transformers import AutoModel
 
 import crosshead
 import toys
@@ -16,8 +15,8 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.conversion.calibration.streamed_encoder import stream
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
+from encoder_toys import write_encoder
 from tiers import grid
-from toy_tokenizer import toy_tokenizer
 
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 NEUTRAL = {
@@ -27,20 +26,6 @@ NEUTRAL = {
     "gating": {},
     "mixture": {"active_heads": 4, "gate": "binary"},
 }
-WORDS = " ".join(f"w{3 + 7 * index % 58}" for index in range(4000))
-
-
-def write_encoder(folder, backbone="Bert", task="ForMaskedLM", **changes):
-    """A stock encoder with a tokenizer that puts w1 before and w2 after a text."""
-    config = toys.stock_config(backbone, **changes)
-    model = toys.lopsided(getattr(transformers, f"{backbone}{task}")(config))
-    model.save_pretrained(folder)
-    tokenizer = toy_tokenizer().backend_tokenizer
-    template = {"single": "w1 $A w2", "special_tokens": [("w1", 1), ("w2", 2)]}
-    tokenizer.post_processor = TemplateProcessing(**template)
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, cls_token="w1", sep_token="w2").save_pretrained(folder)
-    (folder.parent / "words.txt").write_text(WORDS)
-    return folder
 
 
 def hidden(folder, batch=2):

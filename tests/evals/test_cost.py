@@ -152,3 +152,23 @@ def test_a_model_too_large_for_any_memory():
     beside = 94 * 4 * 2 * 2  # each combined head's 1 / rms in two numbers, since keys are normed
     assert report["cost"]["kv_bytes_per_token"] == 94 * 2 * 2 * 128 * 2 + beside
     assert {parameter.device.type for parameter in on_meta(config).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("backbone", toys.ENCODERS)
+def test_encoders_by_hand(backbone):
+    size, inner, heads, vocabulary, layers = 32, 40, 4, 61, 2
+    config = toys.mixed_config(backbone, {"talking": {}})
+    a_layer = 4 * size**2 + 2 * size * inner + 2 * LENGTH * size + 2 * LENGTH * heads**2
+    small = 16 if backbone == "Albert" else size  # the size of embeddings
+    head = size * small + small * vocabulary
+    mapping = size * small if backbone == "Albert" else 0
+    cost = model_cost(config, LENGTH)
+    assert cost.prefill_multiplications == layers * a_layer + head + mapping
+    assert cost.training_flops == 6 * cost.prefill_multiplications
+    assert cost.kv_bytes == cost.decode_flops == 0
+    shared = 1 if backbone == "Albert" else layers
+    assert cost.new_parameters == shared * 2 * heads**2
+    assert cost.attention_parameters == shared * (4 * (size**2 + size)) + cost.new_parameters
+    assert cost.parameters == toys.mixed_model(backbone, {"talking": {}}).num_parameters()
+    with pytest.raises(ValueError, match="length=200"):
+        model_cost(config, 200)

@@ -16,6 +16,7 @@ from card_toys import converted, report, training, write_report
 from crosshead.model_cards.errors import CardError
 from crosshead.model_cards.tables import NOT_MEASURED
 from crosshead_command.card import write_card
+from encoder_toys import write_encoder
 from gguf_toys import model, write_model
 from hub_client import hub_with
 from hub_server import COMMIT, Repository, serving
@@ -266,3 +267,15 @@ def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
     head = metadata_load("made/README.md")
     assert (head["base_model"], head["license"]) == ("org/base", "apache-2.0")
     assert "crosshead convert org/base made" in text and f"--revision {COMMIT}" in text
+
+
+def test_an_encoder(tmp_path):
+    source = write_encoder(tmp_path / "source", task="ForTokenClassification")
+    crosshead.convert(source, tmp_path / "made", {"gating": {}})
+    write_card(tmp_path / "made")
+    card = ModelCard.load(tmp_path / "made" / "README.md")
+    assert card.data.pipeline_tag == "token-classification"
+    assert "AutoModelForTokenClassification.from_pretrained" in card.text
+    assert '["query", "key", "value"]' in card.text
+    assert "lm_eval" not in card.text and "KV cache, bytes" not in card.text
+    assert "| cosine of a token's hidden states |  | 1.0000 |" in card.text
