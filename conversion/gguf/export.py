@@ -9,7 +9,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress
 
-from ..architectures.families import read_config
+from ..architectures.families import family_of, read_config
 from ..calibration.text import load_tokenizer
 from ..plan import Plan
 from ..sources.model_folder import check_record, record_file, write_json
@@ -83,6 +83,8 @@ def run_gguf(
     progress: Progress,
 ) -> dict[str, Any]:
     """Write the stock model of a request as a GGUF file; returns the record, or the plan with `plan_only`."""
+    if family_of(request.source_config).is_encoder:
+        raise ConversionError(f"{out} is a GGUF file, which holds decoders only: name a folder for this encoder")
     out = Path(os.path.expanduser(out))
     for place in request.source.store.places:
         check_apart(place, out)

@@ -12,8 +12,10 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
-CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
-"""Allowed values of `model_type` -> configuration class."""
+CONFIGS: dict[str, type[Any]] = {
+    config.model_type: config for config in BACKBONES if "AutoModelForCausalLM" in config.auto_classes
+}
+"""Allowed values of `model_type`, those of decoders -> configuration class."""
 UNDECLARED = {"head_dim"}
 """Understood by every family, but declared by some only."""
 SIZES = (

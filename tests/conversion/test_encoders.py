@@ -14,6 +14,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.conversion.calibration.streamed_encoder import stream
+from crosshead.conversion.compress.layer_probe import probe_layers
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
 from tiers import grid
@@ -135,3 +136,12 @@ def test_files_of_sentence_transformers_are_kept(tmp_path):
     (source / "1_Pooling" / "weights.bin").write_bytes(b"")
     with pytest.raises(ConversionError, match="1_Pooling"):
         crosshead.convert(source, tmp_path / "other", {"knocking": {}})
+
+
+def test_what_needs_a_decoder(tmp_path):
+    source = write_encoder(tmp_path / "source")
+    with pytest.raises(ConversionError, match="out.gguf"):
+        crosshead.fold(source, tmp_path / "out.gguf")
+    with pytest.raises(ConversionError, match="encoder"):
+        probe_layers(source)
+    assert not (tmp_path / "out.gguf").exists()

@@ -18,6 +18,7 @@ from conversion_tables import folded_table, heads_table, streaming_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
+from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
@@ -158,6 +159,25 @@ def _machine(report: Content) -> str:
     return f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
 
 
+def embedding_table(report: Content) -> str:
+    """The cosines of sentence embeddings."""
+    lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {found['mean']:.4f} | {found['minimum']:.4f} |" for name, found in report["cases"].items()]
+    lines.append("")
+    lines.append(
+        f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
+        "sentences are of the same text; the default text is Python's help texts. Trained: all weights, "
+        f"{report['steps']} steps with the loss of SimCSE, which moves the embeddings (`make measure-embeddings`)."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def limits_table() -> str:
+    """The conversions that encoders do not support."""
+    lines = ["| conversion | reason |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"
+
+
 SOURCES: Mapping[str, Result] = {
     "demo.json": Result("SmolLM2-135M, converted three ways, one of them trained shortly", "make demo", demo_rows),
     "recovery.json": Result(
@@ -242,6 +262,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "heads": written_by(RESULTS / "heads.json", "make measure-heads", heads_table),
     "folded": written_by(RESULTS / "folded_decode.json", "make measure-folded", folded_table),
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
+    "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),
+    "encoder_limits": limits_table,
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
@@ -265,7 +287,8 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    return [ROOT / "README.md", *(PAGES / f"{name}.md" for name in MECHANISMS), SPEED, CONVERSION, SERVING, AT_SCALE]
+    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones"))
+    return [ROOT / "README.md", *pages, SPEED, CONVERSION, SERVING, AT_SCALE]
 
 
 def main() -> None:

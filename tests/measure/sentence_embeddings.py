@@ -1,0 +1,126 @@
+"""How near a converted sentence encoder stays to its source: the cosines of their sentence embeddings.
+
+usage: python -P tests/measure/sentence_embeddings.py MODEL TEXT --out FILE
+
+MODEL is the folder of a BERT whose embeddings are the means over tokens, such as all-MiniLM-L6-v2. Conversions are
+calibrated on 1,000 sentences of the first half of TEXT, or on the default text, and compared on 500 sentences of the
+second half. One is trained, too: talking, whose start is the source, on the calibration sentences with the loss of
+SimCSE (dropout gives two embeddings of each sentence, which have to find each other).
+"""
+
+import argparse
+import json
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional
+from transformers import AutoModel, AutoTokenizer
+
+import crosshead
+from crosshead.evals.bench.machine import machine
+
+CALIBRATION, HELD_OUT, MAX_TOKENS = 1000, 500, 128
+WORDS = range(6, 61)
+"""Words of a sentence."""
+STEPS, BATCH, LEARNING_RATE, TEMPERATURE = 60, 32, 3e-5, 0.05
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "knocking": {"knocking": {}},
+    "talking": {"talking": {}},
+    "explicit": {"explicit": {"norm": False}},
+    "gating": {"gating": {}},
+}
+
+
+def fewer(part: float, heads: int, **options: Any) -> dict[str, Any]:
+    """A mixture with a part of the heads active."""
+    return {"mixture": {"active_heads": round(part * heads), **options}}
+
+
+def cases(heads: int) -> Iterator[tuple[str, dict[str, Any], bool]]:
+    """Name, mechanisms, and whether the sentences are the calibration text."""
+    yield from ((name, mixers, False) for name, mixers in NEUTRAL.items())
+    yield "mixture, 75% of heads", fewer(0.75, heads), False
+    yield "mixture, 75% of heads, calibrated on sentences", fewer(0.75, heads), True
+    yield "mixture, 50% of heads, calibrated on sentences", fewer(0.5, heads), True
+    yield "mixture, 75% of heads, method=paper", fewer(0.75, heads, method="paper"), False
+
+
+def sentences(text: str) -> tuple[list[str], list[str]]:
+    """Sentences to calibrate on, and evenly spaced ones that are held out."""
+    lines = [line for line in text.splitlines() if not line.strip().startswith("=")]
+    found = [each.strip() for line in lines for each in re.split(r"(?<=[.!?]) ", line)]
+    found = [each for each in found if len(each.split()) in WORDS]
+    half = len(found) // 2
+    if half < CALIBRATION:
+        raise SystemExit(f"the text has {len(found)} sentences: give one with at least {2 * CALIBRATION}")
+    later = found[half:]
+    return found[:CALIBRATION], [later[index * len(later) // HELD_OUT] for index in range(HELD_OUT)]
+
+
+def embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    """The normalised mean of each text's hidden states."""
+    options = {"padding": True, "truncation": True, "max_length": MAX_TOKENS, "return_tensors": "pt"}
+    tokens = tokenizer(texts, **options)
+    weights = tokens["attention_mask"].unsqueeze(-1)
+    hidden = (model(**tokens).last_hidden_state * weights).sum(1) / weights.sum(1)
+    return functional.normalize(hidden, dim=-1)
+
+
+@torch.no_grad()
+def all_embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
+    """The same of many texts."""
+    parts = [texts[start : start + BATCH] for start in range(0, len(texts), BATCH)]
+    return torch.cat([embeddings(model.eval(), tokenizer, part) for part in parts])
+
+
+def train(model: Any, tokenizer: Any, texts: list[str]) -> float:
+    """Train all weights for a few steps; returns the last loss."""
+    torch.manual_seed(0)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    for step in range(STEPS):
+        batch = [texts[(step * BATCH + place) % len(texts)] for place in range(BATCH)]
+        first, second = (embeddings(model, tokenizer, batch) for _ in range(2))
+        loss = functional.cross_entropy(first @ second.T / TEMPERATURE, torch.arange(len(batch)))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--out", type=Path, required=True, help="JSON file for the cosines")
+    options = parser.parse_args()
+    calibration, held_out = sentences(options.text.read_text(encoding="utf-8"))
+    tokenizer, source = AutoTokenizer.from_pretrained(options.model), AutoModel.from_pretrained(options.model)
+    expected = all_embeddings(source, tokenizer, held_out)
+    rows: dict[str, dict[str, float]] = {}
+
+    def record(name: str, model: Any, **further: float) -> None:
+        cosines = (all_embeddings(model, tokenizer, held_out) * expected).sum(-1)
+        rows[name] = {"mean": round(float(cosines.mean()), 5), "minimum": round(float(cosines.min()), 5), **further}
+        print(json.dumps({name: rows[name]}), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        text, made = Path(folder, "sentences.txt"), Path(folder, "made")
+        text.write_text("\n".join(calibration), encoding="utf-8")
+        for name, mixers, on_sentences in cases(source.config.num_attention_heads):
+            given = {"calibration": text} if on_sentences else {}
+            crosshead.convert(options.model, made, mixers, overwrite=True, verify=False, **given)
+            model = AutoModel.from_pretrained(made)
+            record(name, model)
+            if name == "talking":
+                record("talking, trained on sentences", model, loss=round(train(model, tokenizer, calibration), 5))
+    content = {"machine": machine(), "sentences": HELD_OUT, "calibration": CALIBRATION, "steps": STEPS, "cases": rows}
+    options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
