@@ -140,7 +140,7 @@ def test_files_of_sentence_transformers_are_kept(tmp_path):
 
 def test_what_needs_a_decoder(tmp_path):
     source = write_encoder(tmp_path / "source")
-    with pytest.raises(ConversionError, match="out.gguf"):
+    with pytest.raises(ConversionError, match="GGUF"):
         crosshead.fold(source, tmp_path / "out.gguf")
     with pytest.raises(ConversionError, match="encoder"):
         probe_layers(source)
