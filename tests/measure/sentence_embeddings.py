@@ -5,7 +5,8 @@ usage: python -P tests/measure/sentence_embeddings.py MODEL TEXT --out FILE
 MODEL is the folder of a BERT whose embeddings are the means over tokens, such as all-MiniLM-L6-v2. Conversions are
 calibrated on 1,000 sentences of the first half of TEXT, or on the default text, and compared on 500 sentences of the
 second half. One is trained, too: talking, whose start is the source, on the calibration sentences with the loss of
-SimCSE (dropout gives two embeddings of each sentence, which have to find each other).
+SimCSE (dropout gives two embeddings of each sentence, which have to find each other). This moves any model's
+embeddings, so the source is trained in the same way beside it.
 """
 
 import argparse
@@ -108,6 +109,7 @@ def main() -> None:
         rows[name] = {"mean": round(float(cosines.mean()), 5), "minimum": round(float(cosines.min()), 5), **further}
         print(json.dumps({name: rows[name]}), flush=True)
 
+    record("source, trained on sentences", source, loss=round(train(source, tokenizer, calibration), 5))
     with tempfile.TemporaryDirectory() as folder:
         text, made = Path(folder, "sentences.txt"), Path(folder, "made")
         text.write_text("\n".join(calibration), encoding="utf-8")
