@@ -6,8 +6,9 @@ from functools import wraps
 from operator import attrgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_outputs import (
+    ImageClassifierOutput,
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
     SequenceClassifierOutput,
@@ -15,6 +16,7 @@ from transformers.modeling_outputs import (
 )
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
+from .attention import CrossheadAttention
 from .model import CrossheadPreTrained
 
 ENCODER_CLASSES = {
@@ -25,6 +27,8 @@ ENCODER_CLASSES = {
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
 }
 """The Auto classes of text encoders -> the ending of our class's name."""
+IMAGE_CLASSES = {"AutoModel": "Model", "AutoModelForImageClassification": "ForImageClassification"}
+"""The same of vision transformers."""
 ENCODER_FIELDS = {
     "num_key_value_heads": "num_attention_heads",
     "attention_dropout": "attention_probs_dropout_prob",
@@ -36,6 +40,24 @@ ENCODER_FIELDS = {
 def alias(name: str) -> Any:
     """The name that the attention forward uses for a projection with another name in checkpoints."""
     return property(attrgetter(name))
+
+
+class IndexedAttention(nn.Module):
+    """Gives an index to a stock attention class that takes the config alone."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config)
+        self.layer_idx = layer_idx
+
+
+class EncoderAttention(CrossheadAttention):
+    """Attention in layers that pass the mask as second argument."""
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them."""
+        return super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
 
 
 @dataclass
@@ -51,6 +73,11 @@ class RouterOutput(ModelOutput):
 @dataclass
 class CrossheadMaskedLMOutput(RouterOutput, MaskedLMOutput):
     """A masked language model's output, and what its head routers did."""
+
+
+@dataclass
+class CrossheadImageClassifierOutput(RouterOutput, ImageClassifierOutput):
+    """An image classifier's output, and what its head routers did."""
 
 
 @dataclass

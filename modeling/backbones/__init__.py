@@ -1,18 +1,22 @@
 """The backbones, one file each: which stock classes it combines, and what is peculiar to it."""
 
 # ruff: noqa: F403
-from . import albert, bert, llama, qwen2, qwen3, qwen3_moe
+from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, vit
 from .albert import *
 from .bert import *
+from .deit import *
 from .llama import *
 from .qwen2 import *
 from .qwen3 import *
 from .qwen3_moe import *
+from .vit import *
 
 __all__: list[str] = []
 __all__ += albert.__all__
 __all__ += bert.__all__
+__all__ += deit.__all__
 __all__ += llama.__all__
 __all__ += qwen2.__all__
 __all__ += qwen3.__all__
 __all__ += qwen3_moe.__all__
+__all__ += vit.__all__

@@ -7,7 +7,6 @@ import transformers.models.albert.modeling_albert as stock
 from torch import Tensor, nn
 from transformers import AlbertConfig
 
-from ..attention import CrossheadAttention
 from ..configuration import LAYERS, MixersConfig
 from ..encoder import (
     ENCODER_CLASSES,
@@ -17,6 +16,8 @@ from ..encoder import (
     CrossheadSequenceClassifierOutput,
     CrossheadTask,
     CrossheadTokenClassifierOutput,
+    EncoderAttention,
+    IndexedAttention,
     alias,
     recording_forward,
     task_forward,
@@ -60,24 +61,16 @@ class CrossheadAlbertConfig(MixersConfig, AlbertConfig):
         return [self.layout_of_layer(0)] * (self.num_hidden_layers * self.inner_group_num)
 
 
-class StockAttention(stock.AlbertAttention):
-    """The stock attention with the arguments of other backbones."""
-
-    def __init__(self, config: Any, layer_idx: int) -> None:
-        super().__init__(config)
-        self.layer_idx = layer_idx
-
-
-class CrossheadAlbertAttention(CrossheadAttention, StockAttention):
+class CrossheadAlbertAttention(EncoderAttention, IndexedAttention, stock.AlbertAttention):
     """Its attention, with the dropout and the norm that follow it."""
 
     q_proj, k_proj, v_proj, o_proj = map(alias, ("query", "key", "value", "dense"))
 
-    def forward(  # type: ignore[override]  # called with other positional arguments
+    def forward(
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Normed outputs (B, T, hidden), and the attention weights where the implementation returns them."""
-        output, weights = super().forward(hidden_states, attention_mask=attention_mask, **kwargs)
+        output, weights = super().forward(hidden_states, attention_mask, **kwargs)
         return self.LayerNorm(hidden_states + self.output_dropout(output)), weights
 
 

@@ -30,8 +30,11 @@ BACKBONES: dict[str, str] = {
     "qwen3_moe": "Qwen3Moe",
     "bert": "Bert",
     "albert": "Albert",
+    "vit": "ViT",
+    "deit": "DeiT",
 }
 ENCODERS = ("bert", "albert")
+IMAGES = ("vit", "deit")
 
 ENCODER_SIZES: dict[str, Any] = {
     "num_labels": 2,
@@ -39,11 +42,19 @@ ENCODER_SIZES: dict[str, Any] = {
     "num_key_value_heads": None,
     "attention_probs_dropout_prob": 0.0,
 }
+IMAGE_SIZES: dict[str, Any] = {
+    **dict.fromkeys(("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")),
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+    "image_size": 16,
+    "patch_size": 8,
+}
 EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": None},  # Qwen2 has no such field: its head size is hidden_size / num_attention_heads
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "bert": ENCODER_SIZES,
     "albert": {**ENCODER_SIZES, "embedding_size": 16},
+    "vit": IMAGE_SIZES,
+    "deit": IMAGE_SIZES,
 }
 
 
@@ -95,6 +106,8 @@ OURS: list[Case] = [
     Case("bert", {"talking": {}}),
     Case("albert", EXPLICIT),
     Case("albert", {"differential": {}}),
+    Case("vit", MIXTURE),
+    Case("deit", {"talking": {}}),
 ]
 CASES: dict[str, Case] = {case.name: case for case in BASELINES + OURS}
 

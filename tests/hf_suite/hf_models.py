@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import transformers
-from hf_cases import CASES, ENCODERS, SIZES, Case
+from hf_cases import CASES, ENCODERS, IMAGES, SIZES, Case
 from hf_fetch import PACKAGE
 from transformers.models.auto import modeling_auto
 
@@ -26,6 +26,7 @@ HEADS: dict[str, Any] = {
     "ForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "ForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
+    "ForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }
 """The classes of models, and the tables in which the library's tests look up what kind of head a class carries."""
 
@@ -48,6 +49,8 @@ def class_of(case: Case, suffix: str) -> Any:
 
 def heads_of(case: Case) -> list[str]:
     """What the names of the case's classes end with."""
+    if case.backbone in IMAGES:
+        return ["Model", "ForImageClassification"]
     tasks = ["MaskedLM", "TokenClassification", "QuestionAnswering"] if case.backbone in ENCODERS else ["CausalLM"]
     return ["Model", "ForSequenceClassification", *(f"For{task}" for task in tasks)]
 
@@ -72,7 +75,9 @@ class Tester:
         self.hidden_size = SIZES["hidden_size"]
         self.num_hidden_layers = SIZES["num_hidden_layers"]
         self.num_attention_heads = SIZES["num_attention_heads"]
-        if case.backbone not in ENCODERS:
+        if case.backbone in IMAGES:  # patches, and one token of the class, of DeiT another of the teacher
+            self.seq_length = 4 + IMAGES.index(case.backbone) + 1
+        elif case.backbone not in ENCODERS:
             self.causal_lm_class = class_of(case, "ForCausalLM")
 
     def get_config(self) -> Any:
@@ -81,6 +86,8 @@ class Tester:
 
     def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, Any]]:
         """A config, and right-padded inputs: the first row has one token, the seventh and all after it are full."""
+        if self.case.backbone in IMAGES:
+            return self.get_config(), {"pixel_values": common.floats_tensor([self.batch_size, 3, 16, 16])}
         input_ids = common.ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
         attention_mask = common.torch.tril(common.torch.ones_like(input_ids))
         return self.get_config(), {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig
 
 
 @torch.no_grad()
@@ -16,8 +17,9 @@ def main(folder: Path) -> None:
     """Run the model once."""
     options = {"trust_remote_code": True, "attn_implementation": "eager"}
     served = AutoConfig.from_pretrained(folder / "model", **options).auto_map
-    auto_class = AutoModelForCausalLM if "AutoModelForCausalLM" in served else AutoModelForMaskedLM
-    model = auto_class.from_pretrained(folder / "model", **options).eval()
+    tasks = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification")
+    auto_class = next(task for task in tasks if task in served)
+    model = getattr(transformers, auto_class).from_pretrained(folder / "model", **options).eval()
     if not type(model).__module__.startswith("transformers_modules"):
         raise SystemExit(f"{type(model)} is not remote code")
     ids = load_file(folder / "inputs.safetensors")["ids"]

@@ -1,0 +1,68 @@
+"""ViT with mechanisms in its attention."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import transformers.models.vit.modeling_vit as stock
+from torch import nn
+from transformers import ViTConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+
+from ..configuration import MixersConfig
+from ..encoder import (
+    ENCODER_FIELDS,
+    IMAGE_CLASSES,
+    CrossheadImageClassifierOutput,
+    CrossheadTask,
+    EncoderAttention,
+    IndexedAttention,
+    recording_forward,
+    task_forward,
+)
+from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
+
+__all__ = ["CrossheadViTConfig", "CrossheadViTForImageClassification", "CrossheadViTModel"]
+
+
+class CrossheadViTConfig(MixersConfig, ViTConfig):
+    """`ViTConfig` plus `mixers`."""
+
+    model_type = "crosshead_vit"
+    class_prefix = "CrossheadViT"
+    auto_classes = IMAGE_CLASSES
+    attribute_map = ENCODER_FIELDS
+    mixers: dict[str, Any] | None = None
+
+
+class CrossheadViTAttention(EncoderAttention, IndexedAttention, stock.ViTAttention):
+    """Its attention."""
+
+
+class CrossheadViTPreTrainedModel(CrossheadPreTrained, stock.ViTPreTrainedModel):
+    """The common part of its models."""
+
+    config: CrossheadViTConfig
+    attention_class = CrossheadViTAttention
+    _can_record_outputs = {**stock.ViTPreTrainedModel._can_record_outputs, **RECORDERS}
+
+
+class CrossheadViTModel(CrossheadBackbone, CrossheadViTPreTrainedModel, stock.ViTModel):
+    """Its encoder."""
+
+    forward = recording_forward(stock.ViTModel.forward)
+
+    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+        return ((index, layer, "attention") for index, layer in enumerate(self.layers))
+
+
+class CrossheadViTForImageClassification(CrossheadTask, CrossheadViTPreTrainedModel, stock.ViTForImageClassification):
+    """Its image classifier."""
+
+    backbone_class = CrossheadViTModel
+    forward = task_forward(stock.ViTForImageClassification.forward, CrossheadImageClassifierOutput)
+
+
+# Checkpoints have the names of earlier releases of the library, which renames them for its own class.
+register_checkpoint_conversion_mapping(
+    "CrossheadViTModel", get_checkpoint_conversion_mapping("ViTModel") or [], overwrite=True
+)
