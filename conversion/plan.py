@@ -117,8 +117,8 @@ def make_plan(
     """
     created: dict[str, list[str]] = {}
     for name in sorted(shapes.keys() - source.entries.keys()):
-        names = attention_names(config, rewrites.layers[name])
-        created.setdefault(names.stored("o_proj.weight"), []).append(name)
+        output = attention_names(config, rewrites.layers[name]).stored("o_proj.weight")
+        created.setdefault(output, []).append(name)
     shards: dict[str, list[Step]] = {}
     replaced: dict[str, str] = {}
     for file, names in source.shards.items():

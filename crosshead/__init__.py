@@ -1,4 +1,4 @@
-"""Attention heads that work together, for models of the Llama, Qwen and BERT families.
+"""Attention heads that work together, for models of the Llama, Qwen, BERT and ViT families.
 
 Importing crosshead registers its configurations and models with the Auto classes of transformers.
 """

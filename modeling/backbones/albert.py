@@ -66,7 +66,7 @@ class CrossheadAlbertAttention(EncoderAttention, IndexedAttention, stock.AlbertA
 
     q_proj, k_proj, v_proj, o_proj = map(alias, ("query", "key", "value", "dense"))
 
-    def forward(
+    def forward(  # type: ignore[override]
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Normed outputs (B, T, hidden), and the attention weights where the implementation returns them."""

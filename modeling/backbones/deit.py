@@ -34,7 +34,7 @@ class CrossheadDeiTConfig(MixersConfig, DeiTConfig):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadDeiTAttention(EncoderAttention, IndexedAttention, stock.DeiTAttention):
+class CrossheadDeiTAttention(EncoderAttention, IndexedAttention, stock.DeiTAttention):  # type: ignore[misc]
     """Its attention."""
 
 
@@ -50,6 +50,11 @@ class CrossheadDeiTModel(CrossheadBackbone, CrossheadDeiTPreTrainedModel, stock.
     """Its encoder."""
 
     forward = recording_forward(stock.DeiTModel.forward)
+
+    def __init__(
+        self, config: CrossheadDeiTConfig, add_pooling_layer: bool = True, use_mask_token: bool = False
+    ) -> None:
+        super().__init__(config, add_pooling_layer=add_pooling_layer, use_mask_token=use_mask_token)
 
     def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
         return ((index, layer, "attention") for index, layer in enumerate(self.layers))

@@ -34,7 +34,7 @@ class CrossheadViTConfig(MixersConfig, ViTConfig):
     mixers: dict[str, Any] | None = None
 
 
-class CrossheadViTAttention(EncoderAttention, IndexedAttention, stock.ViTAttention):
+class CrossheadViTAttention(EncoderAttention, IndexedAttention, stock.ViTAttention):  # type: ignore[misc]
     """Its attention."""
 
 
@@ -50,6 +50,11 @@ class CrossheadViTModel(CrossheadBackbone, CrossheadViTPreTrainedModel, stock.Vi
     """Its encoder."""
 
     forward = recording_forward(stock.ViTModel.forward)
+
+    def __init__(
+        self, config: CrossheadViTConfig, add_pooling_layer: bool = True, use_mask_token: bool = False
+    ) -> None:
+        super().__init__(config, add_pooling_layer=add_pooling_layer, use_mask_token=use_mask_token)
 
     def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
         return ((index, layer, "attention") for index, layer in enumerate(self.layers))

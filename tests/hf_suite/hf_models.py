@@ -76,6 +76,7 @@ class Tester:
         self.num_hidden_layers = SIZES["num_hidden_layers"]
         self.num_attention_heads = SIZES["num_attention_heads"]
         if case.backbone in IMAGES:  # patches, and one token of the class, of DeiT another of the teacher
+            self.num_masks, self.mask_length = 2, 4
             self.seq_length = 4 + IMAGES.index(case.backbone) + 1
         elif case.backbone not in ENCODERS:
             self.causal_lm_class = class_of(case, "ForCausalLM")
@@ -104,6 +105,7 @@ class HFSuiteTest(*BASES):  # type: ignore[misc]
 
     all_model_classes = tuple(class_of(CASE, suffix) for suffix in heads_of(CASE))
     run_under_no_grad = False  # MemoryCleanupMixin: most of these tests need gradients
+    test_resize_embeddings = CASE.backbone not in IMAGES
     test_generation_tester_mixin_inheritance = None  # demands the generation mixin, which is not distributed
 
     def setUp(self) -> None:
