@@ -57,6 +57,15 @@ ENCODER_SIZES: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
     "hidden_dropout_prob": 0.0,
 }
+IMAGE_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_labels": 3,
+}
 EXTRA_SIZES |= {"Albert": {"embedding_size": 16, "classifier_dropout_prob": 0.0}}
 
 MECHANISM_CASES: dict[str, dict[str, Any]] = {

@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from crosshead.conversion.architectures.encoder_limits import LIMITS
+
 Content = Mapping[str, Any]
 
 
@@ -65,3 +67,22 @@ def streaming_table(report: Content) -> str:
         found = report[name]
         lines.append(f"| {told} | | {found['peak_bytes'] / 1e9:.2f} GB |")
     return "\n".join(lines) + "\n"
+
+
+def embedding_table(report: Content) -> str:
+    """The cosines of sentence embeddings."""
+    lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest |", "| --- | ---: | ---: |"]
+    lines += [f"| {name} | {found['mean']:.4f} | {found['minimum']:.4f} |" for name, found in report["cases"].items()]
+    lines.append("")
+    lines.append(
+        f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
+        "sentences are of the same text; the default text is Python's help texts. Trained: all weights, "
+        f"{report['steps']} steps with the loss of SimCSE, which moves the embeddings (`make measure-embeddings`)."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def limits_table() -> str:
+    """The conversions that encoders do not support."""
+    lines = ["| conversion | reason |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion_tables import folded_table, heads_table, streaming_table
+from conversion_tables import embedding_table, folded_table, heads_table, limits_table, streaming_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
-from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
@@ -157,25 +156,6 @@ def train_rows(report: Content) -> Rows:
 def _machine(report: Content) -> str:
     machine = report["machine"]
     return f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
-
-
-def embedding_table(report: Content) -> str:
-    """The cosines of sentence embeddings."""
-    lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest |", "| --- | ---: | ---: |"]
-    lines += [f"| {name} | {found['mean']:.4f} | {found['minimum']:.4f} |" for name, found in report["cases"].items()]
-    lines.append("")
-    lines.append(
-        f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
-        "sentences are of the same text; the default text is Python's help texts. Trained: all weights, "
-        f"{report['steps']} steps with the loss of SimCSE, which moves the embeddings (`make measure-embeddings`)."
-    )
-    return "\n".join(lines) + "\n"
-
-
-def limits_table() -> str:
-    """The conversions that encoders do not support."""
-    lines = ["| conversion | reason |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"
 
 
 SOURCES: Mapping[str, Result] = {

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -18,7 +19,7 @@ from transformers.masking_utils import eager_mask
 import crosshead
 from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
 from tiers import first, grid
-from toys import CASES, mixed_config, mixed_model, tokens
+from toys import CASES, IMAGE_SIZES, STOCK, mixed_config, mixed_model, tokens
 
 NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
 DISPATCHED = [case for case in CASES if "talking" not in case]
@@ -155,5 +156,8 @@ def test_continuous_batching(case: str) -> None:
 
 def test_families_are_registered() -> None:
     for config_class, models in crosshead.FAMILIES.items():
-        config = config_class(**mixed_config(config_class.__name__[9:-6], {}).to_dict())
-        assert type(AutoModelForCausalLM.from_config(config)) is models[1]
+        backbone = config_class.__name__[9:-6]
+        sizes = mixed_config(backbone, {}).to_dict() if backbone in STOCK else IMAGE_SIZES
+        auto_classes = [getattr(transformers, name) for name in config_class.auto_classes]
+        made = [type(auto_class.from_config(config_class(**sizes))) for auto_class in auto_classes]
+        assert made == [*models]

@@ -15,18 +15,9 @@ import oracles
 from oracle_arithmetic import LayerShape
 from oracle_layers import OUTPUT_TOLERANCE, oracle_view
 from tiers import grid
-from toys import ENCODER_CASES, NEUTRAL, lopsided
+from toys import ENCODER_CASES, IMAGE_SIZES, NEUTRAL, lopsided
 
 BACKBONES = ("ViT", "DeiT")
-SIZES: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 40,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 16,
-    "patch_size": 4,
-    "num_labels": 3,
-}
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
 CASES = ENCODER_CASES | {"a budget for each layer": {"mixture": {"active_heads": [3, 4], "shared_heads": 2}}}
@@ -35,7 +26,7 @@ for_each_case = pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CA
 
 def image_model(backbone: str, mixers: dict[str, Any], backend: str = "eager") -> Any:
     """A tiny image classifier of ours with lopsided weights."""
-    config = getattr(crosshead, f"Crosshead{backbone}Config")(**SIZES, mixers=mixers)
+    config = getattr(crosshead, f"Crosshead{backbone}Config")(**IMAGE_SIZES, mixers=mixers)
     config._attn_implementation = backend
     return lopsided(getattr(crosshead, f"Crosshead{backbone}ForImageClassification")(config)).eval()
 
@@ -61,7 +52,7 @@ def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
 @torch.no_grad()
 def test_neutral_start_is_the_stock_model(backbone: str, mechanism: str, tmp_path: Path) -> None:
     """The library writes the tensor names of its earlier releases; ours read them."""
-    config = getattr(transformers, f"{backbone}Config")(**SIZES)
+    config = getattr(transformers, f"{backbone}Config")(**IMAGE_SIZES)
     stock = lopsided(getattr(transformers, f"{backbone}ForImageClassification")(config)).eval()
     stock.save_pretrained(tmp_path)
     assert any(
