@@ -92,6 +92,7 @@ def test_logits_and_cache(backbone, name, tmp_path):
         return
     report, model = check(source, tmp_path / "out", groups, width)
     kept = report["kept_cache"]
+    assert model.config.architectures == [type(model).__name__]  # engines choose their class by it
     assert kept["model_type"] == model.config.model_type == ("llama" if width > 1 else backbone_type(backbone))
     assert kept["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
     share = groups * width / heads["num_key_value_heads"]
