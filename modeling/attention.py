@@ -31,6 +31,7 @@ class CrossheadAttention(nn.Module):
     scaling: float
     is_causal: bool
     sliding_window: int | None = None
+    rotate = staticmethod(apply_rotary_pos_emb)
     q_proj: Any
     k_proj: Any
     v_proj: Any
@@ -44,6 +45,7 @@ class CrossheadAttention(nn.Module):
         layout = shared_layout(settings, config.layout_of_layer(layer_idx))
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
         self.head_dim, self.value_dim, self.dropout_p = layout.head_dim, layout.value_dim, layout.dropout
+        self.key_dim = layout.head_dim
         self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
         self._resize(self.k_proj, layout.hidden_size, layout.key_components * layout.head_dim)
         self._resize(self.v_proj, layout.hidden_size, layout.value_components * layout.value_dim)
@@ -75,15 +77,14 @@ class CrossheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them.
 
-        Keys and values come from `key_value_states` where they are given (cross-attention), `position_bias`
-        (B or 1, H, T, S) is added to the logits.
+        Keys and values come from `key_value_states` if given; `position_bias` (B or 1, H, T, S) is added to logits.
         """
         input_shape = hidden_states.shape[:-1]
         source = hidden_states if key_value_states is None else key_value_states
         query = split_heads(self.q_proj(hidden_states), self.head_dim)
-        key = split_heads(self.k_proj(source), self.head_dim)
+        key = split_heads(self.k_proj(source), self.key_dim)
         value = split_heads(self.v_proj(source), self.value_dim)
-        state = AttentionState(hidden_states, source, query, key, value)
+        state = AttentionState(hidden_states, source, query, key, value, position_bias)
 
         mechanisms: Any = self.mixers
         for name in self.mapping_order:
@@ -91,12 +92,13 @@ class CrossheadAttention(nn.Module):
         if self.has_key_norm:
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
-            state.query, state.key = apply_rotary_pos_emb(state.query, state.key, *position_embeddings)
+            state.query, state.key = self.rotate(state.query, state.key, *position_embeddings)
         if past_key_values is not None:
             update_cache(state, past_key_values, self.layer_idx, self.wide_cache)
-        if position_bias is not None:
-            attention_mask = add_position_bias(attention_mask, position_bias, self.is_causal)
-        implementation = self._attention_function(state, attention_mask is not None, kwargs)
+        masked = attention_mask is not None or position_bias is not None
+        implementation = self._attention_function(state, masked, kwargs)
+        if state.position_bias is not None:
+            attention_mask = add_position_bias(attention_mask, state.position_bias, self.is_causal)
         for name in self.output_order:
             mechanisms[name].after_cache(state)
 

@@ -44,10 +44,8 @@ def head_map_init(weight: Tensor) -> Tensor:
 
 
 def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
-    """Logits (B, H, T, S) under an additive mask, or a boolean one that is True where a key is visible.
-
-    The result is widened: in half precision, the smallest number plus a logit would overflow to minus infinity.
-    """
+    """Logits (B, H, T, S) under an additive mask, or a boolean one that is True where a key is visible."""
+    # In half precision, the smallest number plus a logit would overflow to minus infinity.
     logits = logits.to(widened(logits.dtype))
     if mask is None:
         return logits
@@ -77,7 +75,7 @@ def wide_heads(x: Tensor, groups: int = 1) -> Tensor:
 
 def split_heads(x: Tensor, size: int) -> Tensor:
     """(B, S, heads * size), or (B, 1, S, heads * size) -> (B, heads, S, size)."""
-    return x.view(x.shape[0], x.shape[-2], -1, size).transpose(1, 2)
+    return x.view(x.shape[0], x.shape[-2], x.shape[-1] // size, size).transpose(1, 2)
 
 
 def repeat_heads(x: Tensor, heads: int) -> Tensor:

@@ -96,6 +96,7 @@ class AttentionState:
     key: Tensor
     """(B, heads, S, d)."""
     value: Tensor
+    position_bias: Tensor | None = None  # added to the mask, unless an attention function takes it
     key_side_data: dict[str, Tensor] = field(default_factory=dict)
     """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
     gates: Tensor | None = None

@@ -1,9 +1,8 @@
 """Talking-Heads: maps across heads on the attention logits and on the attention weights.
 
-`L = P_l J` over the query/key heads' logits, mask, softmax, `U = P_w W`, then values. The mask comes after the first
-map, never before. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads`
-differs from the number of heads). Dynamic terms add maps made from the query's input and from each key's input; the
-latter are cached with the keys.
+`L = P_l J` over the query/key heads' logits, position bias included, mask, softmax, `U = P_w W`, then values. The mask
+comes after the first map. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads`
+differs from the number of heads). Dynamic terms add maps made from the query's input and from each key's, cached ones.
 
 Under "eager", "crosshead_talking_eager" returns all weights; under "sdpa", "crosshead_talking" works in blocks, in
 memory that grows linearly with the sequence. Other implementations cannot mix heads.
@@ -132,7 +131,8 @@ class Talking(Mechanism):
             static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None
             made = self._dynamic(f"query_{stage}", state)
             maps += [static if static is None or made is None else static + made, self._dynamic(f"key_{stage}", state)]
-        state.attention_kwargs = {"head_maps": HeadMaps(*maps)}
+        state.attention_kwargs = {"head_maps": HeadMaps(*maps), "position_bias": state.position_bias}
+        state.position_bias = None
         if implementation in (None, "eager"):
             return "crosshead_talking_eager"
         return implementation if str(implementation).startswith("crosshead_talking") else "crosshead_talking"
@@ -174,13 +174,14 @@ def talking_eager_attention_forward(
     scaling: float,
     dropout: float = 0.0,
     head_maps: HeadMaps | None = None,
+    position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Logits, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
+    """Logits, position bias, map, mask, softmax, map, values; returns the weights after both maps (B, heads, T, S)."""
     if head_maps is None:
-        options = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return eager_attention_forward(module, query, key, value, attention_mask, **options)
+        return eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
     logits = attention_logits(query, key, scaling)
+    logits = logits if position_bias is None else logits + position_bias
     logits = mix_heads(head_maps.logits, head_maps.logits_by_key, logits.to(widened(logits.dtype)))
     weights = functional.softmax(apply_mask(logits, attention_mask), dim=-1)
     weights = mix_heads(head_maps.weights, head_maps.weights_by_key, weights).to(value.dtype)
@@ -200,14 +201,15 @@ def talking_attention_forward(
     operator: Callable[..., Tensor] = talking_blocks,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The same in blocks of queries, except for one query, dropout, `torch.func` and a mask with a gradient."""
+    """The same in blocks of queries, but for one query, dropout, `torch.func`, a bias, a mask with a gradient."""
     if head_maps is None:
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     queries, kind = query.shape[2], query.device.type
     learnt = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
-    if queries == 1 or learnt or kwargs.get("dropout") or under_torch_func():
+    biased = kwargs.get("position_bias") is not None
+    if queries == 1 or learnt or biased or kwargs.get("dropout") or under_torch_func():
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}

@@ -142,11 +142,11 @@ def attended(
 ) -> Tensor:
     """The weights of attention (B, H, T, S)."""
     logits = q @ k.mT / SIZE**0.5
+    logits = logits if call.bias is None else logits + call.bias
     if talking:
         made = call.inputs @ weights["mixers.talking.query_logits.weight"].T
         maps = weights["mixers.talking.logits.weight"] + made.unflatten(-1, (HEADS, HEADS))
         logits = torch.einsum("btij,bjts->bits", maps, logits)
-    logits = logits if call.bias is None else logits + call.bias
     found = logits.masked_fill(~call.seen, -torch.inf).softmax(-1)
     if talking:
         made = source @ weights["mixers.talking.key_weights.weight"].T
