@@ -28,7 +28,7 @@ FIVE: dict[str, Any] = {
 SIX: dict[str, Any] = {**FIVE, "gating": {}}
 LINES = {"talking": 1500}
 """Greatest number of lines in both files with one mechanism; of the others, 1,300."""
-FURTHER_LINES = {"Qwen3Moe": 80, "Bert": 45, "Albert": 100}
+FURTHER_LINES = {"Qwen3Moe": 85, "Bert": 45, "Albert": 100}
 """Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss; encoders: four task heads."""
 FIVE_LINES = 2300 + 75
 """Of the five mechanisms: 2,300, and version 2 of differential, and products of explicit on a GPU."""
