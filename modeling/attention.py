@@ -47,8 +47,10 @@ class CrossheadAttention(nn.Module):
         self.head_dim, self.value_dim, self.dropout_p = layout.head_dim, layout.value_dim, layout.dropout
         self.key_dim = layout.head_dim
         self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
-        self._resize(self.k_proj, layout.hidden_size, layout.key_components * layout.head_dim)
-        self._resize(self.v_proj, layout.hidden_size, layout.value_components * layout.value_dim)
+        self.num_key_value_groups = layout.query_heads // layout.key_value_heads
+        self._resize(self.q_proj, layout.hidden_size, layout.query_heads * layout.head_dim)
+        self._resize(self.k_proj, layout.hidden_size, layout.key_components * layout.head_dim, layout.projects_keys)
+        self._resize(self.v_proj, layout.hidden_size, layout.value_components * layout.value_dim, layout.projects_keys)
         self._resize(self.o_proj, layout.output_heads * layout.output_dim, layout.hidden_size)
         self.has_key_norm = layout.key_norm_eps is not None
         if layout.key_norm_eps is not None:
@@ -60,10 +62,10 @@ class CrossheadAttention(nn.Module):
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
         self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
-    def _resize(self, stock: Any, inputs: int, outputs: int) -> None:
-        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features) != (inputs, outputs):
+    def _resize(self, stock: Any, inputs: int, outputs: int, wanted: bool = True) -> None:
+        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features, True) != (inputs, outputs, wanted):
             name = next(name for name, module in self.named_children() if module is stock)
-            setattr(self, name, nn.Linear(inputs, outputs, bias=stock.bias is not None))
+            setattr(self, name, nn.Linear(inputs, outputs, stock.bias is not None) if wanted else nn.Identity())
 
     def forward(
         self,

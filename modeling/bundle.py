@@ -72,7 +72,7 @@ def code_files(config: Any) -> dict[str, str]:
     """File name -> text of the code that a configuration needs."""
     own = next(each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones."))
     backbone = own.__module__.rsplit(".", 1)[1]
-    prefix, mechanisms = str(config.class_prefix), tuple(config.mixers or ())
+    prefix, mechanisms = str(config.class_prefix), tuple(config.mechanisms())
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
     first = bundle.closure([bundle.config_class], calling=False)
     models = [f"{prefix}{ending}" for ending in config.auto_classes.values()]

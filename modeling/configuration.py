@@ -150,11 +150,16 @@ class MixersConfig(ConfigBase):
             norm_eps=self.rms_norm_eps,
             key_norm_eps=self.rms_norm_eps if self.has_key_norm else None,
             dropout=self.attention_dropout or 0.0,
+            is_rotary=hasattr(self, "rope_parameters"),
         )
 
     def layouts(self) -> list[HeadLayout]:
         """The shape of each layer."""
         return [self.layout_of_layer(layer) for layer in range(self.num_hidden_layers)]
+
+    def mechanisms(self) -> dict[str, Settings]:
+        """The mechanisms that the model has in any layer, with their options."""
+        return self.mixers or {}
 
     def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
         """The mechanisms of one layer with their complete options, in the order they apply."""
@@ -168,7 +173,7 @@ class MixersConfig(ConfigBase):
 
     def attention_plan(self) -> dict[str, str]:
         """The stock plan for attention in engines, which split heads, where every mechanism can be split."""
-        split = all(RULES[name].splits_heads(options) for name, options in (self.mixers or {}).items())
+        split = all(RULES[name].splits_heads(options) for name, options in self.mechanisms().items())
         plan = (super().base_model_tp_plan or {}) if split and self._attn_implementation in ENGINES else {}
         return {module: style for module, style in plan.items() if ".self_attn." in module}
 

@@ -3,20 +3,25 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import (
     ImageClassifierOutput,
     MaskedLMOutput,
     QuestionAnsweringModelOutput,
+    Seq2SeqLMOutput,
+    Seq2SeqModelOutput,
     SequenceClassifierOutput,
     TokenClassifierOutput,
 )
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from .attention import CrossheadAttention
+from .mechanisms.base import AuxiliaryLoss
 from .model import CrossheadPreTrained
 
 ENCODER_CLASSES = {
@@ -95,14 +100,24 @@ class CrossheadQuestionAnsweringOutput(RouterOutput, QuestionAnsweringModelOutpu
     """A question answering model's output, and what its head routers did."""
 
 
+@dataclass
+class CrossheadSeq2SeqModelOutput(RouterOutput, Seq2SeqModelOutput):
+    """The output of an encoder and a decoder, and what their head routers did."""
+
+
+@dataclass
+class CrossheadSeq2SeqLMOutput(RouterOutput, Seq2SeqLMOutput):
+    """A sequence-to-sequence language model's output, and what its head routers did."""
+
+
 def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A stock backbone's forward that also appends its output and its mask to the list `backbone_outputs`."""
+    """A stock backbone's forward that also appends itself, its output and its mask to `backbone_outputs`."""
 
     @wraps(forward)
     def record(self: Any, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any) -> Any:
         outputs = forward(self, *inputs, **kwargs)
         if backbone_outputs is not None:
-            backbone_outputs.append((outputs, kwargs.get("attention_mask")))
+            backbone_outputs.append((self, outputs, kwargs.get("attention_mask")))
         return outputs
 
     return record
@@ -120,17 +135,26 @@ def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) 
         backbone_outputs: list[Any] = []
         kwargs = {**kwargs, **recorded, "backbone_outputs": backbone_outputs, "return_dict": True}
         outputs: Any = output_class(**forward(self, *inputs, **kwargs))
-        of_backbone, attention_mask = backbone_outputs[0]
-        if outputs.loss is not None or output_head_router_scores:
-            for name, value, weight in self._auxiliary_losses(of_backbone, attention_mask):
-                outputs[name] = value
-                if outputs.loss is not None:
-                    outputs.loss = outputs.loss + weight * value.to(outputs.loss.device)
+        if outputs.get("loss") is not None or output_head_router_scores:
+            _add_losses(outputs, backbone_outputs)
         if output_head_router_scores:
-            outputs.head_router_scores = of_backbone.get("head_router_scores")
+            scores = [of_backbone.get("head_router_scores") or () for _, of_backbone, _ in backbone_outputs]
+            outputs.head_router_scores = tuple(chain.from_iterable(scores)) or None
         return outputs
 
     return with_losses
+
+
+def _add_losses(outputs: Any, backbone_outputs: list[Any]) -> None:
+    """Add the losses of mechanisms: of an encoder and a decoder, their mean."""
+    losses: dict[str, list[AuxiliaryLoss]] = {}
+    for backbone, of_backbone, attention_mask in backbone_outputs:
+        for each in backbone._auxiliary_losses(of_backbone, attention_mask):
+            losses.setdefault(each.name, []).append(each)
+    for name, parts in losses.items():
+        outputs[name] = torch.stack([part.value.to(parts[0].value.device) for part in parts]).mean()
+        if outputs.get("loss") is not None:
+            outputs.loss = outputs.loss + parts[0].weight * outputs[name].to(outputs.loss.device)
 
 
 class CrossheadTask(CrossheadPreTrained):

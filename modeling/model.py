@@ -72,10 +72,10 @@ class CrossheadPreTrained(ModelBase):
 
     def _recorded(self) -> list[str]:
         """The fields that this model's mechanisms record."""
-        return [each for name in self.config.mixers for each in MECHANISMS[name].recorded]
+        return [each for name in self.config.mechanisms() for each in MECHANISMS[name].recorded]
 
     def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
-        for name in self.config.mixers:
+        for name in self.config.mechanisms():
             if (loss := MECHANISMS[name].auxiliary_loss(outputs, self.config, attention_mask)) is not None:
                 yield loss
 
@@ -94,7 +94,7 @@ class CrossheadPreTrained(ModelBase):
         # Before the library looks for kernels on the Hub; it knows what to say of other names.
         name = attn_implementation or "sdpa"
         if name in ALL_ATTENTION_FUNCTIONS.valid_keys() or "/" in name:
-            for mechanism, settings in self.config.mixers.items():
+            for mechanism, settings in self.config.mechanisms().items():
                 MECHANISMS[mechanism].check_implementation(name, settings)
         return super()._check_and_adjust_attn_implementation(attn_implementation, *arguments, **options)
 

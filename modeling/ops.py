@@ -70,7 +70,7 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def wide_heads(x: Tensor, groups: int = 1) -> Tensor:
     """(B, heads, S, d) -> (B, groups, S, heads / groups * d); a view where the cache holds them as one wide head."""
-    return x.reshape(x.shape[0], groups, -1, *x.shape[2:]).transpose(2, 3).flatten(3)
+    return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]).transpose(2, 3).flatten(3)
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:

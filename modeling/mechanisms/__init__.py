@@ -1,6 +1,7 @@
 """The table of mechanisms."""
 
 from .base import Mechanism, Rules
+from .bilinear import Bilinear
 from .differential import Differential
 from .explicit import Explicit
 from .gating import Gating
@@ -15,6 +16,7 @@ MECHANISMS: dict[str, type[Mechanism]] = {
     "talking": Talking,
     "differential": Differential,
     "gating": Gating,
+    "bilinear": Bilinear,
 }
 """The name in a config's `mixers` -> the mechanism."""
 RULES: dict[str, type[Rules]] = {name: mechanism.rules for name, mechanism in MECHANISMS.items()}

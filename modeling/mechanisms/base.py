@@ -46,6 +46,10 @@ class HeadLayout:
     key_components: int = 0
     """Heads of the key projection."""
     value_components: int = 0
+    is_rotary: bool = True
+    """Rotary positions turn queries and keys."""
+    projects_keys: bool = True
+    """Keys and values are projected; else they are the layer's input."""
     combines_keys: bool = False
     """Keys that are normed are combinations: `k_norm` only multiplies by its weight, a mechanism divides."""
 

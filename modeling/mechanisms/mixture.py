@@ -175,7 +175,7 @@ class Mixture(Mechanism):
                 f"{len(selected)}: for a truncated model, set num_hidden_layers and mixers.mixture.layers accordingly"
             )
         value = balance_loss(scores, selected, attention_mask)
-        return AuxiliaryLoss("balance_loss", value, config.mixers["mixture"]["balance_weight"])
+        return AuxiliaryLoss("balance_loss", value, config.mechanisms()["mixture"]["balance_weight"])
 
 
 def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_mask: Tensor | None) -> Tensor:

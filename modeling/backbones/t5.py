@@ -1,0 +1,232 @@
+"""T5 with mechanisms in its attention: the encoder, the decoder and cross-attention have mechanisms of their own."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import transformers.initialization as init
+import transformers.models.t5.modeling_t5 as stock
+from torch import Tensor, nn
+from transformers import T5Config
+from transformers.cache_utils import EncoderDecoderCache
+
+from ..attention import CrossheadAttention
+from ..configuration import MixersConfig, complete_mixers, layer_settings
+from ..encoder import (
+    CrossheadSeq2SeqLMOutput,
+    CrossheadSeq2SeqModelOutput,
+    alias,
+    recording_forward,
+    task_forward,
+)
+from ..mechanisms.base import HeadLayout, ParameterModule, Settings
+from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
+from ..options import refuse, unknown
+
+__all__ = ["CrossheadT5Config", "CrossheadT5EncoderModel", "CrossheadT5ForConditionalGeneration", "CrossheadT5Model"]
+ENCODER, DECODER, CROSS = "encoder", "decoder", "cross"
+PARTS = (ENCODER, DECODER, CROSS)
+"""Self-attention of the encoder, self-attention of the decoder, and the decoder's attention to the encoder."""
+
+
+class CrossheadT5Config(MixersConfig, T5Config):
+    """`T5Config` plus `mixers`: a mapping of part to its mechanisms, or of mechanisms for every part."""
+
+    model_type = "crosshead_t5"
+    class_prefix = "CrossheadT5"
+    auto_classes = {
+        "AutoModel": "Model",
+        "AutoModelForSeq2SeqLM": "ForConditionalGeneration",
+        "AutoModelForTextEncoding": "EncoderModel",
+    }
+    attribute_map = T5Config.attribute_map | {
+        "num_key_value_heads": "num_heads",
+        "attention_dropout": "dropout_rate",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    mixers: dict[str, Any] | None = None
+
+    def places(self) -> list[tuple[str, int]]:
+        """The part and the layer of each attention, in the order of the forward pass of this model or stack."""
+        encoder = [] if self.is_decoder else [(ENCODER, layer) for layer in range(self.num_layers)]
+        layers = range(self.num_decoder_layers if self.is_decoder or self.is_encoder_decoder else 0)
+        return encoder + [(part, layer) for layer in layers for part in (DECODER, CROSS)]
+
+    def check_mixers(self) -> None:
+        """Bring `mixers` into its complete form, with the three parts."""
+        given: Any = {} if self.mixers is None else self.mixers
+        if isinstance(given, Mapping) and not any(part in PARTS for part in given):
+            given = dict.fromkeys(PARTS, given)
+        if not isinstance(given, Mapping):
+            raise refuse("mixers", given, "use a mapping of mechanism to options, or of part to such a mapping")
+        for part in given:
+            if part not in PARTS:
+                raise unknown("mixers", "part of the model", part, list(PARTS))
+        layouts: dict[str, list[HeadLayout]] = {part: [] for part in PARTS}
+        for place, (part, _) in enumerate(self.places()):
+            layouts[part].append(self.layout_of_layer(place))
+        self.mixers = {part: self._complete(part, given.get(part), layouts[part]) for part in PARTS}
+        weights = {
+            part: self.mixers[part]["mixture"]["balance_weight"] for part in PARTS if "mixture" in self.mixers[part]
+        }
+        for part, weight in weights.items():
+            if weight != next(iter(weights.values())):
+                raise refuse(f"mixers.{part}.mixture.balance_weight", weight, "use one value for all parts")
+
+    def _complete(self, part: str, mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
+        if not layouts:  # a part that this stack does not have; it was checked with the whole model
+            return mixers or {}
+        try:
+            return complete_mixers({} if mixers is None else mixers, layouts)
+        except ValueError as error:
+            raise ValueError(f"mixers.{part}: {error}") from None
+
+    def mechanisms(self) -> dict[str, Settings]:
+        """The mechanisms of any part, with the options of the first that has them."""
+        return {
+            name: options for part in reversed(PARTS) for name, options in (self.mixers or {}).get(part, {}).items()
+        }
+
+    def mixers_of_layer(self, layer: int) -> dict[str, Settings]:
+        """The mechanisms of one attention, by its place in the forward pass."""
+        part, inner = self.places()[layer]
+        return layer_settings((self.mixers or {})[part], inner)
+
+    def layout_of_layer(self, layer: int) -> HeadLayout:
+        """The shape of one attention, by its place in the forward pass."""
+        return super().layout_of_layer(self.places()[layer][1])
+
+    def layouts(self) -> list[HeadLayout]:
+        """The shape of each attention."""
+        return [self.layout_of_layer(place) for place in range(len(self.places()))]
+
+
+class PlacedModule(nn.Module):
+    """Gives the stock attention class what follows from its place: position biases and the direction."""
+
+    def __init__(self, config: CrossheadT5Config, layer_idx: int) -> None:
+        part, layer = config.places()[layer_idx]
+        biased = layer == 0 and part != CROSS
+        super().__init__(config, has_relative_attention_bias=biased, layer_idx=layer, is_causal=part == DECODER)
+
+
+class StoredKeys:
+    """A cache of keys and values that are complete: an update adds nothing."""
+
+    def __init__(self, cache: Any) -> None:
+        self.layers = cache.layers
+
+    def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
+        """What the layer has stored."""
+        return self.layers[layer_idx].keys, self.layers[layer_idx].values
+
+
+class CrossheadT5Attention(CrossheadAttention, PlacedModule, stock.T5Attention):  # type: ignore[misc]
+    """Its attention."""
+
+    q_proj, k_proj, v_proj, o_proj = map(alias, "qkvo")
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        position_bias: Tensor | None = None,
+        past_key_values: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Attention outputs, the position bias for the layers that follow, and the attention weights if returned."""
+        cache = past_key_values
+        if isinstance(past_key_values, EncoderDecoderCache):
+            cache = past_key_values.self_attention_cache
+            if key_value_states is not None:
+                cache = past_key_values.cross_attention_cache
+                if past_key_values.is_updated.get(self.layer_idx):
+                    cache, key_value_states = StoredKeys(cache), key_value_states[:, :0]
+                past_key_values.is_updated[self.layer_idx] = True
+        if position_bias is None and self.has_relative_attention_bias:
+            position_bias = self._position_bias(hidden_states.shape[1], cache)
+        output, weights = super().forward(hidden_states, None, mask, cache, key_value_states, position_bias, **kwargs)
+        return output, position_bias, weights
+
+    def _position_bias(self, queries: int, cache: Any) -> Tensor:
+        """(1, H, T, S), from the distance of each key."""
+        if cache is None:
+            return self.compute_bias(queries, queries)
+        past = cache.get_seq_length(self.layer_idx)
+        past = past.clone() if isinstance(past, Tensor) else past  # a static cache changes it in place
+        keys, _ = cache.get_mask_sizes(queries, self.layer_idx)
+        return self.compute_bias(queries, keys, past_seen_tokens=past)
+
+
+class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
+    """The common part of its models."""
+
+    config: CrossheadT5Config
+    attention_class = CrossheadT5Attention
+    _supports_flex_attn = False  # position biases are part of the mask
+    _can_record_outputs = {**stock.T5PreTrainedModel._can_record_outputs, **RECORDERS}
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """As the stock class, but by the sizes of the layer; parameters of mechanisms by the hidden size."""
+        factor, width = self.config.initializer_factor, self.config.d_model
+        if isinstance(module, ParameterModule):
+            module.initialise(factor * width**-0.5)
+        if not isinstance(module, CrossheadT5Attention):
+            return None if isinstance(module, ParameterModule) else super()._init_weights(module)
+        fans = {"q": width * module.head_dim, "k": width, "v": width, "o": getattr(module.o, "in_features", width)}
+        weights = {getattr(getattr(module, name), "weight", None): fan for name, fan in fans.items()}
+        if module.has_relative_attention_bias:
+            weights[module.relative_attention_bias.weight] = width
+        for weight, fan in weights.items():
+            if weight is not None:
+                init.normal_(weight, mean=0.0, std=factor * fan**-0.5)
+
+
+class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5Stack):
+    """Its encoder or its decoder."""
+
+    forward = recording_forward(stock.T5Stack.forward)
+
+    def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
+        places = [(block.layer[0], "SelfAttention") for block in self.block]
+        if self.config.is_decoder:
+            cross = [(block.layer[1], "EncDecAttention") for block in self.block]
+            places = [each for pair in zip(places, cross, strict=True) for each in pair]
+        return ((index, parent, name) for index, (parent, name) in enumerate(places))
+
+
+class CrossheadT5Whole(CrossheadT5PreTrainedModel):
+    """The stock models, with stacks of ours."""
+
+    accepts_loss_kwargs = False  # a loss is the mean over its own call
+
+    def __init__(self, config: CrossheadT5Config) -> None:
+        self._check_config(config)
+        super().__init__(config)
+
+    def post_init(self) -> None:
+        """Replace the stacks before the initial values are set."""
+        for name in (ENCODER, DECODER):
+            if hasattr(self, name):
+                config = getattr(self, name).config
+                config.is_encoder_decoder = name == DECODER  # the encoder's config has no place in a decoder
+                setattr(self, name, CrossheadT5Stack(config))
+        super().post_init()
+
+
+class CrossheadT5Model(CrossheadT5Whole, stock.T5Model):
+    """Its encoder and decoder."""
+
+    forward = task_forward(stock.T5Model.forward, CrossheadSeq2SeqModelOutput)
+
+
+class CrossheadT5ForConditionalGeneration(CrossheadT5Whole, stock.T5ForConditionalGeneration):
+    """Its sequence-to-sequence language model."""
+
+    forward = task_forward(stock.T5ForConditionalGeneration.forward, CrossheadSeq2SeqLMOutput)
+
+
+class CrossheadT5EncoderModel(CrossheadT5Whole, stock.T5EncoderModel):
+    """Its encoder alone."""

@@ -1,0 +1,45 @@
+"""General bilinear multi-head attention (GBMA): heads with full matrices instead of factors.
+
+`L_h = X P_h M^T`, mask, softmax, `Y = sum_h W_h M Q_h`, for queries of `X` and keys and values of `M`. `q_proj` holds
+`P` (each head has as many features as `M`) and `o_proj` holds `Q`; there is no key and no value projection, the inputs
+`M` are the keys and the values of all heads. The cache holds them once. Multi-head attention is the case
+`P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h`; talking-heads sums such products over heads, weighted by its maps.
+
+Paper: "Talking-Heads Attention", section 6.
+"""
+
+from dataclasses import replace
+
+from ..options import refuse
+from .base import HeadLayout, Mechanism, Rules, Settings
+
+
+class BilinearRules(Rules):
+    """It has no options."""
+
+    options = {}
+
+    @classmethod
+    def check(cls, settings: Settings, layout: HeadLayout, layer: dict[str, Settings]) -> None:
+        """Nothing else maps queries, keys and values, and no position rotates them."""
+        if layout.is_rotary:
+            raise refuse(
+                "mixers.bilinear", settings, "its keys are the layer's input, which rotary positions would turn"
+            )
+        for other in layer:
+            if other not in ("bilinear", "mixture", "gating"):
+                reason = "'bilinear' has no projected keys and values: combine it with 'mixture' or 'gating' alone"
+                raise refuse(f"mixers.{other}", layer[other], reason)
+
+    @classmethod
+    def reshape(cls, settings: Settings, layout: HeadLayout) -> HeadLayout:
+        """One key and value head with the features of the input."""
+        size = layout.hidden_size
+        layout = replace(layout, head_dim=size, value_dim=size, output_dim=size, key_value_heads=1)
+        return replace(layout, key_components=1, value_components=1, projects_keys=False)
+
+
+class Bilinear(Mechanism):
+    """It has no parameters beside the projections of the layer."""
+
+    rules = BilinearRules
