@@ -19,7 +19,10 @@ Sides = dict[str, Heads]  # "query", "key", "value"
 
 @dataclass(frozen=True)
 class LayerShape:
-    """The sizes of one attention layer. `layer_index` counts from 0; `norm_eps` is the eps of every RMSNorm."""
+    """The sizes of one attention layer. `layer_index` counts from 0; `norm_eps` is the eps of every RMSNorm.
+
+    Logits are divided by the root of the head size, unless the backbone does not scale them.
+    """
 
     query_heads: int
     key_value_heads: int
@@ -27,6 +30,7 @@ class LayerShape:
     layer_index: int
     norm_eps: float
     has_qk_norm: bool
+    is_scaled: bool = True
 
 
 def linear(vector: Tensor, weights: Weights, name: str) -> Tensor:

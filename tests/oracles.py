@@ -150,6 +150,22 @@ def mixture(
     return probabilities, torch.stack(on[shared:]), torch.stack(gates)
 
 
+def bilinear(inputs: Tensor, source: Tensor, p: Tensor, q: Tensor, allowed: Tensor, bias: Tensor) -> Tensor:
+    """GBMA, section 6 of Talking-Heads: outputs (T, d_Y) of one sequence.
+
+    `p` is (d_X, d_M, h), `q` (d_M, d_Y, h), `allowed` (T, S), `bias` (h, T, S).
+    """
+    outputs = []
+    for t in range(inputs.shape[0]):
+        output = inputs.new_zeros(q.shape[1])
+        for head in range(p.shape[2]):
+            logits = [inputs[t] @ p[:, :, head] @ source[s] + bias[head, t, s] for s in range(source.shape[0])]
+            row = softmax_over_allowed(torch.stack(logits), allowed[t])
+            output = output + add(row[s] * (source[s] @ q[:, :, head]) for s in range(source.shape[0]))
+        outputs.append(output)
+    return torch.stack(outputs)
+
+
 def gating(outputs: list[Tensor], token_input: Tensor, weights: Weights) -> list[Tensor]:
     """Headwise gates: each head's output times `2 sigmoid(x G)`; the factor 2 is crosshead's own."""
     gates = 2 * torch.sigmoid(weights["mixers.gating.gate.weight"] @ token_input)
@@ -172,21 +188,31 @@ def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
 
 
 def attend(
-    t: int, inputs: Tensor, sides: Sides, weights: Weights, shape: LayerShape, mixers: Mixers, allowed: Tensor
+    t: int,
+    inputs: Tensor,
+    source: Tensor,
+    sides: Sides,
+    weights: Weights,
+    shape: LayerShape,
+    mixers: Mixers,
+    allowed: Tensor,
+    bias: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Attention of query token `t`: the head outputs, and each head's weights (S,) that multiply the values."""
     queries, keys, values = sides["query"], sides["key"], sides["value"]
-    group = shape.query_heads // shape.key_value_heads
+    group = shape.query_heads if "bilinear" in mixers else shape.query_heads // shape.key_value_heads
     version = mixers["differential"]["version"] if "differential" in mixers else 0
 
     pairs = []  # one list of per-head logits for every key
     for s in range(len(keys)):
         logits = []
         for head in range(shape.query_heads):
-            source = 2 * (head // 2 // group) + head % 2 if version == 1 else head // group
-            logits.append(torch.dot(queries[t][head], keys[s][source]) / math.sqrt(shape.head_dim))
+            read = 2 * (head // 2 // group) + head % 2 if version == 1 else head // group
+            logit = torch.dot(queries[t][head], keys[s][read])
+            logit = logit / math.sqrt(shape.head_dim) if shape.is_scaled else logit
+            logits.append(logit if bias is None else logit + bias[head, t, s])
         if "talking" in mixers:
-            logits = talking(logits, "logits", inputs[t], inputs[s], weights, mixers["talking"])
+            logits = talking(logits, "logits", inputs[t], source[s], weights, mixers["talking"])
         pairs.append(logits)
 
     rows = []  # one vector of weights over the keys for every softmax head
@@ -196,7 +222,7 @@ def attend(
         mixed = []
         for s in range(len(keys)):
             per_head = [row[s] for row in rows]
-            mixed.append(talking(per_head, "weights", inputs[t], inputs[s], weights, mixers["talking"]))
+            mixed.append(talking(per_head, "weights", inputs[t], source[s], weights, mixers["talking"]))
         rows = [torch.stack([mixed[s][head] for s in range(len(keys))]) for head in range(shape.query_heads)]
 
     if version == 2:
@@ -207,13 +233,33 @@ def attend(
     return [add(rows[head][s] * values[s][head // group] for s in range(len(values))) for head in heads], rows
 
 
+def project_sides(inputs: Tensor, source: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers) -> Sides:
+    """Queries of the inputs, keys and values of the source; those of the bilinear form are the source itself."""
+    if "bilinear" in mixers:
+        tokens = [[token] for token in source]
+        return {"query": project(inputs, weights, "q_proj", inputs.shape[1]), "key": tokens, "value": tokens}
+    of_values = shape.head_dim // 2 if mixers.get("differential", {}).get("half_values") else shape.head_dim
+    return {
+        "query": project(inputs, weights, "q_proj", shape.head_dim),
+        "key": project(source, weights, "k_proj", shape.head_dim),
+        "value": project(source, weights, "v_proj", of_values),
+    }
+
+
 def sequence_layer(
-    inputs: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers, cos: Tensor, sin: Tensor, allowed: Tensor
+    inputs: Tensor,
+    weights: Weights,
+    shape: LayerShape,
+    mixers: Mixers,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    allowed: Tensor,
+    source: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """`attention_layer` for one sequence: every argument and result without its batch dimension."""
-    sides = {side: project(inputs, weights, f"{side[0]}_proj", shape.head_dim) for side in ("query", "key", "value")}
-    if mixers.get("differential", {}).get("half_values"):
-        sides["value"] = project(inputs, weights, "v_proj", shape.head_dim // 2)
+    source = inputs if source is None else source
+    sides = project_sides(inputs, source, weights, shape, mixers)
 
     router_queries = sides["query"]
     for name, options in mixers.items():
@@ -232,10 +278,11 @@ def sequence_layer(
         if shape.has_qk_norm:
             scale = weights[f"{side[0]}_norm.weight"]
             sides[side] = [[rms_norm(vector, shape.norm_eps, scale) for vector in token] for token in sides[side]]
-        sides[side] = [[rotate(vector, cos[t], sin[t]) for vector in token] for t, token in enumerate(sides[side])]
+        if cos is not None and sin is not None:
+            sides[side] = [[rotate(vector, cos[t], sin[t]) for vector in token] for t, token in enumerate(sides[side])]
     results, used, routing = [], [], []
     for t in range(inputs.shape[0]):
-        outputs, rows = attend(t, inputs, sides, weights, shape, mixers, allowed)
+        outputs, rows = attend(t, inputs, source, sides, weights, shape, mixers, allowed, bias)
         for name, options in mixers.items():
             if name == "explicit" and options["norm"]:
                 scale = weights["mixers.explicit.norm.weight"]
@@ -255,17 +302,30 @@ def sequence_layer(
 
 
 def attention_layer(
-    inputs: Tensor, weights: Weights, shape: LayerShape, mixers: Mixers, cos: Tensor, sin: Tensor, allowed: Tensor
+    inputs: Tensor,
+    weights: Weights,
+    shape: LayerShape,
+    mixers: Mixers,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    allowed: Tensor,
+    source: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """One attention layer with its mechanisms: the output (B, T, hidden) and what was seen on the way.
 
     `inputs` is (B, T, hidden); `weights` has the state dict's names relative to the attention module; `mixers` maps
     a mechanism to its complete options, in the order of the config; `cos` and `sin` are (B, T, d); `allowed` is
-    (B, T, S) and True where a query may look at a key. The extras are "weights" (B, H, T, S) and, with mixture,
-    "probabilities" and "selected" (B, T, R) and "gates" (B, T, heads).
+    (B, T, S) and True where a query may look at a key; `source` (B, S, hidden) is what keys and values are made from
+    in cross-attention; `bias` (H, T, S) is added to the logits. The extras are "weights" (B, H, T, S) and, with
+    mixture, "probabilities" and "selected" (B, T, R) and "gates" (B, T, heads).
     """
     batch = range(inputs.shape[0])
-    found = [sequence_layer(inputs[b], weights, shape, mixers, cos[b], sin[b], allowed[b]) for b in batch]
+    found = []
+    for b in batch:
+        of_sequence = [None if x is None else x[b] for x in (cos, sin, source)]
+        options = {"source": of_sequence[2], "bias": bias}
+        found.append(sequence_layer(inputs[b], weights, shape, mixers, *of_sequence[:2], allowed[b], **options))
     extras = {name: torch.stack([found[b][1][name] for b in batch]) for name in found[0][1]}
     return torch.stack([found[b][0] for b in batch]), extras
 
@@ -277,4 +337,5 @@ ORACLES: dict[str, Callable[..., Any]] = {
     "talking": talking,
     "differential": differential,
     "gating": gating,
+    "bilinear": bilinear,
 }

@@ -19,6 +19,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 
 import crosshead
@@ -33,6 +35,7 @@ STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Qwen3Moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "Bert": (BertConfig, BertForMaskedLM),
     "Albert": (AlbertConfig, AlbertForMaskedLM),
+    "T5": (T5Config, T5ForConditionalGeneration),
 }
 SIZES: dict[str, Any] = {
     "vocab_size": 61,
@@ -57,6 +60,16 @@ ENCODER_SIZES: dict[str, Any] = {
     "attention_probs_dropout_prob": 0.0,
     "hidden_dropout_prob": 0.0,
 }
+T5_SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 40,
+    "num_layers": 2,
+    "num_heads": 4,
+    "dropout_rate": 0.0,
+    "decoder_start_token_id": 0,
+}
 IMAGE_SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 40,
@@ -77,7 +90,10 @@ MECHANISM_CASES: dict[str, dict[str, Any]] = {
     },
     "differential": {"differential": {}},
 }
-MECHANISM_CASES |= {name: {name: {}} for name in crosshead.MECHANISMS if name not in MECHANISM_CASES}
+NOT_ROTARY = ("bilinear",)
+"""Mechanisms for backbones without rotary positions."""
+OF_DECODERS = tuple(name for name in crosshead.MECHANISMS if name not in NOT_ROTARY)
+MECHANISM_CASES |= {name: {name: {}} for name in OF_DECODERS if name not in MECHANISM_CASES}
 """One telling configuration per mechanism; a new one runs with its defaults until it has an entry."""
 COMPOSITIONS: dict[str, dict[str, Any]] = {
     "knocking+mixture": {
@@ -97,7 +113,9 @@ COMPOSITIONS: dict[str, dict[str, Any]] = {
     "paired queries": {"differential": {"version": 2}, "knocking": {"on": ["query", "value"]}},
 }
 CASES = MECHANISM_CASES | COMPOSITIONS
-ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name in crosshead.MECHANISMS} | {
+ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name in OF_DECODERS} | {
+    "bilinear": {"bilinear": {}},
+    "bilinear+mixture": {"bilinear": {}, "mixture": {"shared_heads": 2, "active_heads": 3}},
     "explicit": {"explicit": {"key_heads": 1, "value_heads": 2}},
     "knocking+mixture": COMPOSITIONS["knocking+mixture"],
     "explicit+talking+mixture": COMPOSITIONS["explicit+talking+mixture"],
@@ -112,17 +130,20 @@ ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name
 
 def sizes(backbone: str) -> dict[str, Any]:
     """The fields of a tiny configuration."""
+    if backbone == "T5":
+        return T5_SIZES
     return (ENCODER_SIZES if backbone in ENCODERS else SIZES) | EXTRA_SIZES.get(backbone, {})
 
 
 def mixers_of(case: str, backbone: str) -> dict[str, Any]:
     """The mechanisms of a case, as this backbone has them."""
-    return (ENCODER_CASES if backbone in ENCODERS else CASES)[case]
+    return (ENCODER_CASES if backbone in (*ENCODERS, "T5") else CASES)[case]
 
 
 def model_class(backbone: str) -> Any:
     """Our language model."""
-    return getattr(crosshead, f"Crosshead{backbone}For{'MaskedLM' if backbone in ENCODERS else 'CausalLM'}")
+    task = "ConditionalGeneration" if backbone == "T5" else "MaskedLM" if backbone in ENCODERS else "CausalLM"
+    return getattr(crosshead, f"Crosshead{backbone}For{task}")
 
 
 def stock_config(backbone: str, **changes: Any) -> PreTrainedConfig:
@@ -181,5 +202,6 @@ NEUTRAL: dict[str, list[dict[str, Any]]] = {
     "talking": [{"talking": {}}, {"talking": {"on": ["logits"]}}],
     "differential": [],
     "gating": [{"gating": {}}],
+    "bilinear": [],
 }
 """Configurations that start as the stock model, by mechanism."""

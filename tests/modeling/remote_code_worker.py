@@ -17,13 +17,19 @@ def main(folder: Path) -> None:
     """Run the model once."""
     options = {"trust_remote_code": True, "attn_implementation": "eager"}
     served = AutoConfig.from_pretrained(folder / "model", **options).auto_map
-    tasks = ("AutoModelForCausalLM", "AutoModelForMaskedLM", "AutoModelForImageClassification")
+    tasks = (
+        "AutoModelForCausalLM",
+        "AutoModelForMaskedLM",
+        "AutoModelForImageClassification",
+        "AutoModelForSeq2SeqLM",
+    )
     auto_class = next(task for task in tasks if task in served)
     model = getattr(transformers, auto_class).from_pretrained(folder / "model", **options).eval()
     if not type(model).__module__.startswith("transformers_modules"):
         raise SystemExit(f"{type(model)} is not remote code")
     ids = load_file(folder / "inputs.safetensors")["ids"]
-    save_file({"logits": model(ids).logits}, folder / "outputs.safetensors")
+    decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    save_file({"logits": model(ids, **decoder).logits}, folder / "outputs.safetensors")
 
 
 if __name__ == "__main__":

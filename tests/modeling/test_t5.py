@@ -1,0 +1,357 @@
+"""T5: mechanisms for each part of the model, position biases, cross-attention, generation, and the bilinear form."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn import functional
+
+import crosshead
+import oracles
+from oracle_arithmetic import LayerShape
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, additive, oracle_view
+from tiers import grid
+from toys import ENCODER_CASES, NEUTRAL, T5_SIZES, lopsided, mixed_config, mixed_model, stock_model, tokens
+
+PARTS = ("encoder", "decoder", "cross")
+MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
+ANSWER = tokens(length=5, seed=3)
+INPUTS: dict[str, Any] = {"input_ids": tokens(), "attention_mask": MASK}
+each_case_on_a_part = pytest.mark.parametrize(("case", "part"), grid(ENCODER_CASES, PARTS, strength=1))
+each_case = pytest.mark.parametrize("case", ENCODER_CASES)
+PLACES: dict[str, dict[str, Any]] = {
+    "encoder": {"padding": True},
+    "decoder": {"causal": True},
+    "cross": {"others": 7, "padding": True},
+}
+"""What is peculiar to each part: a causal mask, keys of another sequence."""
+
+
+class Place:
+    """The first attention of a part in float64, and its inputs."""
+
+    def __init__(self, part: str, mixers: dict[str, Any], backend: str = "eager") -> None:
+        self.part = part
+        self.model = mixed_model("T5", {part: mixers}, backend=backend).double()
+        stack = self.model.encoder if part == "encoder" else self.model.decoder
+        block = stack.block[0].layer
+        self.attention = block[1].EncDecAttention if part == "cross" else block[0].SelfAttention
+        self.config, self.index = stack.config, 1 if part == "cross" else 0
+        generator = torch.Generator().manual_seed(5)
+        self.inputs = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
+        others = PLACES[part].get("others")
+        self.source = torch.randn(2, others, 32, generator=generator, dtype=torch.float64) if others else None
+        self.allowed = torch.ones(2, 5, others or 5, dtype=torch.bool)
+        if PLACES[part].get("causal"):
+            self.allowed = self.allowed.tril()
+        if PLACES[part].get("padding"):
+            self.allowed[1, :, 3:] = False
+        self.inputs.requires_grad_()
+
+    def ours(self) -> Tensor:
+        """The layer's outputs."""
+        eager = self.config._attn_implementation == "eager"
+        mask = additive(self.allowed) if eager else self.allowed[:, None]
+        output: Tensor = self.attention(self.inputs, mask, self.source)[0]
+        return output
+
+    def bias(self) -> Tensor | None:
+        """(H, T, S), read from the table of distances, entry by entry."""
+        if self.part == "cross":
+            return None
+        table = self.attention.relative_attention_bias.weight
+        bias = torch.empty(4, 5, 5, dtype=torch.float64)
+        for t in range(5):
+            for s in range(5):  # distances under 8 have a bucket each, those of later keys behind the first 16
+                bucket = t - s if s <= t else 16 + s - t
+                bias[:, t, s] = table[bucket if self.part == "encoder" else max(t - s, 0)]
+        return bias
+
+    def truth(self) -> Tensor:
+        """The oracle's outputs."""
+        mixers, _ = oracle_view(self.config, self.index)
+        names = {f"{name}.": f"{name}_proj." for name in "qkvo"}
+        weights = {
+            names.get(name[:2], name[:2]) + name[2:] if name[:2] in names else name: weight
+            for name, weight in self.attention.named_parameters()
+        }
+        shape = LayerShape(4, 4, 8, 0, 1e-6, has_qk_norm=False, is_scaled=False)
+        options = {"source": self.source, "bias": self.bias()}
+        return oracles.attention_layer(self.inputs, weights, shape, mixers, None, None, self.allowed, **options)[0]
+
+
+@each_case_on_a_part
+def test_attention_follows_the_oracle(case: str, part: str) -> None:
+    for backend in ("eager", "sdpa"):
+        place = Place(part, ENCODER_CASES[case], backend)
+        ours, truth = place.ours(), place.truth()
+        assert truth.abs().max() > 0.1
+        assert (ours - truth).abs().max() < OUTPUT_TOLERANCE, backend
+        direction = torch.linspace(0.5, 1.5, ours.numel(), dtype=torch.float64).view_as(ours)
+        leaves = {"inputs": place.inputs, **dict(place.attention.named_parameters())}
+        found, expected = (
+            torch.autograd.grad((output * direction).sum(), list(leaves.values()), allow_unused=True)
+            for output in (ours, truth)
+        )
+        for name, first, second in zip(leaves, found, expected, strict=True):
+            if name != "relative_attention_bias.weight":  # the oracle's copy of it has no gradient
+                first, second = (torch.zeros(1) if each is None else each for each in (first, second))
+                assert (first - second).abs().max() < GRADIENT_TOLERANCE, name
+            else:
+                assert first.abs().max() > 0
+
+
+def factors(*shapes: tuple[int, ...]) -> list[Tensor]:
+    """Random tensors in float64."""
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5 for shape in shapes]
+
+
+def bilinear_place(p: Tensor, q: Tensor) -> Place:
+    """A layer of the bilinear form with the two tensors of the paper, (d_X, d_M, h) and (d_M, d_Y, h)."""
+    place = Place("encoder", {"bilinear": {}})
+    with torch.no_grad():
+        place.attention.q.weight.copy_(p.permute(2, 1, 0).flatten(0, 1))
+        place.attention.o.weight.copy_(q.permute(1, 2, 0).flatten(1))
+    return place
+
+
+def test_bilinear_follows_the_paper() -> None:
+    p, q = factors((32, 32, 4), (32, 32, 4))
+    place = bilinear_place(p, q)
+    bias = place.bias()
+    assert bias is not None
+    for b in range(2):
+        truth = oracles.bilinear(place.inputs[b], place.inputs[b], p, q, place.allowed[b], bias)
+        assert (place.ours()[b] - truth).abs().max() < OUTPUT_TOLERANCE
+
+
+@pytest.mark.parametrize("mechanism", ["multi-head", "talking"])
+def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
+    """Section 6 of the paper: `P` and `Q` as products of the projections, with the maps across heads or without."""
+    place = Place("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
+    attention, bias = place.attention, place.attention.relative_attention_bias.weight
+    with torch.no_grad():
+        bias.zero_()  # the paper's form has none
+    per_head = {name: getattr(attention, name).weight.view(4, 8, 32) for name in "qkv"}
+    out = attention.o.weight.view(32, 4, 8)
+    if mechanism == "talking":
+        maps = [getattr(attention.mixers["talking"], name).weight for name in ("logits", "weights")]
+    else:
+        maps = [torch.eye(4, dtype=torch.float64)] * 2
+        attention.mixers = torch.nn.ModuleDict()
+        attention.mapping_order, attention.output_order = [], []
+    p = torch.einsum("kdx,kdm,hk->xmh", per_head["q"], per_head["k"], maps[0])
+    q = torch.einsum("vdm,yvd,vh->myh", per_head["v"], out, maps[1])
+    bilinear = bilinear_place(p, q)
+    with torch.no_grad():
+        bilinear.attention.relative_attention_bias.weight.zero_()
+    assert (bilinear.ours() - place.ours()).abs().max() < OUTPUT_TOLERANCE
+    assert place.ours().abs().max() > 0.1
+
+
+def test_bilinear_has_the_parameters_of_the_paper() -> None:
+    """Table 1: 14,155,776 per layer, beside 2,359,296 of multi-head attention."""
+    config = mixed_config("T5", {"encoder": {"bilinear": {}}}, d_model=768, num_heads=12, d_kv=64)
+    with torch.device("meta"):
+        model = crosshead.CrossheadT5ForConditionalGeneration(config)
+    counts = [
+        sum(weight.numel() for name, weight in layer.named_parameters() if "relative" not in name)
+        for layer in (model.encoder.block[1].layer[0].SelfAttention, model.decoder.block[1].layer[0].SelfAttention)
+    ]
+    assert counts == [14_155_776, 2_359_296]
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("mechanism", [name for name in NEUTRAL if NEUTRAL[name]])
+@torch.no_grad()
+def test_neutral_start_is_the_stock_model(mechanism: str, tmp_path: Path) -> None:
+    stock = stock_model("T5")
+    stock.save_pretrained(tmp_path)
+    calls = {**INPUTS, "labels": ANSWER}
+    for mixers in (*NEUTRAL[mechanism], {"cross": NEUTRAL[mechanism][0]}):
+        for backend in ("eager", "sdpa"):
+            ours = crosshead.CrossheadT5ForConditionalGeneration.from_pretrained(
+                tmp_path, mixers=mixers, attn_implementation=backend
+            ).eval()
+            stock.set_attn_implementation(backend)
+            difference = (ours(**calls).logits - stock(**calls).logits).abs().max()
+            # In blocks, talking sums in another order.
+            assert difference <= (1e-5 if (mechanism, backend) == ("talking", "sdpa") else 0)
+
+
+@pytest.mark.oldest
+@each_case
+@torch.no_grad()
+def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any, tmp_path: Path) -> None:
+    model, environment = mixed_model("T5", ENCODER_CASES[case]), os.environ | {"HF_HUB_OFFLINE": "1"}
+    model.save_pretrained(tmp_path / "model")
+    expected = model(input_ids=tokens(), decoder_input_ids=tokens()).logits
+    again = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model", attn_implementation="eager").eval()
+    assert type(again) is crosshead.CrossheadT5ForConditionalGeneration
+    assert torch.equal(again(input_ids=tokens(), decoder_input_ids=tokens()).logits, expected)
+    save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
+    worker = Path(__file__).with_name("remote_code_worker.py")
+    command = [sys.executable, "-P", str(worker), str(tmp_path)]
+    done = warm_process.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], expected)
+
+
+@pytest.mark.oldest
+@each_case
+@torch.no_grad()
+def test_generation(case: str) -> None:
+    """Cached steps repeat the whole pass; beams, a static cache and no cache find the same tokens."""
+    for backend in ("eager", "sdpa"):
+        model = mixed_model("T5", ENCODER_CASES[case], backend=backend)
+        whole = model(**INPUTS, decoder_input_ids=ANSWER, use_cache=False).logits
+        out = model(**INPUTS, decoder_input_ids=ANSWER[:, :3])
+        later: dict[str, Any] = {"encoder_outputs": (out.encoder_last_hidden_state,), "attention_mask": MASK}
+        for t in (3, 4):
+            step = model(**later, decoder_input_ids=ANSWER[:, t : t + 1], past_key_values=out.past_key_values)
+            assert (step.logits[:, 0] - whole[:, t]).abs().max() < 1e-4
+        options: dict[str, Any] = {**INPUTS, "max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
+        expected = model.generate(**options)
+        for changes in ({"use_cache": False}, {"cache_implementation": "static"}):
+            assert torch.equal(model.generate(**options, **changes), expected), changes
+        beams = {"num_beams": 3}
+        assert torch.equal(model.generate(**options, **beams), model.generate(**options, **beams, use_cache=False))
+
+
+@torch.no_grad()
+def test_the_cross_cache_is_filled_once() -> None:
+    model = mixed_model("T5", {"cross": {"explicit": {"key_heads": 2, "value_heads": 1}}})
+    out = model(**INPUTS, decoder_input_ids=ANSWER)
+    stored = out.past_key_values.cross_attention_cache.layers[0].keys
+    assert stored.shape == (2, 1, 9, 16)
+    model(
+        encoder_outputs=(out.encoder_last_hidden_state,),
+        decoder_input_ids=ANSWER[:, :1],
+        past_key_values=out.past_key_values,
+    )
+    assert out.past_key_values.cross_attention_cache.layers[0].keys is stored
+
+
+@torch.no_grad()
+def test_parts_have_mechanisms_of_their_own(tmp_path: Path) -> None:
+    mixers = {"encoder": {"talking": {}}, "cross": {"mixture": {"active_heads": [2, 3, 4]}}}
+    model = mixed_model("T5", mixers, num_decoder_layers=3)
+    names = {name.split(".mixers.")[0] for name, _ in model.named_parameters() if ".mixers." in name}
+    encoder = {f"encoder.block.{layer}.layer.0.SelfAttention" for layer in range(2)}
+    assert names == encoder | {f"decoder.block.{layer}.layer.1.EncDecAttention" for layer in range(3)}
+    assert list(model.config.mixers) == list(PARTS) and model.config.mixers["decoder"] == {}
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert torch.equal(again(**INPUTS, labels=ANSWER).logits, model(**INPUTS, labels=ANSWER).logits)
+
+
+@torch.no_grad()
+def test_the_encoder_alone(tmp_path: Path) -> None:
+    model = mixed_model("T5", {"encoder": {"talking": {}, **MIXTURE}})
+    model.save_pretrained(tmp_path)
+    alone = crosshead.CrossheadT5EncoderModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    out = alone(**INPUTS, output_head_router_scores=True)
+    assert torch.equal(out.last_hidden_state, model.encoder(**INPUTS).last_hidden_state)
+    assert len(out.head_router_scores) == 2
+    whole = crosshead.CrossheadT5Model.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    found = whole(**INPUTS, decoder_input_ids=ANSWER, output_head_router_scores=True)
+    assert torch.equal(found.encoder_last_hidden_state, out.last_hidden_state)
+    assert len(found.head_router_scores) == 2
+
+
+def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
+    model = mixed_model("T5", MIXTURE)
+    out = model(
+        **INPUTS, labels=ANSWER, decoder_attention_mask=torch.ones_like(ANSWER), output_head_router_scores=True
+    )
+    assert len(out.head_router_scores) == 6
+    expected = []
+    for scores, valid in (
+        (out.head_router_scores[:2], MASK.bool()),
+        (out.head_router_scores[2:], torch.ones_like(ANSWER).bool()),
+    ):
+        selected = [torch.zeros_like(each).scatter(-1, each.topk(1, -1).indices, 1.0) for each in scores]
+        expected.append(oracles.balance_loss(list(zip(scores, selected, strict=True)), valid))
+    assert torch.allclose(out.balance_loss, torch.stack(expected).mean())
+    plain = functional.cross_entropy(out.logits.flatten(0, 1), ANSWER.flatten())
+    assert torch.allclose(out.loss - plain, 0.01 * out.balance_loss, atol=1e-6)
+    assert "balance_loss" not in model(**INPUTS, decoder_input_ids=ANSWER)
+
+
+@each_case
+def test_every_parameter_gets_a_gradient_with_checkpointing_too(case: str) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = mixed_model("T5", ENCODER_CASES[case]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(**INPUTS, labels=ANSWER).loss.backward()
+        gradients.append({name: parameter.grad for name, parameter in model.named_parameters()})
+    for name, gradient in gradients[0].items():
+        assert gradient.abs().max() > 0, name
+        assert torch.allclose(gradient, gradients[1][name], atol=1e-6), name
+
+
+def test_initial_values_have_the_stock_scale() -> None:
+    torch.manual_seed(0)
+    config = mixed_config("T5", {"encoder": {"bilinear": {}}, "decoder": {"explicit": {"key_heads": 2}}}, d_model=64)
+    ours = crosshead.CrossheadT5ForConditionalGeneration(config)
+    stock = stock_model("T5", d_model=64).__class__(transformers.T5Config(**{**T5_SIZES, "d_model": 64}))
+    theirs = dict(stock.named_parameters())
+    for name, parameter in ours.named_parameters():
+        if name.startswith("decoder") and name in theirs and theirs[name].numel() > 500:
+            assert 0.9 < parameter.std() / theirs[name].std() < 1.1, name
+    attention = ours.encoder.block[0].layer[0].SelfAttention
+    # The products of the factors: of P, whose entries have the deviation 1 / d, and of Q, 1 / sqrt(h d).
+    assert abs(attention.q.weight.std() * 64 - 1) < 0.05
+    assert abs(attention.o.weight.std() * (4 * 64) ** 0.5 - 1) < 0.05
+
+
+@torch.no_grad()
+def test_half_precision_is_near_single() -> None:
+    for case in ENCODER_CASES:
+        model = mixed_model("T5", ENCODER_CASES[case], backend="sdpa")
+        expected = model(**INPUTS, decoder_input_ids=ANSWER).logits
+        found = model.to(torch.bfloat16)(**INPUTS, decoder_input_ids=ANSWER).logits.float()
+        assert (found - expected).abs().mean() < 0.1 * expected.abs().mean(), case
+
+
+@pytest.mark.parametrize(
+    ("mixers", "changes", "key"),
+    [
+        ({"encoder": {"knocking": {}}, "decodr": {}}, {}, "decodr"),
+        ({"encoder": {"knocking": {}}, "talking": {}}, {}, "talking"),
+        ({"cross": {"explicit": {"key_heads": 9}}}, {}, "mixers.cross: mixers.explicit.key_heads"),
+        ({"decoder": {"mixture": {"active_heads": [2, 2]}}}, {"num_decoder_layers": 3}, "mixers.decoder"),
+        ({"bilinear": {}, "talking": {}}, {}, "mixers.talking"),
+        ({"differential": {}}, {"dropout_rate": 0.1}, "attention_dropout"),
+        (
+            {"encoder": {"mixture": {"active_heads": 2, "balance_weight": 0.1}}, "cross": MIXTURE},
+            {},
+            "mixers.cross.mixture.balance_weight",
+        ),
+        ("talking", {}, "mixers"),
+    ],
+)
+def test_refusals(mixers: Any, changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        mixed_config("T5", mixers, **changes)
+
+
+def test_bilinear_refuses_rotary_positions() -> None:
+    with pytest.raises(ValueError, match="rotary"):
+        mixed_config("Llama", {"bilinear": {}})
+
+
+def test_flash_attention_is_refused() -> None:
+    model = lopsided(crosshead.CrossheadT5ForConditionalGeneration(mixed_config("T5", {"talking": {}})))
+    with pytest.raises(ValueError, match="flex_attention"):
+        model.set_attn_implementation("flex_attention")
