@@ -167,6 +167,10 @@ class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
     _supports_flex_attn = False  # position biases are part of the mask
     _can_record_outputs = {**stock.T5PreTrainedModel._can_record_outputs, **RECORDERS}
 
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # Of classes outside the library, it skips modules without parameters of their own, which set their children's.
+        super()._initialize_weights(module)
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """As the stock class, but by the sizes of the layer; parameters of mechanisms by the hidden size."""
