@@ -47,7 +47,6 @@ class CrossheadAttention(nn.Module):
         self.head_dim, self.value_dim, self.dropout_p = layout.head_dim, layout.value_dim, layout.dropout
         self.key_dim = layout.head_dim
         self.output_dim = layout.query_heads * layout.value_dim // layout.output_heads
-        self.num_key_value_groups = layout.query_heads // layout.key_value_heads
         self._resize(self.q_proj, layout.hidden_size, layout.query_heads * layout.head_dim)
         self._resize(self.k_proj, layout.hidden_size, layout.key_components * layout.head_dim, layout.projects_keys)
         self._resize(self.v_proj, layout.hidden_size, layout.value_components * layout.value_dim, layout.projects_keys)

@@ -46,10 +46,8 @@ class HeadLayout:
     key_components: int = 0
     """Heads of the key projection."""
     value_components: int = 0
-    is_rotary: bool = True
-    """Rotary positions turn queries and keys."""
-    projects_keys: bool = True
-    """Keys and values are projected; else they are the layer's input."""
+    is_rotary: bool = True  # rotary positions turn queries and keys
+    projects_keys: bool = True  # keys and values are projections, not the layer's input itself
     combines_keys: bool = False
     """Keys that are normed are combinations: `k_norm` only multiplies by its weight, a mechanism divides."""
 
@@ -91,22 +89,17 @@ class Rules:
 class AttentionState:
     """The tensors of one attention call."""
 
-    hidden_states: Tensor
-    """(B, T, hidden)."""
+    hidden_states: Tensor  # (B, T, hidden)
     key_value_input: Tensor
     """The input of the key and value projections (B, S, hidden): the hidden states in self-attention."""
-    query: Tensor
-    """(B, H, T, d)."""
-    key: Tensor
-    """(B, heads, S, d)."""
+    query: Tensor  # (B, H, T, d)
+    key: Tensor  # (B, heads, S, d)
     value: Tensor
     position_bias: Tensor | None = None  # added to the mask, unless an attention function takes it
     key_side_data: dict[str, Tensor] = field(default_factory=dict)
     """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
-    gates: Tensor | None = None
-    """(B, T, heads): the factor on each head's output."""
-    function: str | None = None
-    """The attention function that a mechanism chose for this call."""
+    gates: Tensor | None = None  # (B, T, heads): the factor on each head's output
+    function: str | None = None  # the attention function that a mechanism chose for this call
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of that function."""
 
@@ -114,8 +107,7 @@ class AttentionState:
 class AuxiliaryLoss(NamedTuple):
     """A loss beside that of the labels."""
 
-    name: str
-    """The field of the model's output."""
+    name: str  # the field of the model's output
     value: Tensor
     weight: float
 

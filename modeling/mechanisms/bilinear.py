@@ -10,8 +10,9 @@ Paper: "Talking-Heads Attention", section 6.
 
 from dataclasses import replace
 
+from ..ops import repeat_heads
 from ..options import refuse
-from .base import HeadLayout, Mechanism, Rules, Settings
+from .base import AttentionState, HeadLayout, Mechanism, Rules, Settings
 
 
 class BilinearRules(Rules):
@@ -43,3 +44,8 @@ class Bilinear(Mechanism):
     """It has no parameters beside the projections of the layer."""
 
     rules = BilinearRules
+
+    def after_cache(self, state: AttentionState) -> None:
+        """Let every head read the input."""
+        heads = state.query.shape[1]
+        state.key, state.value = repeat_heads(state.key, heads), repeat_heads(state.value, heads)

@@ -4,8 +4,7 @@
 comes after the first map. Both maps start as the identity (as copies and averages of neighbours where
 `softmax_heads` differs). Dynamic terms add maps made from the query's input and from each key's, which are cached.
 
-Under "eager", "crosshead_talking_eager" returns all weights; under "sdpa", "crosshead_talking" works in blocks, in
-memory that grows linearly with the sequence. Other implementations cannot mix heads.
+"eager" returns all weights; "sdpa" works in blocks, in memory linear in the sequence; others cannot mix heads.
 
 Paper: "Talking-Heads Attention", section 4 and appendix A.
 """
@@ -208,8 +207,8 @@ def talking_attention_forward(
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
     queries, kind = query.shape[2], query.device.type
     learnt = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
-    biased = kwargs.get("position_bias") is not None
-    if queries == 1 or learnt or biased or kwargs.get("dropout") or under_torch_func():
+    whole = kwargs.get("dropout") or kwargs.get("position_bias") is not None or under_torch_func()
+    if queries == 1 or learnt or whole:
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}

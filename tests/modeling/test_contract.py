@@ -110,6 +110,7 @@ def test_loading_leaves_nothing_uninitialised(case: str, backbone: str, tmp_path
             if not option.endswith(("key_heads", "value_heads", "half_values", "version"))
         }
         for name, options in mixers_of(case, backbone).items()
+        if name != "bilinear"  # its projections have other shapes
     }
     stock_model(backbone).save_pretrained(tmp_path)
     torch.use_deterministic_algorithms(True)  # uninitialised memory is filled with NaN

@@ -44,8 +44,7 @@ def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
         weights["o_proj.weight"] = torch.eye(attention(inputs, attention_mask=additive(allowed))[0].shape[-1]).double()
     mixers, _ = oracle_view(config, attention.layer_idx)
     shape = LayerShape(4, 4, 8, attention.layer_idx, config.layer_norm_eps, has_qk_norm=False)
-    cos, sin = torch.ones(2, 7, 8, dtype=torch.float64), torch.zeros(2, 7, 8, dtype=torch.float64)
-    expected, _ = oracles.attention_layer(inputs, weights, shape, mixers, cos, sin, allowed)
+    expected, _ = oracles.attention_layer(inputs, weights, shape, mixers, None, None, allowed)
     if backbone == "Albert":
         expected = attention.LayerNorm(inputs + expected)
     assert expected.abs().max() > 0.1
