@@ -265,5 +265,6 @@ FOLD_RULES: dict[str, FoldRule] = {
     "talking": _never("stock attention has no map across heads on logits or weights"),
     "differential": _never("stock attention does not subtract one softmax from another"),
     "gating": _never("its gates depend on the input; it only folds while its weight is zero, where every gate is 1"),
+    "bilinear": _never("its matrices have full rank; those of a stock layer are products of smaller ones"),
 }
 """Mechanism -> its rule. Mechanisms with their neutral starting values fold without a rule."""

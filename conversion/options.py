@@ -155,6 +155,8 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
+        if name == "bilinear":
+            raise ConversionError("--mixer bilinear: its projections have other shapes, so train it from scratch")
         given = {} if options is None else options
         if not isinstance(given, Mapping):
             raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")

@@ -95,5 +95,15 @@ MECHANISMS: Mapping[str, Mechanism] = {
         year="2025",
         arxiv="2505.06708",
     ),
+    "bilinear": Mechanism(
+        title="General bilinear multi-head attention",
+        does="Each head has a full matrix between queries and keys, and one from values to the output.",
+        limits="It has many times the parameters and multiplications of multi-head attention.",
+        key="shazeer2020talking",
+        paper="Talking-Heads Attention",
+        authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
+        year="2020",
+        arxiv="2003.02436",
+    ),
 }
 """By their name in a config's `mixers`."""

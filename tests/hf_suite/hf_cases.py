@@ -32,9 +32,11 @@ BACKBONES: dict[str, str] = {
     "albert": "Albert",
     "vit": "ViT",
     "deit": "DeiT",
+    "t5": "T5",
 }
 ENCODERS = ("bert", "albert")
 IMAGES = ("vit", "deit")
+SEQ2SEQ = ("t5",)
 
 ENCODER_SIZES: dict[str, Any] = {
     "num_labels": 2,
@@ -53,6 +55,16 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "bert": ENCODER_SIZES,
     "albert": {**ENCODER_SIZES, "embedding_size": 16},
+    "t5": {
+        **dict.fromkeys(set(SIZES) - {"vocab_size", "pad_token_id", "eos_token_id"}),
+        "d_model": SIZES["hidden_size"],
+        "d_kv": SIZES["head_dim"],
+        "d_ff": SIZES["intermediate_size"],
+        "num_layers": SIZES["num_hidden_layers"],
+        "num_heads": SIZES["num_attention_heads"],
+        "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
     "vit": IMAGE_SIZES,
     "deit": IMAGE_SIZES,
 }
@@ -108,6 +120,8 @@ OURS: list[Case] = [
     Case("albert", {"differential": {}}),
     Case("vit", MIXTURE),
     Case("deit", {"talking": {}}),
+    Case("t5", {"talking": {}, **MIXTURE}),
+    Case("t5", EXPLICIT),
 ]
 CASES: dict[str, Case] = {case.name: case for case in BASELINES + OURS}
 

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import transformers
-from hf_cases import CASES, ENCODERS, IMAGES, SIZES, Case
+from hf_cases import CASES, ENCODERS, IMAGES, SEQ2SEQ, SIZES, Case
 from hf_fetch import PACKAGE
 from transformers.models.auto import modeling_auto
 
@@ -27,6 +27,7 @@ HEADS: dict[str, Any] = {
     "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
     "ForQuestionAnswering": modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES,
     "ForImageClassification": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+    "ForConditionalGeneration": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 }
 """The classes of models, and the tables in which the library's tests look up what kind of head a class carries."""
 
@@ -51,6 +52,8 @@ def heads_of(case: Case) -> list[str]:
     """What the names of the case's classes end with."""
     if case.backbone in IMAGES:
         return ["Model", "ForImageClassification"]
+    if case.backbone in SEQ2SEQ:
+        return ["Model", "ForConditionalGeneration"]
     tasks = ["MaskedLM", "TokenClassification", "QuestionAnswering"] if case.backbone in ENCODERS else ["CausalLM"]
     return ["Model", "ForSequenceClassification", *(f"For{task}" for task in tasks)]
 
@@ -78,6 +81,9 @@ class Tester:
         if case.backbone in IMAGES:  # patches, and one token of the class, of DeiT another of the teacher
             self.num_masks, self.mask_length = 2, 4
             self.seq_length = 4 + IMAGES.index(case.backbone) + 1
+        elif case.backbone in SEQ2SEQ:
+            self.is_encoder_decoder = True
+            self.encoder_seq_length = self.decoder_seq_length = self.seq_length
         elif case.backbone not in ENCODERS:
             self.causal_lm_class = class_of(case, "ForCausalLM")
 
@@ -91,7 +97,10 @@ class Tester:
             return self.get_config(), {"pixel_values": common.floats_tensor([self.batch_size, 3, 16, 16])}
         input_ids = common.ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
         attention_mask = common.torch.tril(common.torch.ones_like(input_ids))
-        return self.get_config(), {"input_ids": input_ids, "attention_mask": attention_mask}
+        inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
+        if self.case.backbone in SEQ2SEQ:
+            inputs |= {f"decoder_{name}": given for name, given in inputs.items()}
+        return self.get_config(), inputs
 
 
 CASE = CASES[os.environ["HF_SUITE_CASE"]]
