@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from crosshead import CrossheadLlamaConfig
+from crosshead import CrossheadLlamaConfig, CrossheadT5Config, CrossheadT5Model
 from crosshead.evals.cost.model import model_cost, multiplications
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
 from crosshead.modeling.mechanisms.talking import Talking, TalkingRules, talking_eager_attention_forward
@@ -99,6 +99,60 @@ def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, pa
     applied = 2 * LENGTH * LENGTH * heads * heads
     assert billions(counted) == {12: "1.988", 24: "3.121"}[heads]
     assert billions(counted - applied) == printed
+
+
+T5_LAYERS = [
+    (heads, size, {"talking": {"on": maps}} if maps else {}, parameters, printed)
+    for (heads, softmax_heads, value_heads, size, value_size), maps, parameters, printed in TALKING_HEADS["1"]
+    + TALKING_HEADS["3"]
+    if (softmax_heads, value_heads, value_size) == (heads, heads, size)
+]
+
+
+def t5_layers(heads, size, mixers):
+    """Parameters and multiplications of a layer of each part, without the table of position biases."""
+    sizes = {"d_model": HIDDEN, "num_heads": heads, "d_kv": size, "num_layers": 2}
+    config = CrossheadT5Config(**sizes, vocab_size=8, mixers=mixers)
+    config._attn_implementation = "eager"
+    with torch.device("meta"):
+        model = CrossheadT5Model(config)
+        hidden = torch.empty(1, LENGTH, HIDDEN)
+    layers = {
+        "encoder": model.encoder.block[1].layer[0].SelfAttention,
+        "decoder": model.decoder.block[1].layer[0].SelfAttention,
+        "cross": model.decoder.block[1].layer[1].EncDecAttention,
+    }
+    return {
+        part: (
+            sum(parameter.numel() for parameter in layer.parameters()),
+            multiplications(lambda layer=layer, part=part: layer(hidden, None, hidden if part == "cross" else None)),
+        )
+        for part, layer in layers.items()
+    }
+
+
+@pytest.mark.parametrize(("heads", "size", "mixers", "parameters", "printed"), T5_LAYERS, ids=str)
+def test_layers_of_a_t5(heads, size, mixers, parameters, printed):
+    """Tables 1 and 3 by our model."""
+    for held, counted in t5_layers(heads, size, mixers).values():
+        assert (held, billions(counted)) == (parameters, printed)
+
+
+@pytest.mark.parametrize("part", ["encoder", "decoder", "cross"])
+def test_talking_heads_in_one_part_of_a_t5(part):
+    """Tables 4 and 10, whose columns say "various": the other parts are multi-head attention."""
+    found = t5_layers(24, 32, {part: {"talking": {}}})
+    assert found.pop(part)[0] == 2360448
+    assert {(held, billions(counted)) for held, counted in found.values()} == {(2359296, "1.611")}
+
+
+def test_the_bilinear_form_in_table_1():
+    """Expected disagreement: the paper counts the products with queries and with weights for one head, ours for 12."""
+    held, counted = t5_layers(12, 64, {"bilinear": {}})["encoder"]
+    assert held == 14155776
+    for_one_head = 2 * LENGTH * LENGTH * HIDDEN
+    assert billions(counted) == "12.080"
+    assert billions(counted - 11 * for_one_head) == "7.650"
 
 
 def knocking_config(layers, mixers):
