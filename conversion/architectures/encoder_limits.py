@@ -36,6 +36,11 @@ class Limit:
 
 LIMITS = (
     Limit(
+        "--vocab-size",
+        "they have no vocabulary: omit the option",
+        lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
+    ),
+    Limit(
         "--cache, --active and --layers auto",
         "they measure the loss of a causal language model: choose layers and heads yourself",
         lambda asked: (asked.given.budget, asked.given.active) != (None, None),
