@@ -36,11 +36,6 @@ class Limit:
 
 LIMITS = (
     Limit(
-        "--vocab-size",
-        "they have no vocabulary: omit the option",
-        lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
-    ),
-    Limit(
         "--cache, --active and --layers auto",
         "they measure the loss of a causal language model: choose layers and heads yourself",
         lambda asked: (asked.given.budget, asked.given.active) != (None, None),
@@ -64,6 +59,11 @@ LIMITS = (
         "differential with half_values",
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
         lambda asked: asked.has("differential", "half_values", True),
+    ),
+    Limit(
+        "--vocab-size",
+        "they have no vocabulary: omit the option",
+        lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
     ),
 )
 """In the order in which they are checked."""
