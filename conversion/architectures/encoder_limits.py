@@ -61,7 +61,7 @@ LIMITS = (
         lambda asked: asked.has("differential", "half_values", True),
     ),
     Limit(
-        "--vocab-size",
+        "--vocab-size of vision transformers",
         "they have no vocabulary: omit the option",
         lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
     ),
