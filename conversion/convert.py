@@ -23,6 +23,7 @@ from .architectures.families import (
     tied_tensors,
 )
 from .calibration.calibration import Calibration, Observers, observe
+from .calibration.images import calibration_input
 from .calibration.text import Text
 from .compress.auto_layers import AutoLayers, check_auto
 from .compress.convert_layers import (
@@ -149,7 +150,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     check_encoder(Asked(stock, request, given))
     target = _target_config(source.config, stock, request, given)
     is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
-    text = Text.of(given.calibration, source)
+    text = calibration_input(given.calibration, source)
     auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
     wanted = needed_observations(target, request, given.budget is not None)
     check_encoder(Asked(stock, request, given, wanted))

@@ -35,7 +35,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
         words.append("--allow-inexact")
     text = record.get("calibration", {})
     if "sha256" in text and not text.get("default"):
-        words += ["--calibration", str(text.get("text") or text.get("saved"))]
+        words += ["--calibration", str(text.get("text") or text.get("images") or text.get("saved"))]
     return shlex.join(words)
 
 

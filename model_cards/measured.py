@@ -21,10 +21,11 @@ SINGLE = {
     "maximum difference of a logit": "greatest_logit_difference",
     "positions with the same most likely token": "greedy_agreement",
     "maximum difference of a hidden state": "greatest_hidden_difference",
+    "images with the same most likely class": "class_agreement",
     "cosine of a token's hidden states": "token_cosine",
-    "cosine of the mean hidden states of a text": "embedding_cosine",
+    "cosine of the mean hidden states of an input": "embedding_cosine",
 }
-"""Some of them: logits of decoders, hidden states of encoders."""
+"""Some of them: logits of decoders and of image classifiers, hidden states of encoders."""
 CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out text"}
 
 
@@ -49,8 +50,8 @@ def _conversion(facts: Facts) -> Iterator[str]:
         return
     when = ", after the conversion and before training" if facts.training else ""
     text = found["sample"]["text"].split(",")[0]
-    windows = f"{found['windows']} windows of {found['window_length']} tokens ({text})"
-    yield f"Comparison with the source{when}, on {windows}:"
+    inputs = "{images} images" if "images" in found else "{windows} windows of {window_length} tokens"
+    yield f"Comparison with the source{when}, on {inputs.format_map(found)} ({text}):"
     rows = [(name, *(_shown(found[key]) for key in pair)) for name, pair in ROWS.items() if found.get(pair[0])]
     rows += [(name, "", _shown(found[key])) for name, key in SINGLE.items() if key in found]
     yield table(["", "source", "this model"], rows)

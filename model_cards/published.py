@@ -13,10 +13,13 @@ from huggingface_hub import get_token
 from .card import README, check_card
 from .errors import CardError, FolderError
 from .facts import CONFIG, read_json
+from .tasks import task_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
 """The files of a tokenizer: one of these sets is required."""
+IMAGE_PROCESSOR = "preprocessor_config.json"
+"""The file that is required instead where a model reads images."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "vocab.txt", "merges.txt"}
 """Files of tokens, which may look like paths."""
 PICKLES = {".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib", ".dill", ".npy", ".npz", ".h5", ".msgpack"}
@@ -103,7 +106,10 @@ def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str,
     if placed is not None and held != placed:
         name = min(set(held.items()) ^ set(placed.items()))[0]
         raise FolderError(f"{folder}: {INDEX} and the shards differ in the tensor {name}: save the model again")
-    if not any(needed <= files.keys() for needed in TOKENIZERS):
+    if task_of(config).reads_images:
+        if IMAGE_PROCESSOR not in files:
+            raise FolderError(f"{folder} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
+    elif not any(needed <= files.keys() for needed in TOKENIZERS):
         raise FolderError(f"{folder} has no tokenizer (tokenizer.json is missing): copy the tokenizer's files into it")
     for entry in dict(config.get("auto_map") or {}).values():
         code = f"{str(entry).split('--')[-1].split('.')[0]}.py"

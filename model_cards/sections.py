@@ -18,19 +18,22 @@ COSTS = {
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }
+TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
+IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("RGB", (640, 480))')
+"""In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
 
 
 def opening(facts: Facts) -> Iterator[str]:
     """The introduction."""
     kind = str(facts.config["model_type"]).removeprefix("crosshead_")
     yield f"# {facts.name}"
+    noun = "language model" if task_of(facts.config).generates else "encoder"
     if facts.mixers:
         names = " and ".join(MECHANISMS[name].title for name in facts.mixers)
-        noun = "language model" if task_of(facts.config).generates else "encoder"
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
         yield "\n".join(f"- `{name}`: {MECHANISMS[name].does}" for name in facts.mixers)
     else:
-        yield f"A `{kind}` language model without mechanisms{_origin(facts)}: it loads as a stock model."
+        yield f"A `{kind}` {noun} without mechanisms{_origin(facts)}: it loads as a stock model."
     if facts.plan:
         yield "This page is generated from the model's recipe, its config and measured results."
 
@@ -63,7 +66,8 @@ def cost(facts: Facts) -> Iterator[str]:
         return
     found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
-        f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for texts of "
+        f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for "
+        f"{'images' if task_of(facts.config).reads_images else 'texts'} of "
         f"{facts.cost['length']:,} tokens:"
     )
     # An encoder has no cache and does not decode.
@@ -111,13 +115,16 @@ def usage(facts: Facts) -> Iterator[str]:
     yield (
         f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
         + ("; it runs the code in the folder." if trusted else ".")
+        + (" The image processor also needs Pillow." if task.reads_images else "")
     )
+    variable, name, processor, value = IMAGE_INPUT if task.reads_images else TEXT_INPUT
     load = [
-        f"from transformers import {task.auto_class}, AutoTokenizer",
+        *(["from PIL import Image"] if task.reads_images else []),
+        f"from transformers import {task.auto_class}, {processor}",
         "",
-        f'tokenizer = AutoTokenizer.from_pretrained("{facts.name}"{trusted.replace("True", "False")})',
+        f'{name} = {processor}.from_pretrained("{facts.name}"{trusted.replace("True", "False")})',
         f'model = {task.auto_class}.from_pretrained("{facts.name}"{trusted})',
-        'tokens = tokenizer("Two heads are", return_tensors="pt")',
+        f'{variable} = {name}({value}, return_tensors="pt")',
         task.call,
     ]
     yield _code("python", "\n".join(load))

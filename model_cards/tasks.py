@@ -15,9 +15,10 @@ class Task:
     pipeline: str
     """The Hub's name of the task; its title is the same in words."""
     call: str
-    """Python that shows what a model computes for `tokens`."""
+    """Python that shows what a model computes for the input of the example."""
     projections: tuple[str, ...] = ENCODER_PROJECTIONS
     """The projections of attention, for adapters."""
+    reads_images: bool = False
 
     @property
     def title(self) -> str:
@@ -37,6 +38,9 @@ GENERATION = Task(
     PROJECTIONS,
 )
 LOGITS = "print(model(**tokens).logits)"
+IMAGE_FEATURES = Task(
+    "AutoModel", "image-feature-extraction", "print(model(**image).last_hidden_state[:, 0])", PROJECTIONS, True
+)
 TASKS = {
     "ForCausalLM": GENERATION,
     "ForMaskedLM": Task("AutoModelForMaskedLM", "fill-mask", LOGITS),
@@ -45,9 +49,14 @@ TASKS = {
     "ForQuestionAnswering": Task(
         "AutoModelForQuestionAnswering", "question-answering", "print(model(**tokens).start_logits)"
     ),
+    "ForImageClassification": Task(
+        "AutoModelForImageClassification", "image-classification", "print(model(**image).logits)", PROJECTIONS, True
+    ),
+    "ViTModel": IMAGE_FEATURES,
+    "DeiTModel": IMAGE_FEATURES,
     "Model": Task("AutoModel", "feature-extraction", "print(model(**tokens).last_hidden_state.mean(1))"),
 }
-"""The ending of a class's name -> its task."""
+"""The ending of a class's name -> its task; the first that fits counts."""
 
 
 def task_of(config: Any) -> Task:

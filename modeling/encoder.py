@@ -21,7 +21,7 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import ModelOutput, can_return_tuple
 
 from .attention import CrossheadAttention
-from .mechanisms.base import AuxiliaryLoss
+from .mechanisms.base import AuxiliaryLoss, package_only
 from .model import CrossheadPreTrained
 
 ENCODER_CLASSES = {
@@ -40,6 +40,14 @@ ENCODER_FIELDS = {
     "rms_norm_eps": "layer_norm_eps",
 }
 """The fields of decoders that `MixersConfig` reads -> those of BERT and its descendants."""
+
+
+@package_only
+def image_shape(config: Any) -> tuple[int, int, int]:
+    """Channels, height and width of the images of a vision transformer."""
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return config.num_channels, height, width
 
 
 def alias(name: str) -> Any:

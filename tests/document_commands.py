@@ -8,6 +8,7 @@ from pathlib import Path
 import crosshead
 import toys
 from gguf_tokenizers import characters
+from image_toys import write_image_model, write_images
 from rules import ROOT, project_files
 from toy_eval import write_scorable
 
@@ -34,7 +35,12 @@ TOYS = {
     "experts": ("Qwen3Moe", GROUPED),
 }
 """Stock models on disk, by folder; `source` has the heads of SmolLM2-135M."""
-HUB = {"HuggingFaceTB/SmolLM2-135M": "source", "Qwen/Qwen3-0.6B": "qwen", "Qwen/Qwen3-30B-A3B": "experts"}
+HUB = {
+    "HuggingFaceTB/SmolLM2-135M": "source",
+    "Qwen/Qwen3-0.6B": "qwen",
+    "Qwen/Qwen3-30B-A3B": "experts",
+    "google/vit-base-patch16-224": "vit",
+}
 """Names on the Hub -> a toy of the same family."""
 PLACEHOLDERS = {
     "SOURCE": "source",
@@ -44,6 +50,7 @@ PLACEHOLDERS = {
     "MIXERS.yaml": "mixers.yaml",
     "TEXT.txt": "text.txt",
     "PARAGRAPH.txt": "paragraph.txt",
+    "IMAGES": "images",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -132,6 +139,8 @@ def prepare(folder: Path) -> None:
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it
+    write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
+    write_images(folder / "images")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)

@@ -60,6 +60,11 @@ LIMITS = (
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
         lambda asked: asked.has("differential", "half_values", True),
     ),
+    Limit(
+        "--vocab-size of vision transformers",
+        "they have no vocabulary: omit the option",
+        lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
+    ),
 )
 """In the order in which they are checked."""
 

@@ -12,22 +12,28 @@ import transformers
 from transformers import (
     AlbertConfig,
     BertConfig,
+    DeiTConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    ViTConfig,
 )
+from transformers.core_model_loading import revert_weight_conversion
 
 from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.backbones.albert import CrossheadAlbertConfig
 from crosshead.modeling.backbones.bert import CrossheadBertConfig
+from crosshead.modeling.backbones.deit import CrossheadDeiTConfig
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
 from crosshead.modeling.backbones.qwen3_moe import CrossheadQwen3MoeConfig
-from crosshead.modeling.options import is_whole
+from crosshead.modeling.backbones.vit import CrossheadViTConfig
+
+from .config_fields import check_fields
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 Shapes = dict[str, tuple[int, ...]]
@@ -48,12 +54,26 @@ class Family:
     parts: Mapping[str, str] | None = None
     """Names of attention tensors in decoders -> in this family; None if they are the same."""
     is_encoder: bool = False
+    reads_images: bool = False
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Whether the projections of a config have biases."""
     experts: bool = False
 
 
 _SELF = {"q_proj.": "self.query.", "k_proj.": "self.key.", "v_proj.": "self.value."}
+_VISION: dict[str, Any] = {
+    "attention": "{base}encoder.layer.{layer}.attention.",
+    "parts": {
+        "q_proj.": "attention.query.",
+        "k_proj.": "attention.key.",
+        "v_proj.": "attention.value.",
+        "o_proj.": "output.dense.",
+        "mixers.": "mixers.",
+    },
+    "is_encoder": True,
+    "reads_images": True,
+    "qkv_bias": attrgetter("qkv_bias"),
+}
 FAMILIES: dict[str, Family] = {
     "llama": Family(LlamaConfig, CrossheadLlamaConfig, "LlamaForCausalLM"),
     "qwen2": Family(Qwen2Config, CrossheadQwen2Config, "Qwen2ForCausalLM", qkv_bias=lambda config: True),
@@ -77,33 +97,17 @@ FAMILIES: dict[str, Family] = {
         is_encoder=True,
         qkv_bias=lambda config: True,
     ),
+    "vit": Family(ViTConfig, CrossheadViTConfig, "ViTForImageClassification", **_VISION),
+    "deit": Family(DeiTConfig, CrossheadDeiTConfig, "DeiTForImageClassification", **_VISION),
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
-_MAX_SIZE = 10**9
-MAX_COUNTS = {
-    "num_hidden_layers": 1_000,
-    "num_attention_heads": 10_000,
-    "num_key_value_heads": 10_000,
-    "num_experts": 10_000,
-    "num_local_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "decoder_sparse_step": _MAX_SIZE,
-    "hidden_size": _MAX_SIZE,
-    "intermediate_size": _MAX_SIZE,
-    "moe_intermediate_size": _MAX_SIZE,
-    "head_dim": _MAX_SIZE,
-    "vocab_size": _MAX_SIZE,
-    "max_position_embeddings": _MAX_SIZE,
-    "num_labels": 10_000,
-}
-"""Integer fields of a config -> their maximum: a damaged value must not exhaust the memory."""
-MAX_EXPERTS = 100_000
-"""Of all layers together."""
 INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that are computed from the config."""
-OTHER_HEADS = re.compile(r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|((al)?bert\.)?pooler)\..+")
-"""Names of tensors of heads from pretraining, which a BERT's class need not have."""
+OTHER_HEADS = re.compile(
+    r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|(\w+\.)?pooler)\..+|(\w+\.)?embeddings\.mask_token"
+)
+"""Names of tensors from pretraining, which an encoder's class need not have."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 """Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -115,13 +119,17 @@ def family_of(config: Any) -> Family:
     return FAMILIES[config.model_type.removeprefix(PREFIX)]
 
 
+def classes_of(family: Family) -> list[str]:
+    """The stock classes of a family that have a counterpart."""
+    start = family.mixed.class_prefix.removeprefix("Crosshead")
+    return [start + ending for ending in family.mixed.auto_classes.values()]
+
+
 def architecture_of(config: Any) -> str:
     """The stock class of a checkpoint, as its config names it where a family has several."""
     family = family_of(config)
     given = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
-    start = family.mixed.class_prefix.removeprefix("Crosshead")
-    known = [start + ending for ending in family.mixed.auto_classes.values()]
-    return given if family.is_encoder and given in known else family.architecture
+    return given if family.is_encoder and given in classes_of(family) else family.architecture
 
 
 def auto_class(config: Any) -> str:
@@ -182,12 +190,22 @@ def attention_layers(config: Any) -> range:
 
 def tied_tensors(config: Any) -> dict[str, str]:
     """Tensors that a checkpoint need not contain -> the equal ones that it does."""
-    return dict(empty_model(config)._tied_weights_keys or {}) if config.tie_word_embeddings else {}
+    is_tied = getattr(config, "tie_word_embeddings", False)
+    return dict(empty_model(config)._tied_weights_keys or {}) if is_tied else {}
+
+
+def stored_names(model: Any) -> dict[str, str]:
+    """A vision transformer's tensors -> their names in checkpoints: those of earlier releases of transformers."""
+    tensors = model.state_dict()
+    return {name: next(iter(revert_weight_conversion(model, {name: tensors[name]}))) for name in tensors}
 
 
 def tensor_shapes(config: Any) -> Shapes:
     """The names and shapes of the tensors of a stock or crosshead checkpoint."""
     model = empty_model(config, attn_implementation="eager")
+    if family_of(config).reads_images:
+        names, tensors = stored_names(model), model.state_dict()
+        return {stored: tuple(tensors[name].shape) for name, stored in names.items()}
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
@@ -219,7 +237,13 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
             f"{name} is quantised ({method!r}): convert the unquantised checkpoint, or dequantise it first"
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
-    _check_fields(content, family, f"config.json of {name}")
+    check_fields(content, family.mixed, f"config.json of {name}")
+    given = content.get("architectures")
+    if kind == "stock" and family.reads_images and given and given[0] not in classes_of(family):
+        raise ConversionError(
+            f"config.json of {name} has architectures={shown(given)}: convert one of {', '.join(classes_of(family))}; "
+            "load the checkpoint with this class and save it"
+        )
     if kind == "stock" and content.get("expert_bias"):
         raise ConversionError(
             f"config.json of {name} has expert_bias={shown(content['expert_bias'])}, but a stock router has no bias: "
@@ -243,23 +267,6 @@ def check_plain(content: dict[str, Any], name: str) -> None:
             f"{name} has its own modeling code (auto_map={shown(code)}), which is not run: if it is a plain "
             f"{content['model_type']} model nevertheless, copy it and remove auto_map from config.json"
         )
-
-
-def _check_fields(content: dict[str, Any], family: Family, where: str) -> None:
-    """Check values that transformers does not check."""
-    for field, maximum in MAX_COUNTS.items():
-        value = content.get(field)
-        if value is not None and not (is_whole(value) and 1 <= value <= maximum):
-            raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
-    layers = content.get("num_hidden_layers") or 1
-    for field in ("num_experts", "num_local_experts"):
-        if layers * (content.get(field) or 1) > MAX_EXPERTS:
-            raise ConversionError(
-                f"{where} has {field}={content[field]} in {layers} layers: at most {MAX_EXPERTS} experts are supported"
-            )
-    for field, value in content.items():
-        if callable(getattr(family.mixed, field, None)):  # transformers would replace the method by the value
-            raise ConversionError(f"{where} has {field}={shown(value)}: it is not a field of a config, remove it")
 
 
 def _wrong_family(name: str, model_type: Any, kind: str, allowed: list[str]) -> str:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..architectures.families import PREFIX, attention_names, family_of
+from ..architectures.families import PREFIX, AttentionNames, attention_names, family_of, stored_names
 from ..sources.tensor_store import TensorStore
 from .streamed_model import StreamedModel
 
@@ -38,19 +38,20 @@ class AttentionView:
     """A stock attention layer of an encoder, as one of a decoder: its projections and the hooks on its inputs."""
 
     def __init__(self, layer: Any, parts: Mapping[str, str]) -> None:
-        self._module, self._parts = layer.attention, parts
-        self._reader = layer.attention.get_submodule(parts["q_proj."].rpartition(".query.")[0])
-        self.head_dim = self._reader.attention_head_size
+        self._module, self._names = layer.attention, AttentionNames("", parts)
+        query = self._names.stored("q_proj.").removesuffix(".")
+        self._reader = layer.attention.get_submodule(query.rpartition(".")[0])
+        outputs = layer.attention.get_submodule(query).out_features
+        self.head_dim = outputs // self._reader.num_attention_heads
 
     @property
     def o_proj(self) -> Any:
         """The output projection."""
-        return self._module.get_submodule(self._parts["o_proj."].removesuffix("."))
+        return self._module.get_submodule(self._names.stored("o_proj.").removesuffix("."))
 
     def get_parameter(self, part: str) -> nn.Parameter:
         """A parameter by its name in decoders."""
-        projection, _, name = part.partition(".")
-        return self._module.get_parameter(self._parts[f"{projection}."] + name)
+        return self._module.get_parameter(self._names.stored(part))
 
     def register_forward_pre_hook(self, hook: Hook, with_kwargs: bool = True) -> RemovableHandle:
         """Call a hook with the hidden states as a keyword argument, as decoders are called."""
@@ -99,6 +100,55 @@ class StreamedEncoder(StreamedModel):
         yield lambda hidden: hidden
 
 
+FEATURES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "vit": lambda hidden: hidden[:, 0],
+    "deit": lambda hidden: hidden[:, 0],
+}
+"""The stock `model_type` -> what its classifier reads of the hidden states (B, T, hidden)."""
+
+
+class StreamedImages(StreamedEncoder):
+    """A vision transformer over a store; its outputs are logits of classes, or without a classifier hidden states."""
+
+    def _set_up(self) -> None:
+        self._base = self._model.base_model
+        self._prefix = "" if self._base is self._model else f"{self._model.base_model_prefix}."
+        self._names = stored_names(self._model)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Pixel values (B, channels, height, width) -> hidden states (B, T, hidden)."""
+        embeddings = self._base.embeddings
+        with self._weights(embeddings, f"{self._prefix}embeddings."):
+            return torch.cat([embeddings(image.to(self.device, self._dtype)) for image in tokens.split(1)])
+
+    def layers(self) -> Iterator[tuple[int, nn.Module]]:
+        """Each layer with its weights, which are freed when the next layer is requested."""
+        for index, layer in enumerate(self._base.layers):
+            with self._weights(layer, f"{self._prefix}layers.{index}."):
+                yield index, layer
+
+    def attention(self, layer: Any) -> Any:
+        """The attention of one of `layers`."""
+        return AttentionView(layer, {})
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """A function from the last layer's hidden states (B, T, hidden) to the outputs."""
+        norm, classifier = self._base.layernorm, getattr(self._model, "classifier", None)
+        features = FEATURES[self.config.model_type.removeprefix(PREFIX)]
+        with self._weights(norm, f"{self._prefix}layernorm."):
+            if classifier is None:
+                yield norm
+                return
+            with self._weights(classifier, "classifier."):
+                yield lambda hidden: classifier(features(norm(hidden)))
+
+    def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
+        return super()._stored(self._names[name], shape)
+
+
 def stream(store: TensorStore, config: Any, *arguments: Any, **options: Any) -> StreamedModel:
     """The decoder or encoder of a config, layer by layer."""
-    return (StreamedEncoder if family_of(config).is_encoder else StreamedModel)(store, config, *arguments, **options)
+    family = family_of(config)
+    encoder = StreamedImages if family.reads_images else StreamedEncoder
+    return (encoder if family.is_encoder else StreamedModel)(store, config, *arguments, **options)

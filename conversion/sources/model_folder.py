@@ -32,6 +32,7 @@ CONFIG, RECORD = "config.json", "conversion.json"
 FOLDERS = {"additional_chat_templates": ".jinja", "1_Pooling": ".json"}
 """Folders that a conversion copies, the second of sentence-transformers -> the ending of all their files."""
 MAX_CONFIG_BYTES = 10_000_000
+IMAGE_PROCESSOR = "preprocessor_config.json"
 MODULES = "modules.json"
 """The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
@@ -48,6 +49,7 @@ PLAIN_SIDE_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "generation_config.json",
+    IMAGE_PROCESSOR,
     MODULES,
     "sentence_bert_config.json",
     "config_sentence_transformers.json",

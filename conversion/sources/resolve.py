@@ -23,9 +23,10 @@ from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError
 from crosshead.common.posix import require_posix
 
+from ..architectures.families import FAMILIES, PREFIX
 from ..gguf.header import parts_of
 from ..gguf.store import GgufStore, write_side_files
-from .model_folder import CONFIG, FOLDERS, MAX_CONFIG_BYTES, MODULES, PLAIN_SIDE_FILES, VOCABULARIES
+from .model_folder import CONFIG, FOLDERS, IMAGE_PROCESSOR, MAX_CONFIG_BYTES, MODULES, PLAIN_SIDE_FILES, VOCABULARIES
 from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
@@ -97,12 +98,21 @@ def _open_local(path: Path, scratch: Path) -> Source:
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
     files = _side_files(folder)
-    if not any(needed <= {file.name for file in files} for needed in _TOKENIZERS):
-        raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
+    _check_inputs(config, {file.name for file in files}, name)
     _check_tokens([folder / CONFIG, *files], name)
     store = SafetensorsStore(folder)
     states = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return Source(store, config, files, origin, _digest(store.fingerprint(), config, states))
+
+
+def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None:
+    """`ConversionError` if a folder has no tokenizer, or no image processor where its model reads images."""
+    family = FAMILIES.get(str(config.get("model_type")).removeprefix(PREFIX))
+    if family is not None and family.reads_images:
+        if IMAGE_PROCESSOR not in files:
+            raise ConversionError(f"{name} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
+    elif not any(needed <= files for needed in _TOKENIZERS):
+        raise ConversionError(f"{name} has no tokenizer (no tokenizer.json): copy the tokenizer's files into it")
 
 
 def _open_gguf(path: Path, scratch: Path) -> Source:

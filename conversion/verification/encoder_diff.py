@@ -1,4 +1,4 @@
-"""Compares the hidden states of two encoders on the same text. Both are streamed: neither has to fit in memory."""
+"""Compares the outputs of two encoders on the same text or images. Both are streamed: neither has to fit in memory."""
 
 from itertools import count
 from typing import Any
@@ -14,27 +14,46 @@ from ..calibration.streamed_model import StreamedModel
 
 @torch.no_grad()
 def compare_encoders(
-    source: StreamedModel, target: StreamedModel, tokens: torch.Tensor, advance: Advance = lambda done, total: None
+    source: StreamedModel, target: StreamedModel, inputs: torch.Tensor, advance: Advance = lambda done, total: None
 ) -> dict[str, Any]:
-    """Run both models, one after the other, on windows of tokens (B, T), and compare their last hidden states.
+    """Run both models, one after the other, on windows of tokens (B, T) or on pixel values, and compare the outputs.
 
-    A cosine is the mean over tokens, and over the windows' mean vectors, which sentence encoders use as embeddings.
+    The outputs are logits of image classifiers, else the last hidden states. A cosine is the mean over tokens, and
+    over the mean vectors of windows or images, which sentence encoders use as embeddings.
     """
     total = sum(model.config.num_hidden_layers for model in (source, target))
     done = count(1)
-    before, after = (model.run(tokens, lambda: advance(next(done), total)) for model in (source, target))
-    for hidden, name in ((before, "source"), (after, "converted model")):
-        if not hidden.isfinite().all():
+    before, after = (model.run(inputs, lambda: advance(next(done), total)) for model in (source, target))
+    cosines = {"token_cosine": _cosine(before, after), "embedding_cosine": _cosine(before.mean(1), after.mean(1))}
+    with source.head() as source_head, target.head() as target_head:
+        before, after = source_head(before), target_head(after)
+    for outputs, name in ((before, "source"), (after, "converted model")):
+        if not outputs.isfinite().all():
             raise ConversionError(f"the {name} computes nan or inf: its checkpoint is damaged, or overflows")
-    difference = (before - after).abs()
+    difference, is_logits = (before - after).abs(), before.ndim == 2
+    kind = "logit" if is_logits else "hidden"
     return {
-        "windows": len(tokens),
-        "window_length": tokens.shape[1],
-        "greatest_hidden_difference": float(difference.max()),
-        "mean_hidden_difference": float(difference.mean()),
-        "largest_hidden": float(before.abs().max()),
-        "token_cosine": _cosine(before, after),
-        "embedding_cosine": _cosine(before.mean(1), after.mean(1)),
+        **_size(inputs),
+        f"greatest_{kind}_difference": float(difference.max()),
+        f"mean_{kind}_difference": float(difference.mean()),
+        f"largest_{kind}": float(before.abs().max()),
+        **(_classes(before, after) if is_logits else {}),
+        **cosines,
+    }
+
+
+def _size(inputs: torch.Tensor) -> dict[str, int]:
+    if inputs.is_floating_point():
+        return {"images": len(inputs)}
+    return {"windows": len(inputs), "window_length": inputs.shape[1]}
+
+
+def _classes(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
+    """How far the predictions of classes agree, from logits (B, classes)."""
+    logarithms = [logits.double().log_softmax(-1) for logits in (after, before)]
+    return {
+        "kl_divergence": float(functional.kl_div(*logarithms, reduction="batchmean", log_target=True)),
+        "class_agreement": float((before.argmax(-1) == after.argmax(-1)).double().mean()),
     }
 
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers.utils.hub import HF_MODULES_CACHE
 
 from crosshead.common.errors import ConversionError
@@ -29,24 +29,24 @@ def reload_check(
     expected: Callable[[], torch.Tensor] | None = None,
     auto_class: str = "AutoModelForCausalLM",
 ) -> dict[str, Any]:
-    """Load a stock or crosshead folder from its own files alone, and run it on sequences of tokens (B, T).
+    """Load a stock or crosshead folder from its own files alone, and run it on tokens (B, T) or pixel values.
 
-    Its logits, or an encoder's last hidden states, are compared with what `expected` returns (B, T, n). For a model
-    that does not fit in
-    memory only names and shapes are loaded, as "checked" reports. `ConversionError` if loading fails.
+    Its logits, or an encoder's last hidden states, are compared with what `expected` returns. For a model that does
+    not fit in memory only names and shapes are loaded, as "checked" reports. `ConversionError` if loading fails.
     """
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
     fits = fits_in_memory(sum(4 * prod(shape) for shape in shapes.values()))
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with TemporaryDirectory() as scratch:
-        logits = Path(scratch, "logits.safetensors")
+        logits, inputs = Path(scratch, "logits.safetensors"), Path(scratch, "inputs.safetensors")
+        save_file({"inputs": tokens.contiguous()}, inputs)
         job = {
             "folder": str(folder.resolve()),
             "auto_class": auto_class,
             "remote_code": "auto_map" in config,
             "shapes": None if fits else shapes,
-            "tokens": tokens.tolist(),
+            "inputs": str(inputs),
             "new_tokens": NEW_TOKENS,
             "threads": torch.get_num_threads(),
             "logits": str(logits),

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
@@ -63,8 +63,17 @@ def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list
 
 @torch.no_grad()
 def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int, logits: Path) -> dict[str, Any]:
-    """Write the logits (or an encoder's hidden states) of sequences (B, T) to a file; return their continuations."""
+    """Write the outputs for sequences (B, T) or pixel values to a file; return continuations of the sequences.
+
+    The outputs are logits, or hidden states of text encoders and of models without a head.
+    """
     model.eval()
+    if tokens.is_floating_point():
+        outputs = [model(image[None]) for image in tokens]
+        save_file(
+            {"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits
+        )
+        return {}
     if not model.can_generate():
         hidden = [model.base_model(sequence[None]).last_hidden_state for sequence in tokens]
         save_file({"logits": torch.cat(hidden)}, logits)
@@ -79,11 +88,12 @@ def main(job: dict[str, Any]) -> None:
     torch.set_num_threads(job["threads"])
     folder, trusted = Path(job["folder"]), {"trust_remote_code": True} if job["remote_code"] else {}
     auto_class = getattr(transformers, job["auto_class"])
-    tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
+    inputs = load_file(job["inputs"])["inputs"]
+    tokenizer = None if inputs.is_floating_point() else AutoTokenizer.from_pretrained(folder, **trusted)
     if job["shapes"] is None:
         model, info = load_weights(auto_class, folder, trusted)
         report = tensor_report(info) | {"unloaded": unloaded(model)}
-        report |= run_model(model, tokenizer, torch.tensor(job["tokens"]), job["new_tokens"], Path(job["logits"]))
+        report |= run_model(model, tokenizer, inputs, job["new_tokens"], Path(job["logits"]))
     else:
         report = tensor_report(load_shapes(auto_class, folder, trusted, job["shapes"])[1])
     Path(job["result"]).write_text(json.dumps(report), encoding="utf-8")

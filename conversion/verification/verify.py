@@ -15,6 +15,7 @@ from crosshead.common.progress import Counter, Progress, silent
 
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
+from ..calibration.images import RANDOM_NAME, random_pixels, read_pixels
 from ..calibration.streamed_encoder import stream
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows
@@ -39,7 +40,7 @@ from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
 from .tolerances import Tolerance, check_equal
 
-LENGTH, WINDOWS = 256, 4
+LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
 RELOADED = 1e-5
 """Maximum logit difference between this process and the clean one, relative to the largest logit."""
@@ -48,18 +49,31 @@ FAULTS = ("missing", "unexpected", "mismatched", "errors", "unloaded")
 
 @dataclass(frozen=True)
 class Sample:
-    """The text on which models are compared."""
+    """The text or the images on which models are compared."""
 
     tokens: torch.Tensor
-    """Windows (B, T)."""
+    """Windows (B, T), or pixel values (B, channels, height, width)."""
     text: str
-    """The name of the text in the record."""
+    """The name of the text or of the images in the record."""
+
+    @property
+    def prompts(self) -> torch.Tensor:
+        """The part on which the model runs in a clean process."""
+        prompts = self.tokens[:PROMPTS]
+        return prompts if prompts.is_floating_point() else prompts[:, :PROMPT_LENGTH]
 
 
 def read_sample(source: Source, text: Path | None) -> Sample:
-    """A text file, or else the part of the default text that calibration does not read."""
-    content = held_out_text() if text is None else read_text(text)
+    """A text file, or else the part of the default text that calibration does not read.
+
+    For a model that reads images, those of a folder, or else random pixel values.
+    """
     config = read_config(source.config, kind_of(source.config), source.origin["name"])
+    if family_of(config).reads_images:
+        if text is None:
+            return Sample(random_pixels(config, IMAGES), RANDOM_NAME)
+        return Sample(read_pixels(source, config, text, IMAGES), text.resolve().name)
+    content = held_out_text() if text is None else read_text(text)
     is_encoder = family_of(config).is_encoder
     length = min(LENGTH, config.max_position_embeddings) if is_encoder else LENGTH
     tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, is_encoder)
@@ -131,7 +145,7 @@ def measure(
     return _compared(streamed, tensors, sample, tolerance, progress) | {
         "kv_bytes_per_token_before": cache_of(before, source.store.entries),
         "kv_bytes_per_token_after": cache_of(after, model.store.entries),
-        "reload": _reload(on_cpu, model, after, sample.tokens[:PROMPTS, :PROMPT_LENGTH]),
+        "reload": _reload(on_cpu, model, after, sample.prompts),
     }
 
 
@@ -221,9 +235,8 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
     difference = report.get("greatest_logit_difference", 0.0)
     largest = float(expected().abs().max()) if difference else 0.0
     if not difference <= RELOADED * largest:
-        outputs = "hidden states" if family_of(config).is_encoder else "logits"
         raise ConversionError(
-            f"{name} computes other {outputs} in a clean process: they differ by up to {difference:.3g}, the largest "
+            f"{name} computes other outputs in a clean process: they differ by up to {difference:.3g}, the largest "
             f"is {largest:.3g}; please report this"
         )
     continuations, texts = report.pop("continuations", None), report.pop("texts", None)
@@ -236,7 +249,7 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
 
 @torch.no_grad()
 def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (B, T, vocabulary), or an encoder's hidden states (B, T, hidden)."""
+    """Logits (B, T, vocabulary) or (B, classes), or an encoder's hidden states (B, T, hidden)."""
     with model.head() as head:
         return head(model.run(tokens))
 

@@ -63,10 +63,11 @@ def write_card(
 def _cost(facts: Any) -> dict[str, Any]:
     """The cost of the model, and of the same model without mechanisms."""
     from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
 
     kind = "mixed" if str(facts.config.get("model_type")).startswith(PREFIX) else "stock"
     config = read_config(dict(facts.config), kind, facts.name)
     if kind == "stock":
         config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
-    return cost_report(config, min(LENGTH, config.max_position_embeddings))
+    return cost_report(config, usual_length(config, LENGTH))

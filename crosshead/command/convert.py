@@ -16,7 +16,10 @@ Dtype = Annotated[
 ]
 Calibration = Annotated[
     Path | None,
-    typer.Option(help="A text file to calibrate on, or a saved calibration; by default Python's help texts."),
+    typer.Option(
+        help="A text file, or for vision models a folder of images, to calibrate on; or a saved calibration. By "
+        "default Python's help texts."
+    ),
 ]
 Save = Annotated[Path | None, typer.Option(help="Save the calibration to this .safetensors file, for other runs.")]
 Layers = Annotated[
@@ -69,7 +72,7 @@ def convert(
     no_verify: NoVerify = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a stock Llama or Qwen checkpoint to a crosshead model.
+    """Convert a stock Llama, Qwen, BERT or ViT checkpoint to a crosshead model.
 
     Mechanisms: knocking, explicit, mixture, talking, differential, gating. For example:
 

@@ -17,7 +17,10 @@ def cost(
         typer.Option(help="NAME[:key=value,...] as in `convert`, repeatable; replaces the model's mechanisms."),
     ] = None,
     length: Annotated[
-        int | None, typer.Option(help="Sequence length in tokens; by default 4096, or the maximum of an encoder.")
+        int | None,
+        typer.Option(
+            help="Sequence length in tokens; by default 4096, the maximum of an encoder, or the tokens of an image."
+        ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
@@ -31,11 +34,12 @@ def cost(
     import json
 
     from crosshead.conversion.architectures.families import family_of
+    from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_lines, cost_report
 
     config = _config(model, mixer or [], revision)
     if length is None:
-        length = min(LENGTH, config.max_position_embeddings) if family_of(config).is_encoder else LENGTH
+        length = usual_length(config, LENGTH) if family_of(config).is_encoder else LENGTH
     report = {"model": model} | cost_report(config, length)
     if as_json:
         print(json.dumps(report, indent=2))

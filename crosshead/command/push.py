@@ -54,6 +54,8 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     import torch
 
     from crosshead.common.access_tokens import TOKEN
+    from crosshead.conversion.architectures.families import auto_class, family_of, kind_of, read_config
+    from crosshead.conversion.calibration.images import random_pixels
     from crosshead.conversion.sources.model_folder import foreign_code
     from crosshead.conversion.verification.reload import reload_check
     from crosshead.model_cards.facts import CONFIG, read_json
@@ -66,8 +68,11 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
             f"{folder} contains code that is not crosshead's ({code}), and checking the model would run it: read it, "
             "then add --trust-remote-code"
         )
-    known = int(read_json(folder / CONFIG)["vocab_size"])
-    found = reload_check(folder, torch.arange(1, TOKENS + 1)[None] % known)
+    content = read_json(folder / CONFIG)
+    config = read_config(content, kind_of(content), folder.name)
+    images = family_of(config).reads_images
+    inputs = random_pixels(config, 1) if images else torch.arange(1, TOKENS + 1)[None] % config.vocab_size
+    found = reload_check(folder, inputs, auto_class=auto_class(config))
     for fault in ("missing", "unexpected", "mismatched", "errors", "unloaded"):
         if found.get(fault):
             raise ValueError(f"{folder} does not load completely without crosshead: {fault} {found[fault][0]}")

@@ -15,6 +15,8 @@ UNITS = {"writing": "bytes", "checking": "bytes"}
 """Stages that do not count layers -> their unit."""
 HOUR = 3600
 """Seconds of work from which the remaining time is estimated: one step of a large model may take minutes."""
+CALIBRATED_ON = ("text", "images", "saved")
+"""Fields of a record with the name of the input: the first that is there."""
 SIDES = ("key_heads", "value_heads", "active_heads")
 
 
@@ -129,7 +131,7 @@ def gguf_lines(report: Mapping[str, Any]) -> Iterator[str]:
 def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The calibration text, and the chosen layers or groups, for people."""
     if calibration := report.get("calibration"):
-        yield f"calibrated on {calibration.get('text') or calibration['saved']}"
+        yield f"calibrated on {next(calibration[kind] for kind in CALIBRATED_ON if kind in calibration)}"
     chosen = report.get("chosen", {})
     if "groups" in chosen:
         yield f"groups of heads: {chosen['groups']}; fitted error by groups, relative to one group's:"

@@ -14,7 +14,11 @@ def verify(
     model: Annotated[str, typer.Argument(help="The model: a folder or a Hub id.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
     text: Annotated[
-        Path | None, typer.Option(help="A text file to compare on; by default Python's help texts.")
+        Path | None,
+        typer.Option(
+            help="A text file to compare on, by default Python's help texts; or for vision models a folder of images, "
+            "by default random pixel values."
+        ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Compare in a serving engine instead: vllm or llama.cpp.")] = None,
     engine_python: Annotated[

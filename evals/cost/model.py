@@ -21,6 +21,8 @@ import transformers
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
+from crosshead.modeling.encoder import image_shape
+
 FLOPS = 2
 """Per multiplication."""
 TRAINING_PASSES = 3
@@ -89,12 +91,17 @@ def model_cost(config: Any, length: int) -> Cost:
 
 
 def _encoder_cost(model: Any, length: int) -> Cost:
-    """The cost of an encoder with the head for its language model's training; there is no cache and no decoding."""
-    if length > model.config.max_position_embeddings:
-        maximum = model.config.max_position_embeddings
-        raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
-    tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-    forward = multiplications(lambda: model(tokens)) // length
+    """The cost of an encoder with the head that its config names; there is no cache and no decoding."""
+    maximum = usual_length(model.config, length)
+    if hasattr(model.config, "image_size"):
+        if length != maximum:
+            raise ValueError(f"length={length} is not allowed: an image has {maximum} tokens here")
+        inputs = torch.empty(1, *image_shape(model.config), device="meta")
+    else:
+        if length > maximum:
+            raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
+        inputs = torch.zeros(1, length, dtype=torch.long, device="meta")
+    forward = multiplications(lambda: model(inputs)) // length
     work = {"training": TRAINING_PASSES * forward, "prefill": forward, "decode": 0}
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     return Cost(
@@ -111,12 +118,21 @@ def _encoder_cost(model: Any, length: int) -> Cost:
     )
 
 
+def usual_length(config: Any, wanted: int) -> int:
+    """The tokens of an image, or of a text with the wanted length if the model's context is long enough."""
+    if not hasattr(config, "image_size"):
+        return min(wanted, config.max_position_embeddings)
+    embeddings = on_meta(config).base_model.embeddings
+    count: int = embeddings(torch.empty(1, *image_shape(config), device="meta")).shape[1]
+    return count
+
+
 def on_meta(config: Any) -> Any:
     """The language model of a config, or its encoder, without memory for its weights."""
     served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
-    if "AutoModelForMaskedLM" in served:  # an encoder, with the head that the config names
+    if served and auto_class not in served:  # an encoder, with the head that the config names, or the usual one
         head = (config.architectures or [""])[0].removeprefix(config.class_prefix)
-        auto_class = next((auto for auto, ending in served.items() if ending == head), "AutoModelForMaskedLM")
+        auto_class = next((auto for auto, ending in served.items() if ending == head), list(served)[1])
     with torch.device("meta"):
         return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
 

@@ -10,8 +10,10 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
+from ..attention import CrossheadAttention
 from .cpu_explicit import explicit_attention
 from .cpu_mixture import mixture_attention
+from .cpu_mixture_layer import skipping_forward
 from .triton_backends import mixture_triton_attention, talking_triton_attention
 
 KERNELS: dict[str, Callable[..., Any]] = {
@@ -24,7 +26,11 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def register_kernels() -> None:
-    """Register each function under its name, in the place of one that a published model has registered."""
+    """Register each function under its name, in the place of one that a published model has registered.
+
+    Attention layers also get a forward that skips projections.
+    """
     for name, function in KERNELS.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
+    CrossheadAttention.forward = skipping_forward(CrossheadAttention.forward)  # type: ignore[method-assign]

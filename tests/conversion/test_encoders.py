@@ -17,6 +17,7 @@ from crosshead.conversion.calibration.streamed_encoder import stream
 from crosshead.conversion.compress.layer_probe import probe_layers
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
+from image_toys import write_image_model
 from tiers import grid
 
 TASKS = ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
@@ -77,13 +78,15 @@ ASKED = {
     LIMITS[2].what: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
     LIMITS[3].what: ("Albert", {"mixture": {"active_heads": 3}}, {}),
     LIMITS[4].what: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
+    LIMITS[5].what: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
 }
 
 
 @pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.what)
 def test_limits(limit, tmp_path):
     backbone, mixers, options = ASKED[limit.what]
-    source = write_encoder(tmp_path / "source", backbone)
+    write = write_image_model if backbone == "ViT" else write_encoder
+    source = write(tmp_path / "source", backbone)
     with pytest.raises(ConversionError) as caught:
         crosshead.convert(source, tmp_path / "made", mixers, **options)
     assert limit.what in str(caught.value) and limit.reason in str(caught.value)

@@ -70,7 +70,7 @@ def hub(monkeypatch):
 @pytest.fixture
 def unloaded(monkeypatch):
     """Loading in a process of its own takes seconds: two tests do it, others need not."""
-    monkeypatch.setattr("crosshead.conversion.verification.reload.reload_check", lambda folder, tokens: {})
+    monkeypatch.setattr("crosshead.conversion.verification.reload.reload_check", lambda folder, inputs, auto_class: {})
 
 
 def test_a_dry_run_lists_what_would_go_and_asks_nobody(made, line, hub, unloaded):

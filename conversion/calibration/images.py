@@ -1,0 +1,101 @@
+"""Images for calibration and comparison: those of a folder, or random pixel values."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+
+from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.progress import Progress
+from crosshead.modeling.encoder import image_shape
+
+from ..architectures.families import FAMILIES
+from ..sources.model_folder import file_digest
+from ..sources.resolve import Source
+from .streamed_model import StreamedModel
+from .text import SEED, Text
+
+SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+IMAGES = 256
+"""Maximum number of images for calibration."""
+RANDOM_NAME = f"random pixel values of a normal distribution, seed {SEED}"
+
+
+def random_pixels(config: Any, count: int) -> torch.Tensor:
+    """Pixel values (count, channels, height, width) with the mean and the spread of normalised images."""
+    return torch.randn(count, *image_shape(config), generator=torch.Generator().manual_seed(SEED))
+
+
+def image_files(folder: Path) -> list[Path]:
+    """The images in a folder and its subfolders; `ConversionError` if there are none."""
+    if not folder.is_dir():
+        raise ConversionError(f"{folder} is not a folder: this model reads images, give a folder of them")
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise ConversionError(f"{folder} has no images: give a folder with {', '.join(sorted(SUFFIXES))} files")
+    return files
+
+
+def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.Tensor:
+    """Pixel values of at most `count` images, evenly spaced over the folder, from the source's image processor."""
+    files = image_files(folder)
+    count = min(count, len(files))
+    selected = [files[index * len(files) // count] for index in range(count)]
+    return torch.cat(list(_processed(source, config, selected)))
+
+
+def _processed(source: Source, config: Any, files: list[Path]) -> Iterator[torch.Tensor]:
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConversionError("images are read with Pillow, which is not installed: pip install pillow") from None
+    expected, place = image_shape(config), source.files[0].parent
+    try:
+        processor = AutoImageProcessor.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # damaged files, and libraries that a processor needs
+        raise ConversionError(f"the image processor in {place.name} cannot be loaded: {one_line(error)}") from None
+    for file in files:
+        try:
+            with Image.open(file) as image:
+                pixels = processor(image.convert("L" if expected[0] == 1 else "RGB"), return_tensors="pt")
+        except Exception as error:  # Pillow and processors raise many types of errors
+            raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
+        found: torch.Tensor = pixels["pixel_values"].float()
+        if found.shape[1:] != expected:
+            raise ConversionError(
+                f"the image processor in {place.name} gives pixel values of shape {list(found.shape[1:])}, but the "
+                f"model reads {list(expected)}: use the model's own preprocessor_config.json"
+            )
+        yield found
+
+
+@dataclass(frozen=True)
+class Images(Text):
+    """The images for the calibration of a model that reads them: a folder, or a saved calibration."""
+
+    def described(self) -> dict[str, str | bool]:
+        """Name and digest, for the record."""
+        if self.given is None:
+            raise ConversionError(
+                "this conversion fits routers to images: give a folder of them with --calibration, or use "
+                "mixture:method=paper"
+            )
+        if self.is_saved:
+            return super().described()
+        digests = "".join(file_digest(file) for file in image_files(self.given))
+        return {"images": self.given.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
+
+    def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
+        """Pixel values (B, channels, height, width)."""
+        if self.given is None:
+            raise ValueError("no folder of images was given")
+        return read_pixels(source, model.config, self.given, IMAGES)
+
+
+def calibration_input(given: Path | None, source: Source) -> Text:
+    """What a source runs on for calibration: text, or images where it reads them."""
+    return Images(given) if FAMILIES[source.config["model_type"]].reads_images else Text.of(given, source)

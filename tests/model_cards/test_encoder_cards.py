@@ -1,0 +1,73 @@
+"""Costs, cards and checks before an upload of encoders of text and of images."""
+
+import json
+import re
+
+import pytest
+from huggingface_hub import metadata_load
+
+import crosshead
+from broken import run
+from encoder_toys import write_encoder
+from image_toys import write_image_model
+
+
+@pytest.fixture
+def line(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    return lambda command: run(capfd, monkeypatch, command)
+
+
+@pytest.mark.parametrize(
+    ("write", "task", "pipeline"),
+    [
+        (write_encoder, "ForMaskedLM", "fill-mask"),
+        (write_image_model, "ForImageClassification", "image-classification"),
+        (write_image_model, "Model", "image-feature-extraction"),
+    ],
+)
+def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
+    write(tmp_path / "source", task=task)
+    crosshead.convert("source", "made", {"knocking": {"form": "linear"}})
+    crosshead.fold("made", "stock", verify=False)
+    for folder in ("made", "stock"):
+        assert line(f"card {folder}")[0] == 0
+        text = (tmp_path / folder / "README.md").read_text()
+        assert metadata_load(tmp_path / folder / "README.md")["pipeline_tag"] == pipeline
+        assert f"encoder with{'out' * (folder == 'stock')} " in text
+        examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+        exec(compile("\n".join(examples), "README.md", "exec"), names := {})
+        assert "lora" in str(names["model"])
+        status, out, err = line(f"push {folder} me/{folder} --dry-run")
+        assert (status, err) == (0, ""), err
+        assert "model.safetensors" in out
+
+
+def test_the_card_names_the_images(line, tmp_path):
+    write_image_model(tmp_path / "source")
+    crosshead.convert("source", "made", {"talking": {}})
+    assert line("card made")[0] == 0
+    text = (tmp_path / "made" / "README.md").read_text()
+    assert "on 8 images (random pixel values" in text and "for images of 17 tokens" in text
+    (tmp_path / "made" / "preprocessor_config.json").unlink()
+    status, _, err = line("push made me/made --dry-run")
+    assert status == 1 and "preprocessor_config.json" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("backbone", "tokens"), [("ViT", 17), ("DeiT", 18)])
+def test_cost_of_images(backbone, tokens, line, tmp_path):
+    """One layer and one image by hand."""
+    write_image_model(tmp_path / "source", backbone, num_hidden_layers=1)
+    status, out, _ = line("cost source --mixer mixture:active_heads=50%,method=paper,router=two_stage --json")
+    report = json.loads(out)
+    assert (status, report["length"]) == (0, tokens)
+    hidden, inner, patches = 32, 40, 16
+    layer = tokens * (4 * hidden**2 + 2 * hidden * inner) + 2 * tokens**2 * hidden
+    whole = layer + patches * 48 * hidden + 3 * hidden
+    assert report["stock"]["prefill_multiplications"] == whole // tokens
+    routers = hidden * (4 + 2)
+    assert report["cost"]["new_parameters"] == routers
+    assert report["stock"]["attention_parameters"] == 4 * (hidden**2 + hidden)
+    assert report["cost"]["prefill_multiplications"] == (whole + tokens * routers) // tokens
+    status, _, err = line("cost source --length 40")
+    assert status == 1 and "length=40" in err and str(tokens) in err

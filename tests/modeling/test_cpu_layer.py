@@ -1,0 +1,115 @@
+"""Attention layers of encoders that also skip projections: the same outputs, and where the plain forward stays."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import crosshead
+from crosshead.modeling.kernels import cpu_mixture_layer
+from toys import IMAGE_SIZES, lopsided, mixed_model, tokens
+
+IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
+HALF = {"active_heads": 2, "shared_heads": 1}
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Skip in short sequences, and note the tokens of each call."""
+    seen: list[int] = []
+    skip = cpu_mixture_layer.mixture_layer
+
+    def noted(layer: Any, hidden: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        seen.append(hidden.shape[1])
+        return skip(layer, hidden, gates)
+
+    monkeypatch.setattr(cpu_mixture_layer, "mixture_layer", noted)
+    monkeypatch.setattr(cpu_mixture_layer, "LEAST_TOKENS", 2)
+    yield seen
+
+
+def classifier(mixture: dict[str, Any], backbone: str = "ViT", **changes: Any) -> Any:
+    """A tiny image classifier in float64."""
+    config_class = getattr(crosshead, f"Crosshead{backbone}Config")
+    config = config_class(**IMAGE_SIZES, mixers={"mixture": mixture}, **changes)
+    config._attn_implementation = "sdpa"
+    return lopsided(getattr(crosshead, f"Crosshead{backbone}ForImageClassification")(config)).eval().double()
+
+
+@pytest.mark.parametrize("backbone", ["ViT", "DeiT"])
+@pytest.mark.parametrize(
+    "options",
+    [HALF, HALF | {"gate": "binary"}, {"active_heads": 2, "shared_heads": 0}, HALF | {"gate_scale": "paper"}],
+    ids=str,
+)
+def test_outputs_are_those_of_the_plain_forward(options: dict[str, Any], backbone: str, calls: list[int]) -> None:
+    model = classifier(options, backbone)
+    plain = model(IMAGES.double(), output_head_router_scores=True)
+    assert calls == []  # gradients were wanted
+    with torch.inference_mode():
+        found = model(IMAGES.double(), output_head_router_scores=True)
+    assert len(calls) == 2
+    assert plain.logits.abs().max() > 0.1 and (found.logits - plain.logits).abs().max() < 1e-12
+    for mine, theirs in zip(found.head_router_scores, plain.head_router_scores, strict=True):
+        assert (mine - theirs).abs().max() < 1e-12
+
+
+def test_shared_weights(calls: list[int]) -> None:
+    model = mixed_model("Albert", {"mixture": HALF}, "sdpa").double()
+    plain = model(tokens()).logits
+    with torch.no_grad():
+        assert (model(tokens()).logits - plain).abs().max() < 1e-10 and len(calls) == 2
+        model(tokens(), attention_mask=torch.tensor([[1] * 9, [1] * 6 + [0] * 3]))
+    assert len(calls) == 2
+
+
+def _train(model: Any) -> None:
+    model.train()
+
+
+def _hook(model: Any) -> None:
+    for layer in model.base_model.layers:
+        layer.attention.q_proj.register_forward_hook(lambda *_: None)
+
+
+def _wrap(model: Any) -> None:
+    class Wrapped(nn.Linear):
+        """As an adapter's."""
+
+    for layer in model.base_model.layers:
+        layer.attention.o_proj.__class__ = Wrapped
+
+
+def _eager(model: Any) -> None:
+    model.set_attn_implementation("eager")
+
+
+def _bfloat16(model: Any) -> None:
+    model.bfloat16()
+
+
+@pytest.mark.parametrize("change", [_train, _hook, _wrap, _eager, _bfloat16])
+def test_other_calls_take_the_plain_forward(change: Callable[[Any], None], calls: list[int]) -> None:
+    model = classifier(HALF, attention_probs_dropout_prob=0.0)
+    change(model)
+    with torch.no_grad():
+        assert model(IMAGES.to(model.dtype)).logits.isfinite().all()
+    assert calls == []
+
+
+@pytest.mark.parametrize("options", [{"active_heads": 2, "router": "query_norm"}, {"active_heads": 3}])
+def test_where_skipping_does_not_pay(options: dict[str, Any], calls: list[int]) -> None:
+    """The query_norm router reads all queries; three quarters of the heads cost as much as all."""
+    model = classifier(options)
+    with torch.no_grad():
+        found = model(IMAGES.double(), output_head_router_scores=True)
+    assert calls == [] and len(found.head_router_scores) == 2
+
+
+def test_published_models_have_the_plain_forward() -> None:
+    """The kernels change the class that crosshead installs, and its signature stays."""
+    attend = crosshead.modeling.attention.CrossheadAttention.forward
+    assert attend.__wrapped__.__module__ == "crosshead.modeling.attention"
+    assert not hasattr(attend.__wrapped__, "__wrapped__")
