@@ -1,7 +1,7 @@
 """The backbones, one file each: which stock classes it combines, and what is peculiar to it."""
 
 # ruff: noqa: F403
-from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, vit
+from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, transnext, vit
 from .albert import *
 from .bert import *
 from .deit import *
@@ -9,6 +9,7 @@ from .llama import *
 from .qwen2 import *
 from .qwen3 import *
 from .qwen3_moe import *
+from .transnext import *
 from .vit import *
 
 __all__: list[str] = []
@@ -19,4 +20,5 @@ __all__ += llama.__all__
 __all__ += qwen2.__all__
 __all__ += qwen3.__all__
 __all__ += qwen3_moe.__all__
+__all__ += transnext.__all__
 __all__ += vit.__all__

@@ -7,6 +7,9 @@ heads `a2 softmax(W_r x)`. The query_norm router has none and suits pretrained m
 that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1
 or 0, whose gradient is that of the formula's gate; the scale does not apply to it.
 
+Where every head is shared, nothing is selected: gates are `softmax(W_s x)`, times the number of heads in "unit" scale,
+and the layer has no part in the balance loss.
+
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 except by the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
 
@@ -52,8 +55,9 @@ class MixtureRules(Rules):
         shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
         if active > heads:
             raise refuse("mixers.mixture.active_heads", active, f"use 1 to {heads}, the layer's head outputs")
-        if shared >= active:
-            raise refuse("mixers.mixture.shared_heads", shared, f"use 0 to {active - 1} of active_heads={active}")
+        if shared > active or shared == active < heads:
+            reason = f"use 0 to {active - 1} of active_heads={active}"
+            raise refuse("mixers.mixture.shared_heads", shared, reason)
         if settings["router"] == "query_norm" and "differential" in layer:
             reason = "it scores single query heads, and 'differential' joins them in pairs: use 'two_stage'"
             raise refuse("mixers.mixture.router", "query_norm", reason)
@@ -109,16 +113,18 @@ class Mixture(Mechanism):
         self.shared_heads: int = settings["shared_heads"]
         self.selected_heads: int = settings["active_heads"] - self.shared_heads
         self.routed = self.shared = self.balance = None
+        routed_heads = layout.output_heads - self.shared_heads
         if settings["router"] == "two_stage":
-            self.routed = RouterMap(layout.hidden_size, layout.output_heads - self.shared_heads)
+            if routed_heads:
+                self.routed = RouterMap(layout.hidden_size, routed_heads)
             if self.shared_heads:
                 self.shared = RouterMap(layout.hidden_size, self.shared_heads)
+            if routed_heads and self.shared_heads:
                 self.balance = RouterMap(layout.hidden_size, 2)
 
     def forward(self, hidden_states: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
-        routed, first = self.routed, self.shared_heads
-        probabilities = query_norm_scores(query[:, first:]) if routed is None else routed(hidden_states)
+        probabilities = self._probabilities(hidden_states, query)
         chosen = probabilities.topk(self.selected_heads, dim=-1)
         shared, routed_weight = self._shared(hidden_states, probabilities)
         if self.settings["gate"] == "binary":
@@ -130,14 +136,25 @@ class Mixture(Mechanism):
             branches = 1 if self.balance is None else 2
             gates = gates / gates.sum(-1, keepdim=True)
             routed_weight = branches * self.selected_heads * routed_weight
-            shared = shared if self.balance is None else branches * self.shared_heads * shared
+            shared = shared if self.shared is None else branches * self.shared_heads * shared
         gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * routed_weight)
         return torch.cat([shared, gates], dim=-1), probabilities
 
+    def _probabilities(self, hidden_states: Tensor, query: Tensor) -> Tensor:
+        """The routed heads' probabilities (B, T, routed); without routed heads, an empty tensor."""
+        if self.settings["router"] == "query_norm":
+            return query_norm_scores(query[:, self.shared_heads :])
+        if self.routed is None:
+            return hidden_states.new_empty(*hidden_states.shape[:-1], 0, dtype=widened(hidden_states.dtype))
+        probabilities: Tensor = self.routed(hidden_states)
+        return probabilities
+
     def _shared(self, hidden_states: Tensor, like: Tensor) -> tuple[Tensor, Tensor | float]:
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
-        if self.shared is None or self.balance is None:
+        if self.shared is None:
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
+        if self.balance is None:
+            return self.shared(hidden_states), 1.0
         first, second = self.balance(hidden_states).chunk(2, dim=-1)
         return first * self.shared(hidden_states), second
 
@@ -174,18 +191,22 @@ class Mixture(Mechanism):
                 f"the model recorded head router scores of {len(scores)} layers, but its config routes in "
                 f"{len(selected)}: for a truncated model, set num_hidden_layers and mixers.mixture.layers accordingly"
             )
+        if not any(selected):
+            return None
         value = balance_loss(scores, selected, attention_mask)
         return AuxiliaryLoss("balance_loss", value, config.mixers["mixture"]["balance_weight"])
 
 
 def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_mask: Tensor | None) -> Tensor:
-    """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
+    """`sum_i P_i f_i` over a layer's routed heads, mean over the layers that select heads.
 
     `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
     `selected` is how many heads each layer selects. A mask (B, T) takes padding out of both means.
     """
     losses = []
     for probabilities, count in zip(scores, selected, strict=True):
+        if not count:
+            continue
         tokens = token_weights(probabilities, attention_mask).unsqueeze(-1)
         chosen = probabilities.topk(count, dim=-1).indices
         frequency = torch.zeros_like(probabilities).scatter(-1, chosen, 1.0)
