@@ -29,7 +29,6 @@ from ..model import RECORDERS, CrossheadBackbone, CrossheadPreTrained
 from ..options import refuse
 from .transnext_attention import (
     CrossheadAggregatedAttention,
-    CrossheadAggregatedProjections,
     CrossheadTransNextAttention,
     CrossheadTransNextProjections,
     FeatureMap,
@@ -40,25 +39,26 @@ __all__ = ["CrossheadTransNextConfig", "CrossheadTransNextForImageClassification
 STAGE_FIELDS = ("hidden_sizes", "num_attention_heads", "depths", "mlp_ratios", "sr_ratios")
 
 
+ONE_LIST = "it mixes or subtracts the weights of one list of keys, and here each pixel has a window of its own"
+
+
 @dataclass(frozen=True)
 class TransNextLimit:
-    """An option that is refused."""
+    """What the architecture does not allow."""
 
-    mechanism: str
-    option: str | None
-    """Refused where it is true; None for the mechanism as a whole."""
-    everywhere: bool
-    """Also in layers whose attention is global."""
+    option: str
+    """A mechanism, or with a dot one of its options where it is true."""
     reason: str
+    everywhere: bool = True
+    """Also in layers whose attention is global."""
 
 
 TRANSNEXT_LIMITS = (
-    TransNextLimit("explicit", None, True, "keys have length one, and a combination of them has not"),
-    TransNextLimit("talking", None, False, "each pixel has a window of keys of its own, and heads mix over one list"),
-    TransNextLimit("differential", None, False, "weights of the window that no softmax makes would be subtracted"),
-    TransNextLimit("differential", "half_values", True, "files hold queries, keys and values as one square matrix each"),
+    TransNextLimit("explicit", "keys have length one, and a combination of them has not"),
+    TransNextLimit("talking", ONE_LIST, everywhere=False),
+    TransNextLimit("differential", ONE_LIST, everywhere=False),
+    TransNextLimit("differential.half_values", "files hold queries, keys and values of one size as one matrix"),
 )
-"""What the architecture does not allow."""
 
 
 class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
@@ -108,8 +108,8 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
         """The shape of one layer."""
         stage = self.stage_of_layer(layer)
         size, heads = self.hidden_sizes[stage], self.num_attention_heads[stage]
-        dropout = self.attention_probs_dropout_prob
-        return HeadLayout(size, heads, heads, size // heads, layer_index=layer, norm_eps=1e-6, dropout=dropout)
+        eps, dropout = self.layer_norm_eps, self.attention_probs_dropout_prob
+        return HeadLayout(size, heads, heads, size // heads, layer_index=layer, norm_eps=eps, dropout=dropout)
 
     def check_mixers(self) -> None:
         """Check the sizes of the stages, then `mixers` as every backbone does, then what this one does not allow."""
@@ -129,14 +129,13 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
     def _check_limits(self, layer: int) -> None:
         settings, ratio = self.mixers_of_layer(layer), self.sr_ratios[self.stage_of_layer(layer)]
         for limit in TRANSNEXT_LIMITS:
-            options = settings.get(limit.mechanism)
-            if options is None or (ratio == 1 and not limit.everywhere):
-                continue
-            name = ".".join(["mixers", limit.mechanism, *([limit.option] if limit.option else [])])
-            value = options if limit.option is None else options[limit.option]
-            if limit.option is None or value:
-                where = "" if limit.everywhere else f" and sr_ratio={ratio}: use layers whose sr_ratio is 1"
-                raise refuse(name, value, f"{limit.reason} (layer {layer}{where})")
+            mechanism, _, option = limit.option.partition(".")
+            value = settings.get(mechanism)
+            if option and value is not None:
+                value = value[option] or None
+            if value is not None and (limit.everywhere or ratio > 1):
+                advice = "" if limit.everywhere else f" with sr_ratio={ratio}: use layers with sr_ratio=1"
+                raise refuse(f"mixers.{limit.option}", value, f"{limit.reason} (layer {layer}{advice})")
 
 
 class CrossheadTransNextMLP(nn.Module):
@@ -209,10 +208,9 @@ class CrossheadTransNextPreTrainedModel(CrossheadPreTrained, PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _no_split_modules = ["CrossheadTransNextLayer"]
-    _can_record_outputs = {
+    _can_record_outputs = RECORDERS | {
         "hidden_states": CrossheadTransNextLayer,
         "attentions": CrossheadTransNextProjections,
-        **RECORDERS,
     }
 
     @torch.no_grad()
@@ -233,9 +231,8 @@ class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedMod
             layers = [CrossheadTransNextLayer(config, layer) for layer in range(first, first + depth)]
             self.add_module(f"patch_embed{stage + 1}", CrossheadTransNextPatchEmbedding(config, stage))
             self.add_module(f"block{stage + 1}", nn.ModuleList(layers))
-            self.add_module(
-                f"norm{stage + 1}", nn.LayerNorm(config.hidden_sizes[stage], eps=config.layer_norm_eps)
-            )
+            norm = nn.LayerNorm(config.hidden_sizes[stage], eps=config.layer_norm_eps)
+            self.add_module(f"norm{stage + 1}", norm)
         self.post_init()
 
     def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
@@ -268,7 +265,6 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
     def __init__(self, config: CrossheadTransNextConfig) -> None:
         self._check_config(config)
         super().__init__(config)
-        self.num_labels = config.num_labels
         self.transnext = CrossheadTransNextModel(config)
         self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
         self.post_init()
