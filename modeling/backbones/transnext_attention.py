@@ -79,7 +79,8 @@ def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: 
     if pooled is not None:
         inside = functional.unfold(torch.ones(1, 1, height, width, device=device), window, padding=window // 2)
         outside = inside[0].T == 0
-        scale = torch.log((~outside).sum(-1, keepdim=True) + pooled[0] * pooled[1]).to(wide).to(like.dtype)
+        keys = (~outside).sum(-1, keepdim=True) + pooled[0] * pooled[1]
+        scale = torch.log(keys.to(wide)).to(like.dtype)
     return FeatureMap(height, width, pooled, scale, logarithmic.to(like.dtype), rows, columns, outside)
 
 
