@@ -17,6 +17,8 @@ from oracles import differential, gating, knocking, mixture, paired_queries, tal
 
 Pixels = list[Tensor]
 Size = tuple[int, int]
+Biases = dict[tuple[float, float], Tensor]
+"""The position biases of all heads, by the vertical and the horizontal distance."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +100,13 @@ def attention(
     if shape.reduction == 1:
         far = [(pixels[t], inputs[t], *divmod(t, size[1])) for t in range(len(inputs))]
     outputs, routing = [], []
+    biases: Biases = {}
     for t, x in enumerate(inputs):
-        heads = attend(t, inputs, pixels, far, size, weights, shape, mixers)
+        for _, _, row, column in far:
+            distance = t // size[1] - row, t % size[1] - column
+            if distance not in biases:
+                biases[distance] = position_bias(*distance, weights, shape.pretrained)
+        heads = attend(t, inputs, pixels, far, biases, size, weights, shape, mixers)
         for name, options in mixers.items():
             if name == "mixture":
                 routing.append(mixture(x, pixels[t]["query"], weights, options))
@@ -115,6 +122,7 @@ def attend(
     inputs: Pixels,
     pixels: list[dict[str, list[Tensor]]],
     far: list[tuple[dict[str, list[Tensor]], Tensor, float, float]],
+    biases: Biases,
     size: Size,
     weights: Weights,
     shape: Attention,
@@ -122,7 +130,7 @@ def attend(
 ) -> list[Tensor]:
     """The head outputs of pixel `t`: it attends to its window and to the keys of `far`."""
     row, column = divmod(t, size[1])
-    biases = [position_bias(row - i, column - j, weights, shape.pretrained) for _, _, i, j in far]
+    bias_of = [biases[row - i, column - j] for _, _, i, j in far]
     half = shape.window // 2
     window = []  # (place, pixel) inside of the feature map
     for place in range(shape.window**2 if shape.reduction > 1 else 0):
@@ -137,7 +145,7 @@ def attend(
         query = embedded * torch.log(1 + torch.exp(weights["temperature"][head, 0, 0])) * scale
         near_bias = weights.get("relative_pos_bias_local")
         near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, place] for place, s in window]
-        others = [torch.dot(query, unit(key["key"][head])) + biases[n][head] for n, (key, *_) in enumerate(far)]
+        others = [torch.dot(query, unit(key["key"][head])) + bias_of[n][head] for n, (key, *_) in enumerate(far)]
         logits.append(torch.stack([*near, *others]))
     key_inputs = [x for _, x, _, _ in far]
     rows = mix("logits", logits, inputs[t], key_inputs, weights, mixers)
