@@ -15,7 +15,7 @@ from case_grids import for_each_case_and_backbone
 from crosshead import CrossheadLlamaForCausalLM
 from toys import BACKBONES, CASES, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
-MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT")}
+MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "TransNext")}
 MODEL_TYPES["Qwen3Moe"] = "crosshead_qwen3_moe"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},
