@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -39,7 +38,13 @@ ENCODER_FIELDS = {
 
 def alias(name: str) -> Any:
     """The name that the attention forward uses for a projection with another name in checkpoints."""
-    return property(attrgetter(name))
+
+    def read(module: Any) -> Any:  # an attrgetter would break the compiled graph
+        for part in name.split("."):
+            module = getattr(module, part)
+        return module
+
+    return property(read)
 
 
 class IndexedAttention(nn.Module):

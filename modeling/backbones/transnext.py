@@ -141,7 +141,7 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
 class CrossheadTransNextMLP(nn.Module):
     """A gated linear unit whose gate sees the neighbouring pixels (convolutional GLU)."""
 
-    def __init__(self, config: CrossheadTransNextConfig, stage: int) -> None:
+    def __init__(self, config: Any, stage: int) -> None:
         super().__init__()
         size = config.hidden_sizes[stage]
         inner = 2 * size * config.mlp_ratios[stage] // 3
@@ -203,7 +203,7 @@ class CrossheadTransNextPreTrainedModel(CrossheadPreTrained, PreTrainedModel):
     config: CrossheadTransNextConfig
     base_model_prefix = "transnext"
     main_input_name = "pixel_values"
-    input_modalities = ("image",)
+    input_modalities = ["image"]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
     _supports_attention_backend = True
@@ -266,7 +266,7 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
         self._check_config(config)
         super().__init__(config)
         self.transnext = CrossheadTransNextModel(config)
-        self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels > 0 else nn.Identity()
+        self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels else nn.Identity()
         self.post_init()
 
     def _classify(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:

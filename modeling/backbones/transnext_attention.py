@@ -12,7 +12,6 @@ Paper: "TransNeXt: Robust Foveal Visual Perception for Vision Transformers", sec
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -46,11 +45,10 @@ class FeatureMap:
     row_index: Tensor
     """The row in `distances` of each pixel's row and each key's row."""
     column_index: Tensor
-    outside: Tensor | None
-    """(N, window): True where a pixel's window goes beyond the border."""
+    outside: Any
+    """(N, window): True where a pixel's window goes beyond the border; None where attention is global."""
 
 
-@lru_cache
 def axis_distances(length: int, cells: int) -> tuple[list[int], list[list[int]]]:
     """Twice the distances of positions to the centres of pooled cells: the different ones, and the index of each.
 
@@ -139,7 +137,7 @@ class CrossheadTransNextAttention(CrossheadAttention, CrossheadGlobalProjections
 
     q_proj, k_proj, v_proj = map(alias, ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj"))
 
-    def rotate(self, query: Tensor, key: Tensor, length_scale: float) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def rotate(self, query: Tensor, key: Tensor, length_scale: float) -> tuple[Tensor, Tensor]:
         """Keys of length one, and scaled queries."""
         return self.scaled(unit_length(query), length_scale), unit_length(key)
 
@@ -189,7 +187,7 @@ class CrossheadAggregatedAttention(CrossheadAttention, CrossheadAggregatedProjec
 
     k_proj, v_proj = map(alias, ("kv.k_proj", "kv.v_proj"))
 
-    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
         """Queries and keys of length one; the queries are scaled later."""
         return unit_length(query), unit_length(key)
 

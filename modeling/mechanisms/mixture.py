@@ -7,8 +7,8 @@ heads `a2 softmax(W_r x)`. The query_norm router has none and suits pretrained m
 that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1
 or 0, whose gradient is that of the formula's gate; the scale does not apply to it.
 
-Where every head is shared, nothing is selected: gates are `softmax(W_s x)`, times the number of heads in "unit" scale,
-and the layer has no part in the balance loss.
+Where every head is shared, nothing is selected: gates are `softmax(W_s x)`, in "unit" scale times the number of
+heads, and the layer has no part in the balance loss.
 
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 except by the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.

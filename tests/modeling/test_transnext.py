@@ -167,6 +167,15 @@ def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
             assert functional.cosine_similarity(change.flatten(), other.flatten(), dim=0) > 0.99, name
 
 
+@pytest.mark.compile
+@torch.no_grad()
+def test_compiled_without_a_break() -> None:
+    for case in ("plain", "mixture"):
+        model = model_of(CASES[case], backend="sdpa")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert (compiled(IMAGES).logits - model(IMAGES).logits).abs().max() < 1e-5
+
+
 @torch.no_grad()
 def test_any_size_of_images() -> None:
     """Sizes that are no multiple of the strides, and images of one pixel."""
