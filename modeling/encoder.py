@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from itertools import chain
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -52,7 +51,13 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 def alias(name: str) -> Any:
     """The name that the attention forward uses for a projection with another name in checkpoints."""
-    return property(attrgetter(name))
+
+    def read(module: Any) -> Any:  # an attrgetter would break the compiled graph
+        for part in name.split("."):
+            module = getattr(module, part)
+        return module
+
+    return property(read)
 
 
 class IndexedAttention(nn.Module):

@@ -127,7 +127,7 @@ class CrossheadBackbone(CrossheadPreTrained):
     def post_init(self) -> None:
         """Replace attention before the initial values are set."""
         for index, parent, name in self._attention_places():
-            if self.config.mixers_of_layer(index):
+            if self.config.mixers_of_layer(index) and not isinstance(getattr(parent, name), CrossheadAttention):
                 setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}

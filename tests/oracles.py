@@ -112,6 +112,8 @@ def paired_queries(softmaxes: list[Tensor], values: Heads, query_input: Tensor, 
 def routed_probabilities(token_input: Tensor, queries: list[Tensor], weights: Weights, options: Options) -> Tensor:
     """One token's softmax over the routed heads: of `W_r x`, or of the queries' norms over their deviation."""
     if options["router"] == "two_stage":
+        if "mixers.mixture.routed.weight" not in weights:  # every head is shared
+            return token_input.new_zeros(0)
         return torch.softmax(linear(token_input, weights, "mixers.mixture.routed"), dim=0)
     if options["router"] != "query_norm":
         raise ValueError(f"mixture router is {options['router']!r}; known are 'two_stage', 'query_norm'")
@@ -135,10 +137,13 @@ def mixture(
     one = paper_factor = unit_factor = probabilities.new_ones(())
     paper, unit, on = [one] * shared, [one] * shared, [one] * shared
     if options["router"] == "two_stage" and shared > 0:
-        a1, a2 = torch.softmax(linear(token_input, weights, "mixers.mixture.balance"), dim=0)
         shares = torch.softmax(linear(token_input, weights, "mixers.mixture.shared"), dim=0)
-        paper, paper_factor = [a1 * share for share in shares], a2
-        unit, unit_factor = [2 * a1 * share * shared for share in shares], 2 * a2
+        if len(probabilities) > 0:
+            a1, a2 = torch.softmax(linear(token_input, weights, "mixers.mixture.balance"), dim=0)
+            paper, paper_factor = [a1 * share for share in shares], a2
+            unit, unit_factor = [2 * a1 * share * shared for share in shares], 2 * a2
+        else:  # the published code of MoH-ViT: a weighted sum of all heads
+            paper, unit = list(shares), [share * shared for share in shares]
     for i in range(probabilities.shape[0]):
         on.append(one if i in selected else zero)
         paper.append(paper_factor * probabilities[i] if i in selected else zero)
@@ -147,7 +152,7 @@ def mixture(
         gates = [on[i] + (paper[i] - paper[i].detach()) for i in range(len(on))]
     else:
         gates = {"paper": paper, "unit": unit}[options["gate_scale"]]
-    return probabilities, torch.stack(on[shared:]), torch.stack(gates)
+    return probabilities, torch.stack([*on, zero])[shared:-1], torch.stack(gates)
 
 
 def bilinear(inputs: Tensor, source: Tensor, p: Tensor, q: Tensor, allowed: Tensor, bias: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The backbones, one file each: which stock classes it combines, and what is peculiar to it."""
 
 # ruff: noqa: F403
-from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, t5, vit
+from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, t5, transnext, vit
 from .albert import *
 from .bert import *
 from .deit import *
@@ -10,6 +10,7 @@ from .qwen2 import *
 from .qwen3 import *
 from .qwen3_moe import *
 from .t5 import *
+from .transnext import *
 from .vit import *
 
 __all__: list[str] = []
@@ -21,4 +22,5 @@ __all__ += qwen2.__all__
 __all__ += qwen3.__all__
 __all__ += qwen3_moe.__all__
 __all__ += t5.__all__
+__all__ += transnext.__all__
 __all__ += vit.__all__

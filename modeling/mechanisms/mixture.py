@@ -5,7 +5,8 @@ two_stage router has weights: `[a1, a2] = softmax(W_h x)`, shared heads get `a1 
 heads `a2 softmax(W_r x)`. The query_norm router has none and suits pretrained models: routed heads score
 `softmax(||q_i|| / std(||q||))` over the routed heads, shared heads count once. `gate_scale` "unit" renormalises so
 that a gate is 1 on average, as the published code does; "paper" follows the formula. `gate` "binary" makes a gate 1
-or 0, whose gradient is that of the formula's gate; the scale does not apply to it.
+or 0, whose gradient is that of the formula's gate; the scale does not apply to it. Where every head is shared, gates
+are `softmax(W_s x)`, in "unit" scale times the number of heads, and the layer has no part in the balance loss.
 
 What cannot learn by construction: `W_s` with one shared head (a softmax over one), `W_r` with one routed head, and,
 except by the balance loss, `W_r` with one selected head in "unit" scale, whose gate is always `2 a2`.
@@ -52,7 +53,7 @@ class MixtureRules(Rules):
         shared, active, heads = settings["shared_heads"], settings["active_heads"], layout.output_heads
         if active > heads:
             raise refuse("mixers.mixture.active_heads", active, f"use 1 to {heads}, the layer's head outputs")
-        if shared >= active:
+        if shared > active or shared == active < heads:
             raise refuse("mixers.mixture.shared_heads", shared, f"use 0 to {active - 1} of active_heads={active}")
         if settings["router"] == "query_norm" and "differential" in layer:
             reason = "it scores single query heads, and 'differential' joins them in pairs: use 'two_stage'"
@@ -109,16 +110,19 @@ class Mixture(Mechanism):
         self.shared_heads: int = settings["shared_heads"]
         self.selected_heads: int = settings["active_heads"] - self.shared_heads
         self.routed = self.shared = self.balance = None
+        routed_heads = layout.output_heads - self.shared_heads
         if settings["router"] == "two_stage":
-            self.routed = RouterMap(layout.hidden_size, layout.output_heads - self.shared_heads)
-            if self.shared_heads:
-                self.shared = RouterMap(layout.hidden_size, self.shared_heads)
-                self.balance = RouterMap(layout.hidden_size, 2)
+            self.routed = RouterMap(layout.hidden_size, routed_heads) if routed_heads else None
+            self.shared = RouterMap(layout.hidden_size, self.shared_heads) if self.shared_heads else None
+            self.balance = RouterMap(layout.hidden_size, 2) if self.routed and self.shared else None
 
     def forward(self, hidden_states: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
-        routed, first = self.routed, self.shared_heads
-        probabilities = query_norm_scores(query[:, first:]) if routed is None else routed(hidden_states)
+        if self.settings["router"] == "query_norm":
+            probabilities = query_norm_scores(query[:, self.shared_heads :])
+        else:
+            wide = widened(hidden_states.dtype)
+            probabilities = self.routed(hidden_states) if self.routed else hidden_states[..., :0].to(wide)
         chosen = probabilities.topk(self.selected_heads, dim=-1)
         shared, routed_weight = self._shared(hidden_states, probabilities)
         if self.settings["gate"] == "binary":
@@ -130,15 +134,15 @@ class Mixture(Mechanism):
             branches = 1 if self.balance is None else 2
             gates = gates / gates.sum(-1, keepdim=True)
             routed_weight = branches * self.selected_heads * routed_weight
-            shared = shared if self.balance is None else branches * self.shared_heads * shared
+            shared = shared if self.shared is None else branches * self.shared_heads * shared
         gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * routed_weight)
         return torch.cat([shared, gates], dim=-1), probabilities
 
     def _shared(self, hidden_states: Tensor, like: Tensor) -> tuple[Tensor, Tensor | float]:
         """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
-        if self.shared is None or self.balance is None:
+        if self.shared is None:
             return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
-        first, second = self.balance(hidden_states).chunk(2, dim=-1)
+        first, second = (1.0, 1.0) if self.balance is None else self.balance(hidden_states).chunk(2, dim=-1)
         return first * self.shared(hidden_states), second
 
     def before_rope(self, state: AttentionState) -> None:
@@ -163,12 +167,12 @@ class Mixture(Mechanism):
     @classmethod
     def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
         """The balance loss."""
-        if not (scores := outputs.get("head_router_scores")):
+        if not (scores := [each for each in outputs.get("head_router_scores") or () if each.shape[-1]]):
             return None
         layers = map(config.mixers_of_layer, range(len(config.layouts())))
         # From the config: wrappers such as peft's hold copies of the modules.
         routing = [layer["mixture"] for layer in layers if "mixture" in layer]
-        selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
+        selected = [count for each in routing if (count := each["active_heads"] - each["shared_heads"])]
         if len(selected) != len(scores):
             raise ValueError(
                 f"the model recorded head router scores of {len(scores)} layers, but its config routes in "
@@ -179,7 +183,7 @@ class Mixture(Mechanism):
 
 
 def balance_loss(scores: Sequence[Tensor], selected: Sequence[int], attention_mask: Tensor | None) -> Tensor:
-    """`sum_i P_i f_i` over a layer's routed heads, mean over layers.
+    """`sum_i P_i f_i` over a layer's routed heads, mean over the layers that select heads.
 
     `P_i` is a head's mean probability, `f_i` the share of tokens that select it. `scores` are (B, T, routed heads),
     `selected` is how many heads each layer selects. A mask (B, T) takes padding out of both means.

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crosshead.conversion.architectures.encoder_limits import LIMITS
+from crosshead.modeling.backbones.transnext import TRANSNEXT_LIMITS
 
 Content = Mapping[str, Any]
 
@@ -86,3 +87,12 @@ def limits_table() -> str:
     """The conversions that encoders do not support."""
     lines = ["| conversion | reason |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"
+
+
+def transnext_table() -> str:
+    """The options that TransNeXt does not support."""
+    lines = ["| option | layers | reason |", "| --- | --- | --- |"]
+    for limit in TRANSNEXT_LIMITS:
+        layers = "all" if limit.everywhere else "with windows"
+        lines.append(f"| `{limit.option}` | {layers} | {limit.reason} |")
+    return "\n".join(lines) + "\n"

@@ -15,7 +15,7 @@ from case_grids import for_each_case_and_backbone
 from crosshead import CrossheadLlamaForCausalLM
 from toys import BACKBONES, CASES, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
-MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT")}
+MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "TransNext")}
 MODEL_TYPES["Qwen3Moe"] = "crosshead_qwen3_moe"
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},
@@ -247,6 +247,7 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
     ({"mixture": {"active_heads": 4}}, ROUTERS, ROUTERS),
     ({"mixture": {"active_heads": 4, "layers": [1]}}, {}, ROUTERS),
     ({"mixture": {"active_heads": 4, "shared_heads": [0, 2]}}, new("mixture.routed", 4, 24), ROUTERS),
+    ({"mixture": {"active_heads": 4, "shared_heads": [4, 2]}}, new("mixture.shared", 4, 24), ROUTERS),
     ({"mixture": {"active_heads": 3, "router": "query_norm"}}, {}, {}),
     ({"talking": {"layers": [1]}}, {}, new("talking.logits talking.weights", 4, 4)),
     ({"talking": {"on": ["logits"], "layers": [1]}}, {}, new("talking.logits", 4, 4)),

@@ -1,0 +1,251 @@
+"""TransNeXt's attention: of pixels to a window and to pooled features, and of the last stage to all pixels.
+
+Queries and keys get length one. A query plus its embedding is multiplied by a temperature and by the logarithm of
+the number of keys. An MLP computes the position bias from the distance of a query to a key, on a logarithmic scale.
+In aggregated attention a pixel attends, in one softmax, to the window around it and to features that are pooled from
+the whole feature map; the values of the window also get weights that depend on the query alone. The mechanisms see
+one list of keys and values: the pixels, then the pooled features.
+
+Paper: "TransNeXt: Robust Foveal Visual Perception for Vision Transformers", sections 3.1 to 3.3.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transformers.initialization as init
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from ..attention import CrossheadAttention
+from ..backends import register_backend
+from ..encoder import alias
+from ..mechanisms.base import AttentionState, ParameterModule
+from ..ops import apply_mask, weigh_values, widened
+
+BIAS_FEATURES = 512
+INITIAL_TEMPERATURE = 1 / 0.24
+
+
+@dataclass(frozen=True)
+class FeatureMap:
+    """The size of a stage's feature map, and the tensors of positions that its layers share."""
+
+    height: int
+    width: int
+    pooled: tuple[int, int] | None
+    """The size of the pooled feature map; None where attention is global."""
+    length_scale: Tensor | float
+    """The logarithm of the number of keys, where windows end at the border for each pixel (N, 1)."""
+    distances: Tensor
+    """Different distances of queries to keys, vertical and horizontal, on a logarithmic scale (rows, columns, 2)."""
+    row_index: Tensor
+    """The row in `distances` of each pixel's row and each key's row."""
+    column_index: Tensor
+    outside: Any
+    """(N, window): True where a pixel's window goes beyond the border; None where attention is global."""
+
+
+def axis_distances(length: int, cells: int) -> tuple[list[int], list[list[int]]]:
+    """Twice the distances of positions to the centres of pooled cells: the different ones, and the index of each.
+
+    Adaptive pooling gives cell `i` the positions from `floor(i length / cells)` to `ceil((i + 1) length / cells) - 1`.
+    """
+    centres = [cell * length // cells - (-(cell + 1) * length // cells) - 1 for cell in range(cells)]
+    twice = [[2 * position - centre for centre in centres] for position in range(length)]
+    different = sorted({distance for row in twice for distance in row})
+    place = {distance: index for index, distance in enumerate(different)}
+    return different, [[place[distance] for distance in row] for row in twice]
+
+
+def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: int, like: Tensor) -> FeatureMap:
+    """A feature map of a size; `pretrained` is the size in pretraining, which scales distances to 8 at most."""
+    height, width = size
+    pooled = None if reduction == 1 else (max(height // reduction, 1), max(width // reduction, 1))
+    cells = pooled or size
+    axes, indices = zip(*(axis_distances(*each) for each in zip(size, cells, strict=True)), strict=True)
+    wide, device = widened(like.dtype), like.device
+    grid = torch.meshgrid(*(torch.tensor(axis, dtype=wide, device=device) for axis in axes), indexing="ij")
+    distances = torch.stack(grid, dim=-1) * (8 / 2 / max(pretrained - 1, 1))
+    logarithmic = torch.sign(distances) * torch.log2(distances.abs() + 1) / math.log2(8)
+    rows, columns = (torch.tensor(index, device=device) for index in indices)
+    scale: Tensor | float = math.log(height * width)
+    outside = None
+    if pooled is not None:
+        inside = functional.unfold(torch.ones(1, 1, height, width, device=device), window, padding=window // 2)
+        outside = inside[0].T == 0
+        keys = (~outside).sum(-1, keepdim=True) + pooled[0] * pooled[1]
+        scale = torch.log(keys.to(wide)).to(like.dtype)
+    return FeatureMap(height, width, pooled, scale, logarithmic.to(like.dtype), rows, columns, outside)
+
+
+def unit_length(x: Tensor) -> Tensor:
+    """Vectors divided by their length."""
+    return functional.normalize(x.to(widened(x.dtype)), dim=-1).to(x.dtype)
+
+
+class CrossheadTransNextProjections(ParameterModule):
+    """The parameters of an attention layer that mechanisms do not change."""
+
+    is_causal = False
+    scaling = 1.0
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.stage = config.stage_of_layer(layer_idx)
+        self.size, self.heads = config.hidden_sizes[self.stage], config.num_attention_heads[self.stage]
+        self.temperature = nn.Parameter(torch.empty(self.heads, 1, 1))
+        self.query_embedding = nn.Parameter(torch.empty(self.heads, 1, self.size // self.heads))
+        self.cpb_fc1 = nn.Linear(2, BIAS_FEATURES)
+        self.cpb_fc2 = nn.Linear(BIAS_FEATURES, self.heads)
+        self.o_proj = nn.Linear(self.size, self.size)
+
+    def linear(self) -> nn.Linear:
+        """A projection of queries, keys or values."""
+        return nn.Linear(self.size, self.size, bias=self.config.qkv_bias)
+
+    def initialise(self, std: float) -> None:
+        """The softplus of the temperature starts at `INITIAL_TEMPERATURE`."""
+        init.constant_(self.temperature, math.log(math.exp(INITIAL_TEMPERATURE) - 1))
+        init.trunc_normal_(self.query_embedding, std=std)
+
+    def unit_distance_bias(self, pixels: FeatureMap) -> Tensor:
+        """The position bias of all pairs of a pixel and a key (1, H, N, keys)."""
+        table = self.cpb_fc2(functional.relu(self.cpb_fc1(pixels.distances)))
+        pairs = table[pixels.row_index[:, None, :, None], pixels.column_index[None, :, None, :]]
+        return pairs.flatten(2, 3).flatten(0, 1).permute(2, 0, 1).unsqueeze(0)
+
+    def scaled(self, query: Tensor, length_scale: Tensor | float) -> Tensor:
+        """Queries of length one, with their embedding and their scale."""
+        return (query + self.query_embedding) * functional.softplus(self.temperature) * length_scale
+
+
+class CrossheadGlobalProjections(CrossheadTransNextProjections):
+    """Those of a layer whose queries, keys and values are one matrix in published checkpoints."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.qkv = nn.ModuleDict({name: self.linear() for name in ("q_proj", "k_proj", "v_proj")})
+
+
+class CrossheadTransNextAttention(CrossheadAttention, CrossheadGlobalProjections):
+    """Attention to all pixels."""
+
+    q_proj, k_proj, v_proj = map(alias, ("qkv.q_proj", "qkv.k_proj", "qkv.v_proj"))
+
+    def rotate(self, query: Tensor, key: Tensor, length_scale: float) -> tuple[Tensor, Tensor]:
+        """Keys of length one, and scaled queries."""
+        return self.scaled(unit_length(query), length_scale), unit_length(key)
+
+    def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Attention outputs (B, N, hidden), and the attention weights where the implementation returns them."""
+        scale: Any = (pixels.length_scale,)
+        return super().forward(hidden_states, scale, position_bias=self.unit_distance_bias(pixels))
+
+
+class CrossheadAggregatedProjections(CrossheadTransNextProjections):
+    """Those of a layer with a window and pooled features."""
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        head_dim, window = self.size // self.heads, config.window_size**2
+        self.q_proj = self.linear()
+        self.kv = nn.ModuleDict({name: self.linear() for name in ("k_proj", "v_proj")})
+        self.sr = nn.Conv2d(self.size, self.size, kernel_size=1)
+        self.norm = nn.LayerNorm(self.size)
+        self.relative_pos_bias_local = nn.Parameter(torch.empty(self.heads, window))
+        self.learnable_tokens = nn.Parameter(torch.empty(self.heads, head_dim, window))
+        self.learnable_bias = nn.Parameter(torch.empty(self.heads, 1, window))
+
+    def initialise(self, std: float) -> None:
+        """Biases start near zero."""
+        super().initialise(std)
+        init.trunc_normal_(self.relative_pos_bias_local, std=std / 50)
+        init.trunc_normal_(self.learnable_tokens, std=std)
+        init.zeros_(self.learnable_bias)
+
+    def pooled(self, hidden_states: Tensor, pixels: FeatureMap) -> Tensor:
+        """The pooled features (B, P, hidden)."""
+        maps = hidden_states.transpose(1, 2).unflatten(2, (pixels.height, pixels.width))
+        pooled = functional.adaptive_avg_pool2d(functional.gelu(self.sr(maps)), pixels.pooled)
+        features: Tensor = self.norm(pooled.flatten(2).transpose(1, 2))
+        return features
+
+    def position_bias(self, pixels: FeatureMap) -> Tensor:
+        """The bias of the window, minus infinity beyond the border, then that of pooled features (1, H, N, keys)."""
+        far = self.unit_distance_bias(pixels)
+        near = self.relative_pos_bias_local.unsqueeze(1).masked_fill(pixels.outside, -math.inf)
+        return torch.cat([near.unsqueeze(0), far], dim=-1)
+
+
+class CrossheadAggregatedAttention(CrossheadAttention, CrossheadAggregatedProjections):
+    """Attention to a window and to pooled features."""
+
+    k_proj, v_proj = map(alias, ("kv.k_proj", "kv.v_proj"))
+
+    def rotate(self, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        """Queries and keys of length one; the queries are scaled later."""
+        return unit_length(query), unit_length(key)
+
+    def forward(self, hidden_states: Tensor, pixels: FeatureMap) -> tuple[Tensor, Tensor | None]:  # type: ignore[override]
+        """Attention outputs (B, N, hidden), and the attention weights (B, H, N, window and pooled features)."""
+        source = torch.cat([hidden_states, self.pooled(hidden_states, pixels)], dim=1)
+        options: dict[str, Any] = {"position_embeddings": (), "key_value_states": source, "pixels": pixels}
+        return super().forward(hidden_states, position_bias=self.position_bias(pixels), **options)
+
+    def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str:
+        window_weights = torch.matmul(state.query, self.learnable_tokens) + self.learnable_bias
+        state.attention_kwargs = {"window_weights": window_weights}
+        state.query = self.scaled(state.query, kwargs["pixels"].length_scale)
+        state.function = "crosshead_aggregated"
+        return state.function
+
+
+def window_shifts(x: Tensor, pixels: FeatureMap, window: int) -> Iterator[Tensor]:
+    """For each place of the window, the pixels (B, H, N, d) that stand there; zeros beyond the border."""
+    border = window // 2
+    padded = functional.pad(x.unflatten(2, (pixels.height, pixels.width)), (0, 0) + 4 * (border,))
+    for row in range(window):
+        for column in range(window):
+            yield padded[:, :, row : row + pixels.height, column : column + pixels.width].flatten(2, 3)
+
+
+def aggregated_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    window_weights: Tensor | None = None,
+    pixels: FeatureMap | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Outputs (B, N, H, d) from N pixels, then pooled features, as keys; the mask is the position bias.
+
+    `window_weights` (B, H, N, window) are added to the weights of the window after the softmax.
+    """
+    if window_weights is None or pixels is None:
+        options = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    tokens, places = query.shape[2], window_weights.shape[-1]
+    window = math.isqrt(places)
+    near = [(query * shifted).sum(-1) for shifted in window_shifts(key[:, :, :tokens], pixels, window)]
+    far = torch.matmul(query, key[:, :, tokens:].transpose(2, 3))
+    logits = apply_mask(torch.cat([torch.stack(near, dim=-1), far], dim=-1) * scaling, attention_mask)
+    weights = functional.softmax(logits, dim=-1).to(query.dtype)
+    weights = functional.dropout(weights, p=dropout, training=module.training)
+    of_window = (weights[..., :places] + window_weights).unsqueeze(-1)
+    shifts = window_shifts(value[:, :, :tokens], pixels, window)
+    output = weigh_values(weights[..., places:], value[:, :, tokens:])
+    for place, shifted in enumerate(shifts):
+        output = output + (of_window[..., place, :] * shifted).transpose(1, 2)
+    return output, weights
+
+
+register_backend("crosshead_aggregated", aggregated_attention_forward)

@@ -1,0 +1,206 @@
+"""TransNeXt: its attention and whole models against slow loops, losses, training and precision."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import Trainer, TrainingArguments
+
+import oracles
+import transnext_oracle
+from crosshead import CrossheadTransNextConfig, CrossheadTransNextForImageClassification
+from crosshead.modeling.backbones.transnext_attention import feature_map
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from tiers import first, grid
+from transnext_toys import CASES, CONSTANT, IMAGES, LABELS, ROUTED, SIZES, model_of
+
+
+def attention_layers(model: Any) -> list[Any]:
+    """The attention modules of all layers."""
+    return [getattr(parent, name) for _, parent, name in model.base_model._attention_places()]
+
+
+def gradients(output: torch.Tensor, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of a lopsided sum."""
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    found = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), found, strict=True)
+    return {name: torch.zeros_like(x) if gradient is None else gradient for (name, x), gradient in pairs}
+
+
+@pytest.mark.parametrize(("case", "size"), grid(CASES, [(5, 6), (1, 3), (4, 4)], strength=1))
+def test_attention_follows_the_oracle(case: str, size: tuple[int, int]) -> None:
+    model = model_of(CASES[case]).double()
+    config, modules = model.config, attention_layers(model)
+    generator = torch.Generator().manual_seed(5)
+    for layer in (0, 3, 4):
+        stage, attention = config.stage_of_layer(layer), modules[layer]
+        reduction, heads, pretrained = config.sr_ratios[stage], config.num_attention_heads[stage], 16 // 2**stage
+        inputs = torch.randn(2, size[0] * size[1], config.hidden_sizes[stage], generator=generator).double()
+        named = {"inputs": inputs.requires_grad_(), **dict(attention.named_parameters())}
+        shape = transnext_oracle.Attention(heads, reduction, config.window_size, pretrained, layer)
+        mixers = config.mixers_of_layer(layer)
+        expected = torch.stack(
+            [
+                torch.stack(transnext_oracle.attention(list(each), size, named, shape, mixers)[0])
+                for each in inputs.unbind()
+            ]
+        )
+        assert expected.abs().max() > 0.1
+        truth = gradients(expected, named)
+        for backend in ("eager", "sdpa"):
+            model.set_attn_implementation(backend)
+            output, _ = attention(inputs, feature_map(size, reduction, config.window_size, pretrained, inputs))
+            assert (output - expected).abs().max() < OUTPUT_TOLERANCE
+            for name, gradient in gradients(output, named).items():
+                assert (gradient - truth[name]).abs().max() < GRADIENT_TOLERANCE, name
+
+
+@pytest.mark.parametrize("case", first(["mixture", "plain", "talking"]))
+def test_models_follow_the_oracle(case: str) -> None:
+    """Logits, balance loss and the gradients of the whole loss, for images whose sides are odd."""
+    model = model_of(CASES[case]).double()
+    images, named = IMAGES.double(), dict(model.named_parameters())
+    found = [transnext_oracle.classifier(image, named, model.config) for image in images]
+    logits = torch.stack([each for each, _ in found])
+    output = model(images, labels=LABELS)
+    assert (output.logits - logits).abs().max() < OUTPUT_TOLERANCE and logits.abs().max() > 0.1
+    loss = functional.cross_entropy(logits, LABELS)
+    if case == "mixture":
+        losses = []
+        for layer in (2, 3, 4):  # the others share all heads
+            probabilities, selected, _ = (
+                torch.stack([torch.stack([token[part] for token in image[layer]]) for _, image in found])
+                for part in range(3)
+            )
+            valid = torch.ones(probabilities.shape[:2], dtype=torch.bool)
+            losses.append(oracles.balance_loss([(probabilities, selected)], valid))
+        balance = torch.stack(losses).mean()
+        assert (output.balance_loss - balance).abs() < OUTPUT_TOLERANCE
+        loss = loss + 0.01 * balance
+    assert (output.loss - loss).abs() < OUTPUT_TOLERANCE
+    expected = torch.autograd.grad(loss, list(named.values()))
+    output.loss.backward()
+    for (name, parameter), gradient in zip(named.items(), expected, strict=True):
+        assert (parameter.grad - gradient).abs().max() < GRADIENT_TOLERANCE, name
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_gets_a_gradient(case: str) -> None:
+    model = model_of(CASES[case]).train()
+    output = model(IMAGES, labels=LABELS, output_head_router_scores=True, output_hidden_states=True)
+    output.loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None and (parameter.grad.abs().max() > 0 or name == CONSTANT), name
+    assert [state.shape[1] for state in output.hidden_states] == [80, 80, 20, 6, 6, 2]
+    if "mixture" in CASES[case]:
+        plain = functional.cross_entropy(output.logits, LABELS)
+        assert torch.allclose(output.loss - plain, 0.01 * output.balance_loss, atol=1e-6)
+        routed = [0, 0, 2, 2, 4] if case != "knocking+mixture" else [3, 3, 3, 3]
+        assert [scores.shape[-1] for scores in output.head_router_scores] == routed
+    else:
+        assert output.balance_loss is None
+
+
+def test_models_that_share_every_head_have_no_balance_loss() -> None:
+    shared = {"active_heads": [2, 4, 4, 4, 4], "shared_heads": [2, 4, 4, 4, 4]}
+    assert model_of({"mixture": shared})(IMAGES, labels=LABELS).balance_loss is None
+
+
+@pytest.mark.parametrize("case", ["mixture", "talking"])
+def test_checkpointing_gives_the_same_gradients(case: str) -> None:
+    found = []
+    for checkpointing in (False, True):
+        model = model_of(CASES[case]).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model(IMAGES, labels=LABELS).loss.backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("case", ["plain", "mixture"])
+@torch.no_grad()
+def test_half_precision(case: str) -> None:
+    """bfloat16 weights and autocast stay near float32; the router may select another head."""
+    expected = model_of(CASES[case])(IMAGES).logits
+    half = model_of(CASES[case]).bfloat16()(IMAGES.bfloat16()).logits
+    assert half.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = model_of(CASES[case], backend="sdpa")(IMAGES).logits
+    for found in (half, cast):
+        assert functional.cosine_similarity(found.float(), expected, dim=-1).min() > 0.98
+
+
+def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
+    """Two steps of accumulation give the update of one batch of equal parts, balance loss included."""
+    rows = [{"pixel_values": image, "labels": label} for image, label in zip(IMAGES, LABELS, strict=True)]
+    trained, start = [], model_of(ROUTED).state_dict()
+    for size, steps in ((2, 1), (1, 2)):
+        arguments = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=steps,
+            max_steps=1,
+            report_to=[],
+            optim="sgd",
+            learning_rate=0.1,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            save_strategy="no",
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        model = model_of(ROUTED)
+        Trainer(model, arguments, train_dataset=rows).train()  # type: ignore[arg-type]
+        trained.append(model.state_dict())
+    for name, weight in trained[0].items():
+        if name == CONSTANT:
+            continue
+        assert not torch.equal(weight, start[name]), name
+        if ".mixers." not in name:
+            # The balance loss is a product of means, so that of a batch is near the mean of its halves', not equal.
+            change, other = (each[name] - start[name] for each in trained)
+            assert functional.cosine_similarity(change.flatten(), other.flatten(), dim=0) > 0.99, name
+
+
+@pytest.mark.compile
+@torch.no_grad()
+def test_compiled_without_a_break() -> None:
+    for case in ("plain", "mixture"):
+        model = model_of(CASES[case], backend="sdpa")
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert (compiled(IMAGES).logits - model(IMAGES).logits).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_any_size_of_images() -> None:
+    """Sizes that are no multiple of the strides, and images of one pixel."""
+    model = model_of(ROUTED)
+    for size in ((1, 1), (17, 64), (61, 75), (96, 96)):
+        images = torch.randn(1, 3, *size)
+        assert model(images).logits.isfinite().all()
+
+
+def test_initial_values() -> None:
+    torch.manual_seed(0)
+    model = CrossheadTransNextForImageClassification(CrossheadTransNextConfig(**SIZES, mixers=ROUTED))
+    attention = model.transnext.block1[0].attn
+    assert torch.allclose(functional.softplus(attention.temperature), torch.tensor(1 / 0.24))
+    assert 0 < attention.query_embedding.abs().max() < 0.1 and attention.learnable_bias.abs().max() == 0
+    assert 0 < attention.relative_pos_bias_local.abs().max() < 0.01
+    convolution = model.transnext.patch_embed1.proj.weight
+    assert abs(convolution.std() * (49 * 8 / 2) ** 0.5 - 1) < 0.1
+    gates, _ = attention.mixers.mixture(torch.randn(2, 5, 8), torch.randn(2, 2, 5, 4))
+    assert torch.allclose(gates.mean(-1), torch.ones(2, 5), atol=1e-6)  # in unit scale
+
+
+def test_drop_path_grows_and_drops() -> None:
+    model = model_of({}, drop_path_rate=0.5).train()
+    rates = [layer.drop_path.drop_prob for _, layer, _ in model.transnext._attention_places()]
+    assert rates == [0.0, 0.125, 0.25, 0.375, 0.5]
+    torch.manual_seed(0)
+    assert not torch.equal(model(IMAGES).logits, model(IMAGES).logits)

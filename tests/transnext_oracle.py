@@ -1,0 +1,233 @@
+"""TransNeXt as slow loops over pixels and heads, from the equations of its paper and of MoH: imports torch alone.
+
+A feature map is a list of hidden states, row by row. Weights have the names of the parameters of a module.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oracle_arithmetic import LayerShape, Mixers, Weights, add, linear
+from oracles import differential, gating, knocking, mixture, paired_queries, talking
+
+Pixels = list[Tensor]
+Size = tuple[int, int]
+Biases = dict[tuple[float, float], Tensor]
+"""The position biases of all heads, by the vertical and the horizontal distance."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The sizes of an attention layer; `pretrained` is the height and width of its feature map in pretraining."""
+
+    heads: int
+    reduction: int
+    window: int
+    pretrained: int
+    layer: int
+
+
+def under(weights: Weights, prefix: str) -> dict[str, Tensor]:
+    """The weights of a module below another."""
+    return {name.removeprefix(prefix): each for name, each in weights.items() if name.startswith(prefix)}
+
+
+def layer_norm(x: Tensor, weights: Weights, name: str, eps: float) -> Tensor:
+    centred = x - x.mean()
+    normalised = centred / torch.sqrt((centred * centred).mean() + eps)
+    return weights[f"{name}.weight"] * normalised + weights[f"{name}.bias"]
+
+
+def gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / torch.sqrt(torch.dot(x, x))
+
+
+def cells(length: int, count: int) -> list[list[int]]:
+    """The positions that each cell of adaptive pooling averages."""
+    return [list(range(math.floor(i * length / count), math.ceil((i + 1) * length / count))) for i in range(count)]
+
+
+def position_bias(row: float, column: float, weights: Weights, pretrained: int) -> Tensor:
+    """The bias of each head for a distance: an MLP of its logarithm, of which 8 is the whole feature map."""
+    scaled = [distance / max(pretrained - 1, 1) * 8 for distance in (row, column)]
+    logarithmic = [math.copysign(math.log(abs(each) + 1) / math.log(8), each) for each in scaled]
+    hidden = linear(torch.tensor(logarithmic, dtype=torch.float64), weights, "cpb_fc1")
+    return linear(torch.clamp(hidden, min=0), weights, "cpb_fc2")
+
+
+def sides(x: Tensor, weights: Weights, heads: int, mixers: Mixers) -> dict[str, list[Tensor]]:
+    """The query, key and value heads of one hidden state, after knocking."""
+    found = {}
+    for side in ("query", "key", "value"):
+        name = f"{side[0]}_proj"
+        place = next(each for each in (name, f"kv.{name}", f"qkv.{name}") if f"{each}.weight" in weights)
+        found[side] = list(linear(x, weights, place).chunk(heads))
+        if "knocking" in mixers:
+            found[side] = [knocking(head, side, weights, mixers["knocking"]) for head in found[side]]
+    return found
+
+
+def pooled_keys(inputs: Pixels, size: Size, weights: Weights, shape: Attention) -> list[tuple[Tensor, float, float]]:
+    """The pooled features, each with the row and the column of its centre."""
+    rows, columns = (max(length // shape.reduction, 1) for length in size)
+    found = []
+    for in_rows in cells(size[0], rows):
+        for in_columns in cells(size[1], columns):
+            members = [inputs[i * size[1] + j] for i in in_rows for j in in_columns]
+            kernel = weights["sr.weight"][:, :, 0, 0]
+            mean = add(gelu(kernel @ x + weights["sr.bias"]) for x in members) / len(members)
+            centre = sum(in_rows) / len(in_rows), sum(in_columns) / len(in_columns)
+            found.append((layer_norm(mean, weights, "norm", 1e-5), *centre))
+    return found
+
+
+def attention(
+    inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers
+) -> tuple[Pixels, list[tuple[Tensor, ...]]]:
+    """The outputs of one layer, and what the router of mixture gives for each pixel."""
+    pixels = [sides(x, weights, shape.heads, mixers) for x in inputs]
+    pooled = [] if shape.reduction == 1 else pooled_keys(inputs, size, weights, shape)
+    far = [(sides(x, weights, shape.heads, mixers), x, i, j) for x, i, j in pooled]
+    if shape.reduction == 1:
+        far = [(pixels[t], inputs[t], *divmod(t, size[1])) for t in range(len(inputs))]
+    outputs, routing = [], []
+    biases: Biases = {}
+    for t, x in enumerate(inputs):
+        for _, _, row, column in far:
+            distance = t // size[1] - row, t % size[1] - column
+            if distance not in biases:
+                biases[distance] = position_bias(*distance, weights, shape.pretrained)
+        heads = attend(t, inputs, pixels, far, biases, size, weights, shape, mixers)
+        for name, options in mixers.items():
+            if name == "mixture":
+                routing.append(mixture(x, pixels[t]["query"], weights, options))
+                heads = [gate * head for gate, head in zip(routing[-1][2], heads, strict=True)]
+            if name == "gating":
+                heads = gating(heads, x, weights)
+        outputs.append(linear(torch.cat(heads), weights, "o_proj"))
+    return outputs, routing
+
+
+def attend(
+    t: int,
+    inputs: Pixels,
+    pixels: list[dict[str, list[Tensor]]],
+    far: list[tuple[dict[str, list[Tensor]], Tensor, float, float]],
+    biases: Biases,
+    size: Size,
+    weights: Weights,
+    shape: Attention,
+    mixers: Mixers,
+) -> list[Tensor]:
+    """The head outputs of pixel `t`: it attends to its window and to the keys of `far`."""
+    row, column = divmod(t, size[1])
+    bias_of = [biases[row - i, column - j] for _, _, i, j in far]
+    half = shape.window // 2
+    window = []  # (place, pixel) inside of the feature map
+    for place in range(shape.window**2 if shape.reduction > 1 else 0):
+        i, j = row + place // shape.window - half, column + place % shape.window - half
+        if 0 <= i < size[0] and 0 <= j < size[1]:
+            window.append((place, i * size[1] + j))
+    scale = math.log(len(window) + len(far))
+    logits, queries = [], []
+    for head in range(shape.heads):
+        queries.append(unit(pixels[t]["query"][head]))
+        embedded = queries[head] + weights["query_embedding"][head, 0]
+        query = embedded * torch.log(1 + torch.exp(weights["temperature"][head, 0, 0])) * scale
+        near_bias = weights.get("relative_pos_bias_local")
+        near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, place] for place, s in window]
+        others = [torch.dot(query, unit(key["key"][head])) + bias_of[n][head] for n, (key, *_) in enumerate(far)]
+        logits.append(torch.stack([*near, *others]))
+    key_inputs = [x for _, x, _, _ in far]
+    rows = mix("logits", logits, inputs[t], key_inputs, weights, mixers)
+    rows = mix("weights", [torch.softmax(each, dim=0) for each in rows], inputs[t], key_inputs, weights, mixers)
+    if "differential" in mixers:
+        options, values = mixers["differential"], [key["value"] for key, *_ in far]
+        layer = LayerShape(shape.heads, shape.heads, 0, shape.layer, 1e-6, False)
+        if options["version"] == 2:
+            return paired_queries(rows, values, inputs[t], weights)
+        return differential(rows, values, weights, layer, options)
+    outputs = []
+    for head in range(shape.heads):
+        terms = []
+        for n, (place, s) in enumerate(window):
+            token = weights["learnable_tokens"][head, :, place]
+            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, place]
+            terms.append((rows[head][n] + learnt) * pixels[s]["value"][head])
+        terms += [rows[head][len(window) + n] * key["value"][head] for n, (key, *_) in enumerate(far)]
+        outputs.append(add(terms))
+    return outputs
+
+
+def mix(
+    side: str, rows: list[Tensor], query_input: Tensor, key_inputs: Pixels, weights: Weights, mixers: Mixers
+) -> list[Tensor]:
+    """Talking's map across heads, key by key."""
+    if "talking" not in mixers:
+        return rows
+    mixed = [
+        talking([row[s] for row in rows], side, query_input, x, weights, mixers["talking"])
+        for s, x in enumerate(key_inputs)
+    ]
+    return [torch.stack([each[head] for each in mixed]) for head in range(len(mixed[0]))]
+
+
+def convolution(maps: Pixels, size: Size, weights: Weights, name: str, stride: int, depthwise: bool) -> Any:
+    """A convolution with padding, and the size of what it makes."""
+    kernel, bias = weights[f"{name}.weight"], weights[f"{name}.bias"]
+    extent = kernel.shape[2]
+    made: Size = ((size[0] - 1) // stride + 1, (size[1] - 1) // stride + 1)
+    found = []
+    for row in range(made[0]):
+        for column in range(made[1]):
+            terms = [bias]
+            for a in range(extent):
+                for b in range(extent):
+                    i, j = row * stride + a - extent // 2, column * stride + b - extent // 2
+                    if 0 <= i < size[0] and 0 <= j < size[1]:
+                        x = maps[i * size[1] + j]
+                        terms.append(kernel[:, 0, a, b] * x if depthwise else kernel[:, :, a, b] @ x)
+            found.append(add(terms))
+    return found, made
+
+
+def mlp(inputs: Pixels, size: Size, weights: Weights) -> Pixels:
+    """The convolutional GLU."""
+    both = [linear(x, weights, "fc1").chunk(2) for x in inputs]
+    gates, _ = convolution([gate for gate, _ in both], size, weights, "dwconv.dwconv", 1, True)
+    return [linear(gelu(gate) * value, weights, "fc2") for gate, (_, value) in zip(gates, both, strict=True)]
+
+
+def classifier(image: Tensor, weights: Weights, config: Any) -> tuple[Tensor, list[list[tuple[Tensor, ...]]]]:
+    """The logits of one image (channels, height, width), and each layer's routing."""
+    size: Size = (image.shape[1], image.shape[2])
+    hidden = [image[:, i, j] for i in range(size[0]) for j in range(size[1])]
+    routing, layer = [], 0
+    for stage, depth in enumerate(config.depths):
+        embedding = under(weights, f"transnext.patch_embed{stage + 1}.")
+        stride = 2 if stage else config.patch_size
+        hidden, size = convolution(hidden, size, embedding, "proj", stride, False)
+        hidden = [layer_norm(x, embedding, "norm", 1e-5) for x in hidden]
+        heads, pretrained = config.num_attention_heads[stage], config.image_size // (config.patch_size * 2**stage)
+        for block in range(depth):
+            own = under(weights, f"transnext.block{stage + 1}.{block}.")
+            shape = Attention(heads, config.sr_ratios[stage], config.window_size, pretrained, layer)
+            normed = [layer_norm(x, own, "norm1", config.layer_norm_eps) for x in hidden]
+            mixers = config.mixers_of_layer(layer)
+            attended, routed = attention(normed, size, under(own, "attn."), shape, mixers)
+            routing.append(routed)
+            hidden = [x + y for x, y in zip(hidden, attended, strict=True)]
+            normed = [layer_norm(x, own, "norm2", config.layer_norm_eps) for x in hidden]
+            hidden = [x + y for x, y in zip(hidden, mlp(normed, size, under(own, "mlp.")), strict=True)]
+            layer += 1
+        hidden = [layer_norm(x, weights, f"transnext.norm{stage + 1}", config.layer_norm_eps) for x in hidden]
+    return linear(add(hidden) / len(hidden), weights, "head"), routing
