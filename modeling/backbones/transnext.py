@@ -55,6 +55,7 @@ class TransNextLimit:
 
 TRANSNEXT_LIMITS = (
     TransNextLimit("explicit", "keys have length one, and a combination of them has not"),
+    TransNextLimit("bilinear", "keys have length one, and the layer's input, which would be the key, has not"),
     TransNextLimit("talking", ONE_LIST, everywhere=False),
     TransNextLimit("differential", ONE_LIST, everywhere=False),
     TransNextLimit("differential.half_values", "files hold queries, keys and values of one size as one matrix"),
