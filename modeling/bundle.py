@@ -131,7 +131,7 @@ class Bundle:
         header = (
             f'"""crosshead {version("crosshead")}: {contents}.\n\n'
             "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
-            'needs, to load with torch and transformers alone.\n"""\n\n'
+            'needs, to load without crosshead.\n"""\n\n'
         )
         text, told = header + self._imports(definitions, imported) + "\n", set[str]()
         for before, each in zip([None, *definitions], definitions, strict=False):

@@ -143,7 +143,7 @@ class Mixture(Mechanism):
 
     def before_rope(self, state: AttentionState) -> None:
         """Route by the hidden states or by the raw queries."""
-        state.gates, _ = self(state.hidden_states, state.query)
+        state.gates, state.router_scores = self(state.hidden_states, state.query)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Let the function skip heads whose gate is zero."""
