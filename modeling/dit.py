@@ -29,8 +29,8 @@ try:
 except ImportError as error:
     raise ImportError(f"DiT needs diffusers ({error}): pip install 'crosshead[diffusion]'") from error
 
-ACCEPTED = ("mixture", "knocking", "talking", "gating")
-"""The mechanisms that leave the projections of attention as they are."""
+ACCEPTED = ("mixture", "knocking", "gating")
+"""The mechanisms that leave the projections and the weights of attention as they are."""
 CODE = "modeling_crosshead"
 """The name of the file of code in a saved model's folder, without its ending."""
 MODEL = "CrossheadDiTTransformer2DModel"
@@ -59,8 +59,6 @@ class CrossheadAttnProcessor(nn.Module):
         super().__init__()
         self.mixers = nn.ModuleDict({name: MECHANISMS[name](layout, options) for name, options in settings.items()})
         self.head_dim = layout.head_dim
-        self.mapping_order = sorted(settings, key=lambda name: MECHANISMS[name].maps_last)
-        self.output_order = sorted(settings, key=lambda name: not MECHANISMS[name].rules.replaces_attention)
         for module in self.modules():
             if isinstance(module, ParameterModule):
                 module.initialise(ROUTER_STD)
@@ -92,20 +90,26 @@ class CrossheadAttnProcessor(nn.Module):
 
     def _attention(self, state: AttentionState) -> Tensor:
         """Head outputs (B, T, heads, features), with the hooks of the mechanisms in between."""
-        mechanisms: Any = self.mixers
-        for name in self.mapping_order:
-            mechanisms[name].before_rope(state)
-        for name in self.output_order:
-            state.function = state.function or mechanisms[name].attention_function(state, "sdpa", masked=False)
-        for name in self.output_order:
-            mechanisms[name].after_cache(state)
+        mechanisms: list[Any] = list(self.mixers.values())
+        for mechanism in mechanisms:
+            mechanism.before_rope(state)
+        for mechanism in mechanisms:
+            state.function = state.function or mechanism.attention_function(state, "sdpa", masked=False)
         attention = ALL_ATTENTION_FUNCTIONS[state.function or "sdpa"]
         scaling = 1 / math.sqrt(self.head_dim)  # to the last bit the default that stock processors use
         tensors = (state.query, state.key, state.value, None)
         output, _ = attention(self, *tensors, dropout=0.0, scaling=scaling, **state.attention_kwargs)
-        for name in self.output_order:
-            output = mechanisms[name].head_outputs(output, state)
+        for mechanism in mechanisms:
+            output = mechanism.head_outputs(output, state)
         return output
+
+
+def refuse_processor(processor: Any) -> None:
+    """In place of the method that exchanges the processor of a block."""
+    raise ValueError(
+        f"set_processor({type(processor).__name__}) is not allowed: it would drop the mechanisms, which the processor "
+        "of the block holds; attention slicing, xformers and fused projections are not for this model"
+    )
 
 
 class SavedWithCode(ConfigMixin):
@@ -126,12 +130,6 @@ class SavedWithCode(ConfigMixin):
         content |= {"auto_map": {"AutoModel": f"{CODE}.{MODEL}"}, "mixers": self.config["mixers"]}
         return json.dumps(content, indent=2) + "\n"
 
-    def save_config(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
-        """Save config.json and the code."""
-        Path(save_directory).mkdir(parents=True, exist_ok=True)
-        self.write_code(Path(save_directory))
-        super().save_config(save_directory, push_to_hub, **kwargs)
-
 
 def _with_mixers(init: Any) -> Signature:
     """The signature of a stock constructor plus `mixers`: diffusers reads the fields of a config from it."""
@@ -149,12 +147,12 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
         complete = complete_mixers({} if mixers is None else mixers, self.layouts())
         for name, settings in complete.items():
             if name not in ACCEPTED:
-                reason = f"it changes the projections of attention; DiT takes {', '.join(map(repr, ACCEPTED))}"
-                raise refuse(f"mixers.{name}", settings, reason)
+                raise refuse(f"mixers.{name}", settings, f"DiT takes {', '.join(map(repr, ACCEPTED))}")
         self.register_to_config(mixers=complete)
         for layout, block in zip(self.layouts(), self.transformer_blocks, strict=True):
             settings = layer_settings(complete, layout.layer_index)
             block.attn1.set_processor(CrossheadAttnProcessor(shared_layout(settings, layout), settings))
+            block.attn1.set_processor = refuse_processor
         # A pipeline writes this into model_index.json: the name of the file of code in the model's folder.
         self.__module__ = CODE
 
@@ -198,7 +196,8 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
 
     def save_config(self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save config.json and the code."""
-        self._check_processors()
+        Path(save_directory).mkdir(parents=True, exist_ok=True)
+        self.write_code(Path(save_directory))
         super().save_config(save_directory, push_to_hub, **kwargs)
 
     @classmethod
@@ -223,7 +222,6 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
         output_head_router_scores: bool = False,
     ) -> CrossheadDiTOutput | tuple[Tensor]:
         """The prediction for noisy latents (B, channels, size, size), and losses where gradients are recorded."""
-        self._check_processors()
         scores: list[Tensor] = []
         if torch.is_grad_enabled() or output_head_router_scores:
             cross_attention_kwargs = {**(cross_attention_kwargs or {}), "head_router_scores": scores}
@@ -249,30 +247,10 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
     def _check_gradients(self, scores: list[Tensor]) -> None:
         """Reentrant checkpointing runs a block without gradients first."""
         if self.gradient_checkpointing and scores and not any(each.requires_grad for each in scores):
-            routers = [block.attn1.processor for block in self.transformer_blocks]
+            layers: list[Any] = [block.attn1 for block in self.transformer_blocks]
+            routers = [*(layer.processor for layer in layers), *(layer.to_q for layer in layers)]
             if any(parameter.requires_grad for router in routers for parameter in router.parameters()):
                 raise ValueError(
                     "use_reentrant=True is not allowed: it drops the gradient of the balance loss; "
                     "use enable_gradient_checkpointing() as it is"
                 )
-
-    def _check_processors(self) -> None:
-        for index, block in enumerate(self.transformer_blocks):
-            # The class of the processor would be another one after diffusers has imported the code of a saved model again.
-            if not hasattr(block.attn1.processor, "mixers"):
-                found = type(block.attn1.processor).__name__
-                raise ValueError(
-                    f"transformer_blocks.{index}.attn1.processor={found} is not allowed: it has replaced the "
-                    "processor that holds the mechanisms; load the model again"
-                )
-
-    def set_use_memory_efficient_attention_xformers(self, valid: bool, *arguments: Any, **options: Any) -> None:
-        """Refuse processors that would replace those with mechanisms."""
-        if valid:
-            raise ValueError(
-                "xformers, NPU and XLA attention are not allowed: their processors would replace those that hold the "
-                f"mechanisms {', '.join(self.mixers)}"
-            )
-
-    set_use_npu_flash_attention = set_use_memory_efficient_attention_xformers
-    set_use_xla_flash_attention = set_use_memory_efficient_attention_xformers
