@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from conversion_tables import embedding_table, folded_table, heads_table, limits_table, streaming_table
+from diffusion_tables import diffusion_table, parameter_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
@@ -244,6 +245,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),
     "encoder_limits": limits_table,
+    "diffusion": written_by(RESULTS / "diffusion.json", "make measure-diffusion", diffusion_table),
+    "dit_parameters": parameter_table,
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
@@ -267,7 +270,7 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones"))
+    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion"))
     return [ROOT / "README.md", *pages, SPEED, CONVERSION, SERVING, AT_SCALE]
 
 

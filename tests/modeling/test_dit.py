@@ -1,8 +1,6 @@
 """DiT with mechanisms: beside the papers' equations, beside the stock model, in training."""
 
 import copy
-import subprocess
-import sys
 from functools import partial
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 pytest.importorskip("diffusers")
 
 from diffusers import DiTTransformer2DModel
-from diffusers.models.attention_processor import AttnProcessor
 from diffusers.training_utils import EMAModel
 
 import dit_oracle
@@ -22,7 +19,6 @@ import oracles
 from crosshead.modeling.dit import ACCEPTED, CrossheadDiTTransformer2DModel
 from dit_toys import LABELS, LATENTS, MIXTURE, SIZES, TIMES, our_dit, stock_dit
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
-from tiers import first
 from toys import MECHANISM_CASES, NEUTRAL
 
 CASES: dict[str, dict[str, Any]] = {
@@ -36,12 +32,6 @@ CASES: dict[str, dict[str, Any]] = {
     "all": {"knocking": {}, **MIXTURE, "gating": {}},
 }
 BUDGETS: dict[str, Any] = {"mixture": {"active_heads": [2, 3], "shared_heads": [0, 2], "gate_scale": "paper"}}
-PAPER = {  # blocks, width, heads, and millions of parameters of DiT and MoH-DiT (MoH, table 2)
-    "S/2": (12, 384, 6, 33, 33),
-    "B/2": (12, 768, 12, 130, 131),
-    "L/2": (24, 1024, 16, 458, 459),
-    "XL/2": (28, 1152, 16, 675, 676),
-}
 for_each_case = pytest.mark.parametrize("case", CASES)
 
 
@@ -238,81 +228,3 @@ def test_averaged_weights_have_the_routers(tmp_path: Any) -> None:
         assert torch.allclose(averaged[name], parameter - ema.cur_decay_value, atol=1e-5), name
     assert loaded.optimization_step == 2
     assert sum(".mixers." in name for name in averaged) == 6
-
-
-@pytest.mark.parametrize("name", first(PAPER, 4))
-def test_parameters_are_those_of_the_paper(name: str) -> None:
-    """DiT has one embedding of time and class, of which diffusers gives each block a copy; the positions count."""
-    blocks, width, heads, stock, routed = PAPER[name]
-    with torch.device("meta"):
-        model = CrossheadDiTTransformer2DModel(
-            heads, width // heads, out_channels=8, num_layers=blocks, mixers={"mixture": {"active_heads": heads - 1}}
-        )
-    sizes = {each: parameter.numel() for each, parameter in model.named_parameters()}
-    copies = sum(size for each, size in sizes.items() if ".norm1.emb." in each) * (blocks - 1) // blocks
-    new = sum(size for each, size in sizes.items() if ".mixers." in each)
-    total = sum(sizes.values()) - copies + model.pos_embed.pos_embed.numel()
-    assert new == blocks * (heads + 2) * width
-    assert round(total / 1e6) == routed
-    assert abs((total - new) / 1e6 - stock) < 0.52  # DiT-B/2 has 130.51 million, which its paper rounds down
-
-
-@pytest.mark.parametrize(
-    ("mixers", "words"),
-    [
-        ({"mixtures": {}}, "mixture"),
-        ({"mixture": {}}, "mixers.mixture.active_heads"),
-        ({"mixture": {"active_heads": 5}}, "active_heads=5"),
-        ({"mixture": {"active_heads": [3]}}, "active_heads"),
-        ({"explicit": {"norm": False}}, "mixers.explicit"),
-        ({"differential": {}}, "mixers.differential"),
-        ({"talking": {}}, "mixers.talking"),
-        (["mixture"], "mixers"),
-    ],
-)
-def test_mixers_that_cannot_work_are_refused(mixers: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        CrossheadDiTTransformer2DModel(**SIZES, mixers=mixers)
-
-
-def test_processors_that_would_replace_ours_are_refused() -> None:
-    model = our_dit(MIXTURE)
-    expected = model(LATENTS, TIMES, LABELS).sample
-    attention = copy.deepcopy(model).transformer_blocks[1].attn1
-    for exchange, name in (
-        (model.disable_xformers_memory_efficient_attention, "AttnProcessor2_0"),
-        (model.disable_xla_flash_attention, "AttnProcessor2_0"),
-        (lambda: attention.set_attention_slice(1), "SlicedAttnProcessor"),
-        (lambda: attention.set_processor(AttnProcessor()), "AttnProcessor"),
-    ):
-        with pytest.raises(ValueError, match=rf"set_processor\({name}\)"):
-            exchange()
-    with pytest.raises(ModuleNotFoundError, match="xformers"):
-        model.enable_xformers_memory_efficient_attention()
-    for block in model.transformer_blocks:
-        block.attn1.fuse_projections()  # the stock processor does not use them either
-    assert torch.equal(model(LATENTS, TIMES, LABELS).sample, expected)
-    with pytest.raises(ValueError, match="without a mask"):
-        attention(torch.ones(1, 9, 32), attention_mask=torch.ones(1, 9))
-
-
-def test_only_stock_models_are_turned_into_ours() -> None:
-    for wrong in (our_dit(MIXTURE), torch.nn.Linear(2, 2)):
-        with pytest.raises(TypeError, match=type(wrong).__name__):
-            CrossheadDiTTransformer2DModel.from_transformer(wrong, MIXTURE)
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import crosshead, sys; assert not any(name.startswith('diffusers') for name in sys.modules)", ""),
-        (
-            "import sys; sys.modules['diffusers'] = None; import crosshead.modeling.dit",
-            "pip install 'crosshead[diffusion]'",
-        ),
-    ],
-)
-def test_diffusers_is_optional(code: str, words: str) -> None:
-    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
-    assert done.returncode == bool(words)
-    assert words in done.stderr.strip().splitlines()[-1] if words else True
