@@ -39,7 +39,7 @@ ROUTER_STD = 0.02
 
 
 @dataclass
-class CrossheadDiTOutput(Transformer2DModelOutput):
+class CrossheadDiTOutput(Transformer2DModelOutput):  # type: ignore[misc]
     """The output of DiT, and losses where gradients are recorded."""
 
     auxiliary_loss: Tensor | None = None
@@ -112,7 +112,7 @@ def refuse_processor(processor: Any) -> None:
     )
 
 
-class SavedWithCode(ConfigMixin):
+class SavedWithCode(ConfigMixin):  # type: ignore[misc]
     """Saves a model with the code that loads it."""
 
     def write_code(self, directory: Path) -> None:
@@ -139,7 +139,7 @@ def _with_mixers(init: Any) -> Signature:
     )
 
 
-class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
+class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # type: ignore[misc]
     """`DiTTransformer2DModel` plus `mixers`."""
 
     def __init__(self, *arguments: Any, mixers: Mapping[str, Any] | None = None, **options: Any) -> None:
@@ -178,7 +178,13 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):
         cls, pretrained_model_name_or_path: str | os.PathLike[str], output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """Load a model; mechanisms that a checkpoint does not hold, such as a stock one, get their initial values."""
-        model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        try:
+            model, info = super().from_pretrained(pretrained_model_name_or_path, output_loading_info=True, **kwargs)
+        except NotImplementedError as error:
+            if "meta tensor" not in str(error):
+                raise
+            reason = "the checkpoint does not hold all mechanisms; load without it, then move the model"
+            raise refuse("device_map", kwargs.get("device_map"), reason) from error
         owners = {name.rpartition(".")[0] for name in info.get("missing_keys", [])}
         for name, module in model.named_modules():
             if name in owners and isinstance(module, ParameterModule):

@@ -65,6 +65,8 @@ def test_stock_checkpoints_load_with_new_mechanisms(at_once: bool, tmp_path: Pat
         if ".mixers." in name:
             assert 0.01 < parameter.std() < 0.03, name
     assert torch.equal(prediction(load(tmp_path)), prediction(stock))
+    with pytest.raises(ValueError, match="device_map='cpu'"):
+        load(tmp_path, mixers=MIXTURE, device_map="cpu")
 
 
 def test_copies_and_pickles() -> None:
