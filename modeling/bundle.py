@@ -1,5 +1,7 @@
 """Writes the code of a published model: two readable files that need torch and transformers alone.
 
+A model of diffusers (`dit.py`) gets one file, which needs diffusers as well.
+
 `configuration_crosshead.py` and `modeling_crosshead.py` hold the definitions of this package that one configuration
 needs: the core, its mechanisms and its backbone, in the order of the package's modules, as they stand there. The files
 are generated from the source: a definition is included when an included one uses its name. What is marked
@@ -131,12 +133,12 @@ class Bundle:
         header = (
             f'"""crosshead {version("crosshead")}: {contents}.\n\n'
             "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
-            'needs, to load with torch and transformers alone.\n"""\n\n'
+            'needs, to load without crosshead.\n"""\n\n'
         )
         text, told = header + self._imports(definitions, imported) + "\n", set[str]()
         for before, each in zip([None, *definitions], definitions, strict=False):
             plain = before is not None and not before.is_block and not each.is_block
-            text += "" if plain else "\n\n"
+            text += "" if plain else "\n\n" if before or each.is_block else "\n"
             if imported and each.module in self.documented - told:
                 doc = indent(self.modules[each.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
                 text += ("\n\n" if plain else "") + doc + "\n"

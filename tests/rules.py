@@ -28,7 +28,9 @@ ARROWS: dict[str, set[str]] = {
 """Folder -> the other folders that it may import."""
 
 PORTABLE = {"torch", "transformers"} | set(sys.stdlib_module_names)
-OPTIONAL = {"accelerate", "datasets", "gguf", "lm_eval", "matplotlib", "peft", "scipy"}
+OPTIONAL = {"accelerate", "datasets", "diffusers", "gguf", "lm_eval", "matplotlib", "peft", "scipy"}
+NEEDED = {"modeling/dit.py": {"diffusers"}}
+"""Files made for optional packages, which they import at the top; only functions and users import such a file."""
 KERNELS = "_triton"
 """Suffix of the files that need Triton: they import it in a `try`, and only functions import them."""
 INSTALLED = ("modeling/__init__.py", "modeling/backbones/__init__.py")
@@ -154,7 +156,7 @@ def portable(source: Source) -> list[str]:
     for node, name, level in imports(source.tree):
         if id(node) in marked:
             continue
-        if not level and name.split(".")[0] not in PORTABLE | {"triton"}:
+        if not level and name.split(".")[0] not in PORTABLE | {"triton"} | NEEDED.get(source.path, set()):
             found.append(f"line {node.lineno}: `{name}` is not torch, transformers or the standard library")
         if level and "kernels" in name.split(".") and not faster:
             found.append(f"line {node.lineno}: `{name}` is in {FASTER}, which no published model has")
@@ -203,10 +205,15 @@ def lazy(source: Source) -> list[str]:
     if source.is_test:
         return []
     direct = {id(node) for node in outside_functions(source.tree)}
+    optional = OPTIONAL - NEEDED.get(source.path, set())
+    files = {PurePosixPath(path).stem for path in NEEDED}
     return [
         f"line {node.lineno}: `{name}` is optional: import it in the function that needs it"
         for node, name, level in imports(source.tree)
-        if id(node) in direct and not level and name.split(".")[0] in OPTIONAL
+        if id(node) in direct
+        and (
+            files & set(name.split(".")) if level or name.startswith("crosshead.") else name.split(".")[0] in optional
+        )
     ]
 
 

@@ -99,6 +99,7 @@ class AttentionState:
     key_side_data: dict[str, Tensor] = field(default_factory=dict)
     """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
     gates: Tensor | None = None  # (B, T, heads): the factor on each head's output
+    router_scores: Tensor | None = None  # (B, T, routed heads): each routed head's probability
     function: str | None = None  # the attention function that a mechanism chose for this call
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of that function."""

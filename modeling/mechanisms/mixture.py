@@ -121,8 +121,7 @@ class Mixture(Mechanism):
         if self.settings["router"] == "query_norm":
             probabilities = query_norm_scores(query[:, self.shared_heads :])
         else:
-            wide = widened(hidden_states.dtype)
-            probabilities = self.routed(hidden_states) if self.routed else hidden_states[..., :0].to(wide)
+            probabilities = self.routed(hidden_states) if self.routed else hidden_states[..., :0]
         chosen = probabilities.topk(self.selected_heads, dim=-1)
         shared, routed_weight = self._shared(hidden_states, probabilities)
         if self.settings["gate"] == "binary":
@@ -147,7 +146,7 @@ class Mixture(Mechanism):
 
     def before_rope(self, state: AttentionState) -> None:
         """Route by the hidden states or by the raw queries."""
-        state.gates, _ = self(state.hidden_states, state.query)
+        state.gates, state.router_scores = self(state.hidden_states, state.query)
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Let the function skip heads whose gate is zero."""

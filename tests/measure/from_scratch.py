@@ -97,15 +97,17 @@ def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> 
     )
 
 
-def report(losses: dict[str, dict[int, float]], settings: dict[str, Any]) -> dict[str, Any]:
+def report(
+    losses: dict[str, dict[int, float]], cases: dict[str, dict[str, Any]], settings: dict[str, Any]
+) -> dict[str, Any]:
     """Means and spread over the seeds."""
     figures = {}
     for name, found in losses.items():
         apart = [loss - losses[BASELINE][seed] for seed, loss in found.items() if seed in losses[BASELINE]]
-        figures[name] = {"mixers": CASES[name], "losses": found, "mean": mean(found.values())}
+        figures[name] = {"mixers": cases[name], "losses": found, "mean": mean(found.values())}
         figures[name] |= {"spread": stdev(found.values()) if len(found) > 1 else None}
         figures[name] |= {"beside_baseline": mean(apart), "spread_beside": stdev(apart) if len(apart) > 1 else None}
-    return {"losses": figures, "shape": SHAPE, **settings, "machine": machine()}
+    return {"losses": figures, **settings, "machine": machine()}
 
 
 def lines(found: dict[str, Any]) -> list[str]:
@@ -129,7 +131,8 @@ def main() -> None:
     asked = parser.parse_args()
     disable_progress_bar()
     vocabulary = prepare(asked.folder, asked.text)
-    settings = {"tokens": asked.tokens, "text": str(asked.text or "this CPython's prose"), "vocabulary": vocabulary}
+    text = str(asked.text or "this CPython's prose")
+    settings = {"shape": SHAPE, "tokens": asked.tokens, "text": text, "vocabulary": vocabulary}
     losses: dict[str, dict[int, float]] = {}
     for seed in range(asked.seeds):
         for name in CASES:
@@ -138,7 +141,7 @@ def main() -> None:
                 raise SystemExit("stopped: the same command goes on")
             losses.setdefault(name, {})[seed] = outcome.metrics["eval_loss"]
             print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
-            found = report(losses, settings)
+            found = report(losses, CASES, settings)
             (asked.folder / "from_scratch.json").write_text(json.dumps(found, indent=2), encoding="utf-8")
     print("\n".join(lines(found)))
 

@@ -22,6 +22,7 @@ from conversion_tables import (
     streaming_table,
     transnext_table,
 )
+from diffusion_tables import diffusion_table, parameter_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
@@ -252,6 +253,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),
     "encoder_limits": limits_table,
     "transnext_limits": transnext_table,
+    "diffusion": written_by(RESULTS / "diffusion.json", "make measure-diffusion", diffusion_table),
+    "dit_parameters": parameter_table,
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
@@ -275,7 +278,7 @@ def renewed(text: str) -> str:
 
 def documents() -> list[Path]:
     """Those with a generated table."""
-    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones"))
+    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion"))
     return [ROOT / "README.md", *pages, SPEED, CONVERSION, SERVING, AT_SCALE]
 
 

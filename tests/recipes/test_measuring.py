@@ -35,6 +35,17 @@ def test_all_mechanisms_from_scratch(tmp_path, text):
     assert len(lines) == 2 * 8 + 1 + 8
 
 
+@pytest.mark.slow
+def test_diffusion_models_beside_the_stock_one(tmp_path):
+    pytest.importorskip("diffusers")
+    lines = measured("diffusion.py", tmp_path / "diffusion.json", "--steps", 3, "--seeds", 2)
+    assert len(lines) == 2 * 3 + 1 + 3
+    found = json.loads((tmp_path / "diffusion.json").read_text())["losses"]
+    assert found["baseline"]["beside_baseline"] == 0
+    for figures in found.values():
+        assert 0 < min(figures["losses"].values()) < 2 and figures["spread"] > 0
+
+
 @pytest.mark.parametrize("name", recovery.NAMES)
 def test_the_steps_of_a_recovery(name, tmp_path):
     shipped = load_recipe(f"small/smollm2_{name.partition('-')[0]}").train

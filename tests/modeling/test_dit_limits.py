@@ -1,0 +1,90 @@
+"""Which mixers DiT takes, what it refuses, and how many parameters it has."""
+
+import copy
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("diffusers")
+
+from diffusers.models.attention_processor import AttnProcessor
+
+from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
+from dit_toys import LABELS, LATENTS, MIXTURE, SIZES, TIMES, our_dit
+from measure import diffusion_tables
+
+PAPER = {"S/2": (33, 33), "B/2": (130, 131), "L/2": (458, 459), "XL/2": (675, 676)}
+"""Millions of parameters of DiT and MoH-DiT (MoH, table 2)."""
+
+
+@pytest.mark.parametrize("name", PAPER)
+def test_parameters_are_those_of_the_paper(name: str) -> None:
+    (blocks, width, heads), (millions, routed_millions) = diffusion_tables.SIZES[name], PAPER[name]
+    stock, new = diffusion_tables.parameters(blocks, width, heads)
+    assert new == blocks * (heads + 2) * width
+    assert round((stock + new) / 1e6) == routed_millions
+    assert abs(stock / 1e6 - millions) < 0.52  # DiT-B/2 has 130.51 million, which its paper rounds down
+
+
+@pytest.mark.parametrize(
+    ("mixers", "words"),
+    [
+        ({"mixtures": {}}, "mixture"),
+        ({"mixture": {}}, "mixers.mixture.active_heads"),
+        ({"mixture": {"active_heads": 5}}, "active_heads=5"),
+        ({"mixture": {"active_heads": [3]}}, "active_heads"),
+        ({"explicit": {"norm": False}}, "mixers.explicit"),
+        ({"differential": {}}, "mixers.differential"),
+        ({"talking": {}}, "mixers.talking"),
+        (["mixture"], "mixers"),
+    ],
+)
+def test_mixers_that_cannot_work_are_refused(mixers: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        CrossheadDiTTransformer2DModel(**SIZES, mixers=mixers)
+
+
+def test_processors_that_would_replace_ours_are_refused() -> None:
+    model = our_dit(MIXTURE)
+    expected = model(LATENTS, TIMES, LABELS).sample
+    attention = copy.deepcopy(model).transformer_blocks[1].attn1
+    for exchange, name in (
+        (model.disable_xformers_memory_efficient_attention, "AttnProcessor2_0"),
+        (model.disable_xla_flash_attention, "AttnProcessor2_0"),
+        (lambda: attention.set_attention_slice(1), "SlicedAttnProcessor"),
+        (lambda: attention.set_processor(AttnProcessor()), "AttnProcessor"),
+    ):
+        with pytest.raises(ValueError, match=rf"set_processor\({name}\)"):
+            exchange()
+    with pytest.raises(ModuleNotFoundError, match="xformers"):
+        model.enable_xformers_memory_efficient_attention()
+    for block in model.transformer_blocks:
+        block.attn1.fuse_projections()  # the stock processor does not use them either
+    assert torch.equal(model(LATENTS, TIMES, LABELS).sample, expected)
+    with pytest.raises(ValueError, match="without a mask"):
+        attention(torch.ones(1, 9, 32), attention_mask=torch.ones(1, 9))
+
+
+def test_only_stock_models_are_turned_into_ours() -> None:
+    for wrong in (our_dit(MIXTURE), torch.nn.Linear(2, 2)):
+        with pytest.raises(TypeError, match=type(wrong).__name__):
+            CrossheadDiTTransformer2DModel.from_transformer(wrong, MIXTURE)
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import crosshead, sys; assert not any(name.startswith('diffusers') for name in sys.modules)", ""),
+        (
+            "import sys; sys.modules['diffusers'] = None; import crosshead.modeling.dit",
+            "pip install 'crosshead[diffusion]'",
+        ),
+    ],
+)
+def test_diffusers_is_optional(code: str, words: str) -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == bool(words)
+    assert words in done.stderr.strip().splitlines()[-1] if words else True
