@@ -96,8 +96,7 @@ class AttentionState:
     key: Tensor  # (B, heads, S, d)
     value: Tensor
     position_bias: Tensor | None = None  # added to the mask, unless an attention function takes it
-    key_side_data: dict[str, Tensor] = field(default_factory=dict)
-    """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
+    key_side_data: dict[str, Tensor] = field(default_factory=dict)  # cached with keys, by purpose: (B, S, n)
     gates: Tensor | None = None  # (B, T, heads): the factor on each head's output
     router_scores: Tensor | None = None  # (B, T, routed heads): each routed head's probability
     function: str | None = None  # the attention function that a mechanism chose for this call
