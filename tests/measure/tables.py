@@ -22,9 +22,9 @@ from conversion_tables import (
     streaming_table,
     transnext_table,
 )
-from diffusion_tables import diffusion_table, parameter_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
+from training_tables import diffusion_table, objectives_table, parameter_table
 
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
@@ -255,6 +255,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "transnext_limits": transnext_table,
     "diffusion": written_by(RESULTS / "diffusion.json", "make measure-diffusion", diffusion_table),
     "dit_parameters": parameter_table,
+    "objectives": written_by(RESULTS / "objectives.json", "make measure-objectives", objectives_table),
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,

@@ -14,7 +14,7 @@ from diffusers.models.attention_processor import AttnProcessor
 
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 from dit_toys import LABELS, LATENTS, MIXTURE, SIZES, TIMES, our_dit
-from measure import diffusion_tables
+from measure import training_tables
 
 PAPER = {"S/2": (33, 33), "B/2": (130, 131), "L/2": (458, 459), "XL/2": (675, 676)}
 """Millions of parameters of DiT and MoH-DiT (MoH, table 2)."""
@@ -22,8 +22,8 @@ PAPER = {"S/2": (33, 33), "B/2": (130, 131), "L/2": (458, 459), "XL/2": (675, 67
 
 @pytest.mark.parametrize("name", PAPER)
 def test_parameters_are_those_of_the_paper(name: str) -> None:
-    (blocks, width, heads), (millions, routed_millions) = diffusion_tables.SIZES[name], PAPER[name]
-    stock, new = diffusion_tables.parameters(blocks, width, heads)
+    (blocks, width, heads), (millions, routed_millions) = training_tables.SIZES[name], PAPER[name]
+    stock, new = training_tables.parameters(blocks, width, heads)
     assert new == blocks * (heads + 2) * width
     assert round((stock + new) / 1e6) == routed_millions
     assert abs(stock / 1e6 - millions) < 0.52  # DiT-B/2 has 130.51 million, which its paper rounds down

@@ -1,11 +1,14 @@
 """The commands that measure training, at toy size: they run, write their figures, and go on."""
 
+import importlib
 import json
 import sys
 from copy import deepcopy
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import pytest
+import torch
 
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.toy import write_tokenizer
@@ -44,6 +47,33 @@ def test_diffusion_models_beside_the_stock_one(tmp_path):
     assert found["baseline"]["beside_baseline"] == 0
     for figures in found.values():
         assert 0 < min(figures["losses"].values()) < 2 and figures["spread"] > 0
+
+
+@pytest.mark.slow
+def test_other_objectives_beside_the_stock_models(tmp_path):
+    lines = measured("other_objectives.py", tmp_path / "objectives.json", "--steps", 2, "--seeds", 2)
+    assert len(lines) == 3 * (2 * 8 + 2 + 8)
+    for found in json.loads((tmp_path / "objectives.json").read_text()).values():
+        assert len(found["losses"]) == 8 and found["losses"]["baseline"]["beside_baseline"] == 0
+        assert all(1 < figures["mean"] < 9 and figures["spread"] > 0 for figures in found["losses"].values())
+
+
+def test_cut_spans_and_masked_tokens(monkeypatch):
+    """Inputs and labels together hold each token once; a sentinel stands for each span."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "measure")  # scripts, which import each other
+    other_objectives = importlib.import_module("other_objectives")
+    draws = torch.Generator().manual_seed(0)
+    tokens = torch.arange(128).view(2, 64)
+    found = other_objectives.corrupted(tokens, 1000, draws)
+    assert found["input_ids"].shape == (2, 64 - 10 + 3) and found["labels"].shape == (2, 10 + 3 + 1)
+    for row, inputs, labels in zip(tokens, found["input_ids"], found["labels"], strict=True):
+        assert sorted([*inputs[inputs < 1000], *labels[labels < 1000]]) == row.tolist()
+        assert inputs[inputs >= 1000].tolist() == [1000, 1001, 1002]
+        assert labels[labels >= 1000].tolist() == [1000, 1001, 1002, 1003]
+    masked = other_objectives.masked(tokens.repeat(50, 1), 1000, draws)
+    asked = masked["labels"] != -100
+    assert 0.13 < asked.double().mean() < 0.17
+    assert 0.75 < (masked["input_ids"][asked] == 1000).double().mean() < 0.85
 
 
 @pytest.mark.parametrize("name", recovery.NAMES)

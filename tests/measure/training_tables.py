@@ -1,4 +1,4 @@
-"""The tables of the page on diffusion: parameters, and losses at toy size."""
+"""The tables of small trainings: of diffusion, with its parameters, and of encoders and T5."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -50,4 +50,21 @@ def diffusion_table(report: Mapping[str, Any]) -> str:
         f"seeds. {shape['num_layers']} blocks of {shape['num_attention_heads']} heads, {report['steps']} steps of "
         f"{report['batch']} images (`make measure-diffusion`)."
     )
+    return "\n".join(lines) + "\n"
+
+
+def objectives_table(report: Mapping[str, Any]) -> str:
+    """Held-out losses of encoders and T5 from scratch, and differences from the baseline of the same seed."""
+    lines = ["| | | held-out loss | beside the baseline | right |", "| --- | --- | ---: | ---: | ---: |"]
+    for objective, measured in report.items():
+        for name, found in measured["losses"].items():
+            beside = "" if not found["mixers"] else f"{found['beside_baseline']:+.4f} ± {found['spread_beside']:.4f}"
+            loss = f"{found['mean']:.4f} ± {found['spread']:.4f}"
+            lines.append(f"| {objective} | {name} | {loss} | {beside} | {found['accuracy']:.1%} |")
+    one = next(iter(report.values()))
+    seeds = max(len(found["losses"]) for found in one["losses"].values())
+    lines += [
+        "",
+        f"Means and standard deviations over {seeds} seeds; {one['steps']} steps of {one['batch']} examples.",
+    ]
     return "\n".join(lines) + "\n"
