@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..backends import is_plain_sdpa
-from .cpu import runs_here
+from .cpu import is_tracing, runs_here
 
 # Measured on 2 cores of an AMD EPYC (AVX2), one thread, float32, 12 heads of 64, 3 of them shared.
 LEAST_TOKENS = 192
@@ -42,7 +42,7 @@ def skipping_forward(forward: Forward) -> Forward:
 
 def layer_eligible(layer: Any, hidden: Tensor) -> bool:
     """Whether a layer without mask, positions and cache can skip work for these hidden states (B, T, hidden)."""
-    if layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
+    if is_tracing() or layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
         return False
     if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
         return False
@@ -61,8 +61,9 @@ def layer_eligible(layer: Any, hidden: Tensor) -> bool:
 
 def is_plain(module: Any) -> bool:
     """Whether calling a linear layer does nothing but multiply by its weight: no hook and no wrapper."""
-    hooks = _has_any_global_hook() or getattr(module, "_forward_hooks", 1) or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooks and "forward" not in vars(module)
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
 def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
