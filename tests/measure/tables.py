@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion_tables import embedding_table, folded_table, heads_table, limits_table, streaming_table
+from conversion_tables import embedding_table, folded_table, heads_table, images_table, limits_table, streaming_table
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
@@ -243,6 +243,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "folded": written_by(RESULTS / "folded_decode.json", "make measure-folded", folded_table),
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),
+    "images": written_by(RESULTS / "image_speed.json", "make measure-images", images_table),
     "encoder_limits": limits_table,
     "results": results_table,
     "memory": memory_table,
