@@ -33,6 +33,7 @@ TOYS = {
     "source": ("Llama", {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 36}),
     "qwen": ("Qwen3", GROUPED),
     "experts": ("Qwen3Moe", GROUPED),
+    "bert": ("Bert", {}),
 }
 """Stock models on disk, by folder; `source` has the heads of SmolLM2-135M."""
 HUB = {
@@ -40,6 +41,8 @@ HUB = {
     "Qwen/Qwen3-0.6B": "qwen",
     "Qwen/Qwen3-30B-A3B": "experts",
     "google/vit-base-patch16-224": "vit",
+    "google-bert/bert-base-uncased": "bert",
+    "sentence-transformers/all-MiniLM-L6-v2": "bert",
 }
 """Names on the Hub -> a toy of the same family."""
 PLACEHOLDERS = {

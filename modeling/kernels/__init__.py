@@ -10,7 +10,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
-from ..attention import CrossheadAttention
+from ..encoder import EncoderAttention
 from .cpu_explicit import explicit_attention
 from .cpu_mixture import mixture_attention
 from .cpu_mixture_layer import skipping_forward
@@ -28,9 +28,9 @@ KERNELS: dict[str, Callable[..., Any]] = {
 def register_kernels() -> None:
     """Register each function under its name, in the place of one that a published model has registered.
 
-    Attention layers also get a forward that skips projections.
+    Attention layers of encoders also get a forward that skips projections.
     """
     for name, function in KERNELS.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, sdpa_mask)
-    CrossheadAttention.forward = skipping_forward(CrossheadAttention.forward)  # type: ignore[method-assign]
+    EncoderAttention.forward = skipping_forward(EncoderAttention.forward)  # type: ignore[method-assign]

@@ -15,9 +15,9 @@ from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..backends import is_plain_sdpa
-from .cpu import runs_here
+from .cpu import is_tracing, runs_here
 
-# Measured on 2 cores of an AMD EPYC (AVX2), one thread, float32, 12 heads of 64, 3 of them shared.
+# Measured on 2 cores of an AMD EPYC (AVX-512), one thread, float32, 12 heads of 64, 3 of them shared.
 LEAST_TOKENS = 192
 GREATEST_SHARE = 0.7
 """Of the heads."""
@@ -27,11 +27,11 @@ Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def skipping_forward(forward: Forward) -> Forward:
-    """The forward of attention layers, with the faster one for the calls that it serves."""
+    """The forward of an encoder's attention layers, with the faster one for the calls that it serves."""
 
     @wraps(forward)
     def forward_or_skip(self: Any, hidden_states: Tensor, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        is_simple = not inputs and all(kwargs.get(name) is None for name in EXTRAS)
+        is_simple = all(each is None for each in (*inputs, *map(kwargs.get, EXTRAS)))
         if is_simple and layer_eligible(self, hidden_states):
             gates, _ = self.mixers["mixture"](hidden_states, None)
             return mixture_layer(self, hidden_states, gates.to(hidden_states.dtype)), None
@@ -42,7 +42,7 @@ def skipping_forward(forward: Forward) -> Forward:
 
 def layer_eligible(layer: Any, hidden: Tensor) -> bool:
     """Whether a layer without mask, positions and cache can skip work for these hidden states (B, T, hidden)."""
-    if layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
+    if is_tracing() or layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
         return False
     if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
         return False
@@ -61,8 +61,9 @@ def layer_eligible(layer: Any, hidden: Tensor) -> bool:
 
 def is_plain(module: Any) -> bool:
     """Whether calling a linear layer does nothing but multiply by its weight: no hook and no wrapper."""
-    hooks = _has_any_global_hook() or getattr(module, "_forward_hooks", 1) or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooks and "forward" not in vars(module)
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
 def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:

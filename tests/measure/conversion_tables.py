@@ -83,6 +83,19 @@ def embedding_table(report: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
+def images_table(report: Content) -> str:
+    """The time of mixture in a vision transformer, relative to stock attention."""
+    lines = ["| part of a layer | time | of stock |", "| --- | ---: | ---: |"]
+    for name, found in report["measured"].items():
+        lines.append(f"| {name} | {min(found['ours']) * 1e3:.1f} ms | {found['ratio_of_best']:.2f} |")
+    mixture, machine = report["mixers"]["mixture"], report["machine"]
+    told = f"{mixture['active_heads']} of 12 heads active, {mixture['shared_heads']} of them always"
+    return (
+        "\n".join([*lines, "", f"ViT-Base, {report['tokens']:,} tokens, {told}; {machine['processor']}, one thread."])
+        + "\n"
+    )
+
+
 def limits_table() -> str:
     """The conversions that encoders do not support."""
     lines = ["| conversion | reason |", "| --- | --- |"]

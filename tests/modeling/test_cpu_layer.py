@@ -108,6 +108,16 @@ def test_where_skipping_does_not_pay(options: dict[str, Any], calls: list[int]) 
     assert calls == [] and len(found.head_router_scores) == 2
 
 
+@pytest.mark.compile
+def test_compiled(calls: list[int]) -> None:
+    """The compiler follows the plain forward, in one graph."""
+    model = classifier(HALF)
+    with torch.no_grad():
+        compiled = torch.compile(model, backend="eager", fullgraph=True)(IMAGES.double()).logits
+        assert calls == []
+        assert (compiled - model(IMAGES.double()).logits).abs().max() < 1e-12
+
+
 def test_published_models_have_the_plain_forward() -> None:
     """The kernels change the class that crosshead installs, and its signature stays."""
     attend = crosshead.modeling.attention.CrossheadAttention.forward
