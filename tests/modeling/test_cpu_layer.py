@@ -120,6 +120,6 @@ def test_compiled(calls: list[int]) -> None:
 
 def test_published_models_have_the_plain_forward() -> None:
     """The kernels change the class that crosshead installs, and its signature stays."""
-    attend = crosshead.modeling.attention.CrossheadAttention.forward
-    assert attend.__wrapped__.__module__ == "crosshead.modeling.attention"
+    attend = crosshead.modeling.encoder.EncoderAttention.forward
+    assert attend.__wrapped__.__module__ == "crosshead.modeling.encoder"
     assert not hasattr(attend.__wrapped__, "__wrapped__")
