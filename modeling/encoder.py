@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
+from functools import reduce, wraps
 from itertools import chain
 from typing import Any
 
@@ -51,13 +51,8 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 def alias(name: str) -> Any:
     """The name that the attention forward uses for a projection with another name in checkpoints."""
-
-    def read(module: Any) -> Any:  # an attrgetter would break the compiled graph
-        for part in name.split("."):
-            module = getattr(module, part)
-        return module
-
-    return property(read)
+    # An attrgetter would break the compiled graph.
+    return property(lambda module: reduce(getattr, name.split("."), module))
 
 
 class IndexedAttention(nn.Module):

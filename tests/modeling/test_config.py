@@ -247,7 +247,6 @@ TENSORS: list[tuple[dict[str, Any], Tensors, Tensors]] = [
     ({"mixture": {"active_heads": 4}}, ROUTERS, ROUTERS),
     ({"mixture": {"active_heads": 4, "layers": [1]}}, {}, ROUTERS),
     ({"mixture": {"active_heads": 4, "shared_heads": [0, 2]}}, new("mixture.routed", 4, 24), ROUTERS),
-    ({"mixture": {"active_heads": 4, "shared_heads": [4, 2]}}, new("mixture.shared", 4, 24), ROUTERS),
     ({"mixture": {"active_heads": 3, "router": "query_norm"}}, {}, {}),
     ({"talking": {"layers": [1]}}, {}, new("talking.logits talking.weights", 4, 4)),
     ({"talking": {"on": ["logits"], "layers": [1]}}, {}, new("talking.logits", 4, 4)),
