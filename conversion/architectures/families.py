@@ -204,8 +204,8 @@ def tensor_shapes(config: Any) -> Shapes:
     """The names and shapes of the tensors of a stock or crosshead checkpoint."""
     model = empty_model(config, attn_implementation="eager")
     if family_of(config).reads_images:
-        names, tensors = stored_names(model), model.state_dict()
-        return {stored: tuple(tensors[name].shape) for name, stored in names.items()}
+        tensors = model.state_dict()
+        return {stored: tuple(tensors[name].shape) for name, stored in stored_names(model).items()}
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)

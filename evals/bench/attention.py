@@ -121,7 +121,9 @@ def explicit_decoding(
         key, value = next(layers)
         if not ours:
             return stock_attention(query, key, value, mask)
-        return mechanism_attention(explicit, AttentionState(query, query, query, key, value, key_side_data), mask)
+        return mechanism_attention(
+            explicit, AttentionState(query, query, query, key, value, key_side_data=key_side_data), mask
+        )
 
     return attend
 
