@@ -101,8 +101,7 @@ class AttentionState:
     """Numbers that are cached with each key, by mechanism and purpose: (B, S, n)."""
     gates: Tensor | None = None
     """(B, T, heads): the factor on each head's output."""
-    router_scores: Tensor | None = None
-    """(B, T, routed heads): each routed head's probability."""
+    router_scores: Tensor | None = None  # each routed head's probability: (B, T, routed heads)
     function: str | None = None
     """The attention function that a mechanism chose for this call."""
     attention_kwargs: dict[str, Any] = field(default_factory=dict)
