@@ -49,8 +49,8 @@ class CrossheadT5Config(MixersConfig, T5Config):
     def places(self) -> list[tuple[str, int]]:
         """The part and the layer of each attention, in the order of the forward pass of this model or stack."""
         encoder = [] if self.is_decoder else [(ENCODER, layer) for layer in range(self.num_layers)]
-        layers = range(self.num_decoder_layers if self.is_decoder or self.is_encoder_decoder else 0)
-        return encoder + [(part, layer) for layer in layers for part in (DECODER, CROSS)]
+        layers = (self.num_decoder_layers or 0) if self.is_decoder or self.is_encoder_decoder else 0
+        return encoder + [(part, layer) for layer in range(layers) for part in (DECODER, CROSS)]
 
     def check_mixers(self) -> None:
         """Bring `mixers` into its complete form, with the three parts."""
@@ -191,6 +191,7 @@ class CrossheadT5PreTrainedModel(CrossheadPreTrained, stock.T5PreTrainedModel):
 class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5Stack):
     """Its encoder or its decoder."""
 
+    block: Any
     forward = recording_forward(stock.T5Stack.forward)
 
     def _attention_places(self) -> Iterator[tuple[int, nn.Module, str]]:
