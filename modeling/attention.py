@@ -93,8 +93,7 @@ class CrossheadAttention(nn.Module):
             state.query, state.key = self.q_norm(state.query), self.k_norm(state.key)
         if position_embeddings is not None:
             state.query, state.key = self.rotate(state.query, state.key, *position_embeddings)
-        if past_key_values is not None:
-            update_cache(state, past_key_values, self.layer_idx, self.wide_cache)
+        self.read_cache(state, past_key_values)
         masked = attention_mask is not None or position_bias is not None
         implementation = self._attention_function(state, masked, kwargs)
         if state.position_bias is not None:
@@ -121,6 +120,11 @@ class CrossheadAttention(nn.Module):
         for name in self.output_order:
             attn_output = mechanisms[name].head_outputs(attn_output, state)
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
+
+    def read_cache(self, state: AttentionState, past_key_values: Cache | None) -> None:
+        """Cache keys and values, and take past ones with them; backbones that cache less expand what they read."""
+        if past_key_values is not None:
+            update_cache(state, past_key_values, self.layer_idx, self.wide_cache)
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""

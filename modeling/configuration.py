@@ -5,13 +5,13 @@
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .backends import ENGINES, logger
 from .mechanisms import RULES
-from .mechanisms.base import HeadLayout, Settings, package_only
+from .mechanisms.base import HeadLayout, Refusal, Settings, package_only
 from .options import Layers, refuse, unknown
 
 if TYPE_CHECKING:
@@ -21,11 +21,13 @@ else:  # a plain class: as a configuration of its own it would override the stoc
 LAYERS = "layers"
 
 
-def complete_mixers(mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
+def complete_mixers(mixers: Any, layouts: list[HeadLayout], refused: Iterable[Refusal] = ()) -> dict[str, Settings]:
     """The mapping with every default filled in, in its order; `ValueError` where it cannot work with the layers."""
     if not isinstance(mixers, Mapping):
         raise refuse("mixers", mixers, "use a mapping of mechanism to options")
     complete = {name: _complete(name, options, layouts) for name, options in mixers.items()}
+    for each in refused:
+        check_refused(each, complete)
     for layout in layouts:
         check_layer(layer_settings(complete, layout.layer_index), layout)
     return complete
@@ -49,6 +51,18 @@ def _complete(name: str, options: Any, layouts: list[HeadLayout]) -> Settings:
         if (value := kind.parse(f"mixers.{name}.{option}", options.get(option), len(layouts))) is not None
     }
     return RULES[name].complete(parsed)
+
+
+def check_refused(refused: Refusal, mixers: Mapping[str, Settings]) -> None:
+    """`ValueError` where a mapping has what a backbone refuses."""
+    name = f"mixers.{refused.mechanism}"
+    if refused.mechanism not in mixers:
+        return
+    if not refused.option:
+        raise refuse(name, mixers[refused.mechanism], refused.reason)
+    given = mixers[refused.mechanism][refused.option]
+    if refused.value in (given if isinstance(given, list) else [given]):
+        raise refuse(f"{name}.{refused.option}", given, refused.reason)
 
 
 def layer_settings(mixers: Mapping[str, Settings], layer: int) -> dict[str, Settings]:
@@ -108,6 +122,7 @@ class MixersConfig(ConfigBase):
         "AutoModelForSequenceClassification": "ForSequenceClassification",
     }
     """The Auto classes that a published folder serves -> the ending of our class's name."""
+    refused: ClassVar[tuple[Refusal, ...]] = ()
     keys_to_ignore_at_inference = ["past_key_values", "balance_loss", "head_router_scores"]
     mixers: dict[str, Any] | None
 
@@ -137,7 +152,7 @@ class MixersConfig(ConfigBase):
 
     def check_mixers(self) -> None:
         """Bring `mixers` into its complete form; `ValueError` where it does not fit the model."""
-        self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts())
+        self.mixers = complete_mixers({} if self.mixers is None else self.mixers, self.layouts(), self.refused)
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
         """The shape of one layer."""
@@ -163,7 +178,7 @@ class MixersConfig(ConfigBase):
     def __init_subclass__(cls, **options: Any) -> None:
         """Take attention out of the stock plan of tensor parallelism: mechanisms work across all heads."""
         super().__init_subclass__(**options)
-        if plan := cls.base_model_tp_plan:
+        if plan := getattr(cls, "base_model_tp_plan", None):  # a class without a stock one has none
             cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
     def attention_plan(self) -> dict[str, str]:

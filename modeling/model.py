@@ -124,10 +124,13 @@ class CrossheadBackbone(CrossheadPreTrained):
         """Each attention layer: its index, the module that holds it, and its name there."""
         return ((index, layer, "self_attn") for index, layer in enumerate(self.layers))
 
+    def _has_own_attention(self, layer: int) -> bool:
+        return bool(self.config.mixers_of_layer(layer))
+
     def post_init(self) -> None:
         """Replace attention before the initial values are set."""
         for index, parent, name in self._attention_places():
-            if self.config.mixers_of_layer(index):
+            if self._has_own_attention(index):
                 setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}

@@ -34,6 +34,8 @@ class HeadLayout:
     head_dim: int
     value_dim: int = 0
     """The head size of values, where it is not `head_dim`."""
+    latent_dim: int = 0
+    """The size of the vector that the cache holds, where keys and values of all heads are expanded from one."""
     layer_index: int = 0
     norm_eps: float = 1e-6
     key_norm_eps: float | None = None
@@ -48,6 +50,15 @@ class HeadLayout:
     value_components: int = 0
     combines_keys: bool = False
     """Keys that are normed are combinations: `k_norm` only multiplies by its weight, a mechanism divides."""
+
+
+class Refusal(NamedTuple):
+    """A mechanism, or one value of an option, that a backbone cannot have."""
+
+    mechanism: str
+    reason: str
+    option: str = ""
+    value: Any = None
 
 
 class Rules:
@@ -90,7 +101,7 @@ class AttentionState:
     hidden_states: Tensor
     """(B, T, hidden)."""
     key_value_input: Tensor
-    """The input of the key and value projections (B, S, hidden): the hidden states in self-attention."""
+    """What keys and values are made from (B, S, hidden or latent): the hidden states in most self-attention."""
     query: Tensor
     """(B, H, T, d)."""
     key: Tensor

@@ -75,7 +75,16 @@ class Knocking(Mechanism):
             self.add_module(side, LinearMap(size, size, start) if form == "linear" else gated(size, start))
 
     def before_rope(self, state: AttentionState) -> None:
-        """Map the heads of each chosen side."""
-        for side in self.settings["on"]:
+        """Map the heads of each chosen side; values that are expanded from the cache are mapped after it."""
+        late = {"value"} if self.layout.latent_dim else set()
+        self._map(state, [side for side in self.settings["on"] if side not in late])
+
+    def after_cache(self, state: AttentionState) -> None:
+        """Map expanded values."""
+        if self.layout.latent_dim and "value" in self.settings["on"]:
+            self._map(state, ["value"])
+
+    def _map(self, state: AttentionState, sides: list[str]) -> None:
+        for side in sides:
             heads = getattr(state, side).transpose(1, 2)  # (B, T, heads, d), contiguous as the projection leaves it
             setattr(state, side, getattr(self, side)(heads).transpose(1, 2))

@@ -107,8 +107,10 @@ class Talking(Mechanism):
         self.sizes = {"logits": (heads, layout.query_heads), "weights": (layout.output_heads, heads)}
         for stage in settings["on"]:
             self.add_module(stage, HeadMap(*self.sizes[stage]))
+        inputs = {"query": layout.hidden_size, "key": layout.latent_dim or layout.hidden_size}
         for name in settings["dynamic"]:
-            self.add_module(name, DynamicHeadMap(layout.hidden_size, *self.sizes[name.split("_")[1]]))
+            side, stage = name.split("_")
+            self.add_module(name, DynamicHeadMap(inputs[side], *self.sizes[stage]))
 
     @classmethod
     def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
