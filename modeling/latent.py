@@ -53,15 +53,16 @@ class LatentConfig(MixersConfig):
 
     def check_mixers(self) -> None:
         """A key and a value head for each query head."""
+        super().check_mixers()
         if self.num_key_value_heads != self.num_attention_heads:
             reason = f"keys and values are expanded for each head: use num_attention_heads={self.num_attention_heads}"
             raise refuse("num_key_value_heads", self.num_key_value_heads, reason)
-        super().check_mixers()
 
     def layout_of_layer(self, layer: int) -> HeadLayout:
         """The shape of one layer; `head_dim` is that of the rotated part in the stock configuration."""
         return replace(
             super().layout_of_layer(layer),
+            key_value_heads=self.num_attention_heads,
             head_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
             value_dim=self.v_head_dim,
             latent_dim=self.kv_lora_rank + self.qk_rope_head_dim,

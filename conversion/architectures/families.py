@@ -12,6 +12,8 @@ import transformers
 from transformers import (
     AlbertConfig,
     BertConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -23,6 +25,8 @@ from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.backbones.albert import CrossheadAlbertConfig
 from crosshead.modeling.backbones.bert import CrossheadBertConfig
+from crosshead.modeling.backbones.deepseek_v2 import CrossheadDeepseekV2Config
+from crosshead.modeling.backbones.deepseek_v3 import CrossheadDeepseekV3Config
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
@@ -51,6 +55,8 @@ class Family:
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Whether the projections of a config have biases."""
     experts: bool = False
+    latent: bool = False
+    """Whether keys and values are expanded from one latent vector (MLA)."""
 
 
 _SELF = {"q_proj.": "self.query.", "k_proj.": "self.key.", "v_proj.": "self.value."}
@@ -59,6 +65,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(Qwen2Config, CrossheadQwen2Config, "Qwen2ForCausalLM", qkv_bias=lambda config: True),
     "qwen3": Family(Qwen3Config, CrossheadQwen3Config, "Qwen3ForCausalLM"),
     "qwen3_moe": Family(Qwen3MoeConfig, CrossheadQwen3MoeConfig, "Qwen3MoeForCausalLM", experts=True),
+    "deepseek_v2": Family(
+        DeepseekV2Config, CrossheadDeepseekV2Config, "DeepseekV2ForCausalLM", experts=True, latent=True
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config, CrossheadDeepseekV3Config, "DeepseekV3ForCausalLM", experts=True, latent=True
+    ),
     "bert": Family(
         BertConfig,
         CrossheadBertConfig,
@@ -87,12 +99,15 @@ MAX_COUNTS = {
     "num_key_value_heads": 10_000,
     "num_experts": 10_000,
     "num_local_experts": 10_000,
+    "n_routed_experts": 10_000,
+    "n_shared_experts": 10_000,
     "num_experts_per_tok": 10_000,
     "decoder_sparse_step": _MAX_SIZE,
     "hidden_size": _MAX_SIZE,
     "intermediate_size": _MAX_SIZE,
     "moe_intermediate_size": _MAX_SIZE,
     "head_dim": _MAX_SIZE,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _MAX_SIZE),
     "vocab_size": _MAX_SIZE,
     "max_position_embeddings": _MAX_SIZE,
     "num_labels": 10_000,
@@ -104,6 +119,8 @@ INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.in
 """Names of tensors in old checkpoints that are computed from the config."""
 OTHER_HEADS = re.compile(r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|((al)?bert\.)?pooler)\..+")
 """Names of tensors of heads from pretraining, which a BERT's class need not have."""
+NEXT_TOKENS = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+"""The name of a tensor of DeepSeek-V3's layers for further tokens, which follow the decoder layers in a checkpoint."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 """Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
@@ -252,7 +269,7 @@ def _check_fields(content: dict[str, Any], family: Family, where: str) -> None:
         if value is not None and not (is_whole(value) and 1 <= value <= maximum):
             raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
     layers = content.get("num_hidden_layers") or 1
-    for field in ("num_experts", "num_local_experts"):
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if layers * (content.get(field) or 1) > MAX_EXPERTS:
             raise ConversionError(
                 f"{where} has {field}={content[field]} in {layers} layers: at most {MAX_EXPERTS} experts are supported"

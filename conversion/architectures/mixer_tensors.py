@@ -1,5 +1,6 @@
 """The tensors that mechanisms add to a checkpoint: initial values, component heads, KV cache, and router biases."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, ParameterModule
 
 from ..sources.tensor_store import TensorStore
-from .families import Shapes, attention_layers
+from .families import attention_layers
 
 SEED_STRIDE = 1_000_003
 """Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
 
 
-def dropped_biases(store: TensorStore, shapes: Shapes) -> dict[str, str]:
-    """The router biases of a checkpoint and why a stock one omits them; `ConversionError` if one is not zero."""
-    names = [name for name in shapes if name.endswith(EXPERT_BIAS)]
+def dropped_biases(store: TensorStore, added: Iterable[str]) -> dict[str, str]:
+    """Router biases that a stock checkpoint lacks, and why; `ConversionError` if one is not zero."""
+    names = [name for name in added if name.endswith(EXPERT_BIAS)]
     for name in names:
         if store.read(name).any():
             raise ConversionError(
@@ -62,7 +63,8 @@ def cache_bytes(config: Any, dtype: torch.dtype) -> int:
     numbers = 0
     for layer in attention_layers(config):
         layout = mixers_layout(config, layer)
-        numbers += layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
+        separate = layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
+        numbers += layout.latent_dim or separate
         numbers += _key_side_data(config, layer, dtype)
     return numbers * dtype.itemsize
 
@@ -73,10 +75,11 @@ def _key_side_data(config: Any, layer: int, dtype: torch.dtype) -> int:
     with torch.device("meta"):
         modules: Any = layer_mixers(config, layer).to(dtype)
         hidden = torch.empty(1, 1, layout.hidden_size, dtype=dtype)
+        source = torch.empty(1, 1, layout.latent_dim or layout.hidden_size, dtype=dtype)
         query = torch.empty(1, layout.query_heads, 1, layout.head_dim, dtype=dtype)
         key = torch.empty(1, layout.key_components, 1, layout.head_dim, dtype=dtype)
         value = torch.empty(1, layout.value_components, 1, layout.value_dim, dtype=dtype)
-        state = AttentionState(hidden, hidden, query, key, value)
+        state = AttentionState(hidden, source, query, key, value)
         for mixer in modules.values():
             mixer.before_rope(state)
     return sum(numbers.shape[-1] for numbers in state.key_side_data.values())
