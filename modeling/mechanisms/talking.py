@@ -1,8 +1,9 @@
 """Talking-Heads: maps across heads on the attention logits and on the attention weights.
 
-`L = P_l J` over the query/key heads' logits, position bias included, mask, softmax, `U = P_w W`, then values. The mask
-comes after the first map. Both maps start as the identity (as copies and averages of neighbours where `softmax_heads`
-differs from the number of heads). Dynamic terms add maps made from the query's input and from each key's, cached ones.
+`L = P_l J` over the query/key heads' logits, position bias included, mask, softmax, `U = P_w W`, then values. The
+mask comes after the first map. Both maps start as the identity (as copies and averages of neighbours where
+`softmax_heads` differs from the number of heads). Dynamic terms add maps made from the query's input and from each
+key's, cached ones.
 
 Under "eager", "crosshead_talking_eager" returns all weights; under "sdpa", "crosshead_talking" works in blocks, in
 memory that grows linearly with the sequence. Other implementations cannot mix heads.

@@ -1,9 +1,10 @@
 """The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crosshead.conversion.architectures.encoder_limits import LIMITS
+from crosshead.conversion.architectures.encoder_limits import LATENT_LIMITS, LIMITS, Limit
+from crosshead.modeling import BACKBONES
 
 Content = Mapping[str, Any]
 
@@ -82,7 +83,25 @@ def embedding_table(report: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
-def limits_table() -> str:
-    """The conversions that encoders do not support."""
+def limits_table(limits: Iterable[Limit] = LIMITS) -> str:
+    """The conversions that encoders do not support, or other ones."""
     lines = ["| conversion | reason |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"
+    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in limits)]) + "\n"
+
+
+def latent_limits_table() -> str:
+    """The conversions that decoders with MLA do not support."""
+    return limits_table(LATENT_LIMITS)
+
+
+def refused_table() -> str:
+    """What backbones refuse when a config is made."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for config in BACKBONES:
+        for each in config.refused:
+            value = str(each.value).lower() if isinstance(each.value, bool) else each.value
+            option = f"`{each.mechanism}`" + (f" with `{each.option}: {value}`" if each.option else "")
+            reasons.setdefault((option, each.reason), []).append(config.class_prefix.removeprefix("Crosshead"))
+    lines = ["| backbone | option | reason |", "| --- | --- | --- |"]
+    rows = (f"| {', '.join(names)} | {option} | {reason} |" for (option, reason), names in reasons.items())
+    return "\n".join([*lines, *rows]) + "\n"

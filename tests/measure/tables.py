@@ -14,7 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conversion_tables import embedding_table, folded_table, heads_table, limits_table, streaming_table
+from conversion_tables import (
+    embedding_table,
+    folded_table,
+    heads_table,
+    latent_limits_table,
+    limits_table,
+    refused_table,
+    streaming_table,
+)
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
 
@@ -244,6 +252,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),
     "encoder_limits": limits_table,
+    "latent_limits": latent_limits_table,
+    "refused": refused_table,
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
