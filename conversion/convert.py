@@ -11,7 +11,7 @@ from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
 
-from .architectures.encoder_limits import Asked, check_encoder
+from .architectures.encoder_limits import Asked, check_limits
 from .architectures.families import (
     FAMILIES,
     PREFIX,
@@ -147,13 +147,13 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     if given.active is not None:
         all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
         request = replace(request, mixers=request.mixers | {"mixture": all_heads})
-    check_encoder(Asked(stock, request, given))
+    check_limits(Asked(stock, request, given))
     target = _target_config(source.config, stock, request, given)
     is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
     text = calibration_input(given.calibration, source)
     auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
     wanted = needed_observations(target, request, given.budget is not None)
-    check_encoder(Asked(stock, request, given, wanted))
+    check_limits(Asked(stock, request, given, wanted))
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
     candidates = [] if auto is not None else candidate_counts(target, request)

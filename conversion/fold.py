@@ -43,7 +43,8 @@ from .verification.tolerances import tolerance
 
 CROSSHEAD_FIELDS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
 """Fields of a crosshead configuration that the stock configuration lacks or defines differently."""
-PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj"}
+PROJECTIONS = {"query": ("q_proj", "q_b_proj"), "key": ("k_proj",), "value": ("v_proj", "kv_b_proj")}
+"""The rows of heads; in MLA, queries may come from `q_b_proj`, and those of `kv_b_proj` end with the head's values."""
 
 
 def fold(
@@ -107,7 +108,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     stock.architectures = [architecture_of(stock)]  # `wide` may have changed the family
     shapes, mixed_shapes = tensor_shapes(stock), tensor_shapes(mixed)
     dropped = check_source(source.store, mixed_shapes, tied_tensors(mixed))
-    dropped |= dropped_biases(source.store, mixed_shapes)
+    dropped |= dropped_biases(source.store, mixed_shapes.keys() - shapes.keys())
     rewrites = fold_layers(source.store, mixed, shapes, wide)
     decisions = {} if wide is None else {"kept_cache": wide.report(mixed, stock, source.store)}
     plan = make_plan(source.store, stock, shapes, dropped, rewrites, decisions=decisions)
@@ -156,7 +157,8 @@ def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads
     layers: dict[str, int] = {}
     for layer, mechanisms in applied.items():
         sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
-        written = [*PROJECTIONS.values(), "o_proj"] if wide else [PROJECTIONS[side] for side in sorted(sides)]
+        written = [each for side in (PROJECTIONS if wide else sorted(sides)) for each in PROJECTIONS[side]]
+        written += ["o_proj"] if wide else []
         parts = [f"{projection}.{part}" for projection in written for part in ("weight", "bias")]
         names = [attention_names(config, layer).stored(part) for part in parts]
         layers |= {name: layer for name in names if name in shapes}
@@ -204,12 +206,16 @@ Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, product: Product) -> Tensors:
     """Multiply a mechanism's matrices into the projections' rows."""
     folded = dict(tensors)
-    for side, projection in PROJECTIONS.items():
+    for side, projections in PROJECTIONS.items():
         matrix = tensors.get(f"mixers.{mechanism}.{side}.weight")
-        for name in (f"{projection}.weight", f"{projection}.bias"):
+        for name in (f"{projection}.{part}" for projection in projections for part in ("weight", "bias")):
             if matrix is not None and name in tensors:
-                rows = tensors[name].unflatten(0, (-1, layout.head_dim))
-                folded[name] = product(matrix, rows).flatten(0, 1)
+                size = layout.value_dim or layout.head_dim if side == "value" else layout.head_dim
+                together = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
+                rows = tensors[name].unflatten(0, (-1, together))
+                keys, rows = rows[:, : together - size], rows[:, together - size :]
+                rows = product(matrix, rows)
+                folded[name] = (torch.cat([keys, rows], dim=1) if keys.numel() else rows).flatten(0, 1)
     return folded
 
 

@@ -6,7 +6,14 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
-from .architectures.families import FUSED_EXPERTS, INVERSE_FREQUENCIES, OTHER_HEADS, Shapes, attention_names
+from .architectures.families import (
+    FUSED_EXPERTS,
+    INVERSE_FREQUENCIES,
+    NEXT_TOKENS,
+    OTHER_HEADS,
+    Shapes,
+    attention_names,
+)
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
@@ -65,6 +72,10 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
     for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
         dropped[name] = "a head that the class in config.json does not have"
+    further = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
+    for name in store.entries.keys() - shapes.keys():
+        if further and name.startswith(further):
+            dropped[name] = "of a layer that predicts further tokens, which the class does not have"
     for name, other in tied.items():
         if name in store.entries and not same_bytes(store, name, other):
             raise ConversionError(

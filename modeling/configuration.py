@@ -168,7 +168,7 @@ class MixersConfig(ConfigBase):
     def __init_subclass__(cls, **options: Any) -> None:
         """Take attention out of the stock plan of tensor parallelism: mechanisms work across all heads."""
         super().__init_subclass__(**options)
-        if plan := cls.base_model_tp_plan:
+        if plan := getattr(cls, "base_model_tp_plan", None):  # a class without a stock one has none
             cls.base_model_tp_plan = {module: style for module, style in plan.items() if ".self_attn." not in module}
 
     def attention_plan(self) -> dict[str, str]:

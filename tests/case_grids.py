@@ -3,7 +3,7 @@
 import pytest
 
 from tiers import grid
-from toys import BACKBONES, CASES, COMPOSITIONS, ENCODER_CASES, ENCODERS
+from toys import BACKBONES, CASES, COMPOSITIONS, ENCODER_CASES, ENCODERS, SHARED_ROTARY, SHARED_ROTARY_CASES
 
 
 def _tier(default: bool) -> list[pytest.MarkDecorator]:
@@ -13,12 +13,19 @@ def _tier(default: bool) -> list[pytest.MarkDecorator]:
 for_each_case_and_backbone = pytest.mark.parametrize(("case", "backbone"), grid(CASES, BACKBONES, strength=1))
 """In the default tier each case on one backbone, each backbone at least once."""
 
+_ON_SHARED_ROTARY = grid(SHARED_ROTARY_CASES, SHARED_ROTARY, strength=1)
+for_each_case_and_shared_rotary = pytest.mark.parametrize(("case", "backbone"), _ON_SHARED_ROTARY)
+for_each_case_and_decoder = pytest.mark.parametrize(
+    ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY]
+)
+"""The same with the decoders whose keys share a part; `toys.mixers_of` has the case."""
+
 _ON_ENCODERS = grid(ENCODER_CASES, ENCODERS, strength=1)
 for_each_case_and_encoder = pytest.mark.parametrize(("case", "backbone"), _ON_ENCODERS)
 for_each_case_and_model = pytest.mark.parametrize(
-    ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_ENCODERS]
+    ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY, *_ON_ENCODERS]
 )
-"""The same for decoders and encoders; `toys.mixers_of` has the case."""
+"""The same for all decoders and encoders."""
 
 _BACKBONE_OF = dict(zip(COMPOSITIONS, BACKBONES, strict=False))
 
@@ -28,7 +35,12 @@ _EACH_MECHANISM = [
     for backbone in BACKBONES
 ]
 for_each_mechanism_on_each_backbone = pytest.mark.parametrize(("case", "backbone"), _EACH_MECHANISM)
-for_each_mechanism_on_each_model = pytest.mark.parametrize(("case", "backbone"), [*_EACH_MECHANISM, *_ON_ENCODERS])
+for_each_mechanism_on_each_decoder = pytest.mark.parametrize(
+    ("case", "backbone"), [*_EACH_MECHANISM, *_ON_SHARED_ROTARY]
+)
+for_each_mechanism_on_each_model = pytest.mark.parametrize(
+    ("case", "backbone"), [*_EACH_MECHANISM, *_ON_SHARED_ROTARY, *_ON_ENCODERS]
+)
 """In the default tier each mechanism on each backbone, each composition on one."""
 
 for_compositions = pytest.mark.parametrize(

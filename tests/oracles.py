@@ -195,12 +195,12 @@ def balance_loss(routed: list[tuple[Tensor, Tensor]], valid: Tensor) -> Tensor:
 def attend(
     t: int,
     inputs: Tensor,
-    source: Tensor,
     sides: Sides,
     weights: Weights,
     shape: LayerShape,
     mixers: Mixers,
     allowed: Tensor,
+    key_inputs: Tensor,
     bias: Tensor | None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Attention of query token `t`: the head outputs, and each head's weights (S,) that multiply the values."""
@@ -217,7 +217,7 @@ def attend(
             logit = logit / math.sqrt(shape.head_dim) if shape.is_scaled else logit
             logits.append(logit if bias is None else logit + bias[head, t, s])
         if "talking" in mixers:
-            logits = talking(logits, "logits", inputs[t], source[s], weights, mixers["talking"])
+            logits = talking(logits, "logits", inputs[t], key_inputs[s], weights, mixers["talking"])
         pairs.append(logits)
 
     rows = []  # one vector of weights over the keys for every softmax head
@@ -227,7 +227,7 @@ def attend(
         mixed = []
         for s in range(len(keys)):
             per_head = [row[s] for row in rows]
-            mixed.append(talking(per_head, "weights", inputs[t], source[s], weights, mixers["talking"]))
+            mixed.append(talking(per_head, "weights", inputs[t], key_inputs[s], weights, mixers["talking"]))
         rows = [torch.stack([mixed[s][head] for s in range(len(keys))]) for head in range(shape.query_heads)]
 
     if version == 2:
@@ -273,9 +273,6 @@ def sequence_layer(
                 sides[side] = [[knocking(v, side, weights, options) for v in token] for token in sides[side]]
         if name == "mixture":
             router_queries = sides["query"]
-    if "differential" in mixers:  # a gate belongs to a pair: its query is the two queries, one after the other
-        router_queries = [[torch.cat(token[i : i + 2]) for i in range(0, len(token), 2)] for token in router_queries]
-
     if "explicit" in mixers:  # the definition: combine the raw components, then normalise, then rotate
         for side in ("key", "value"):
             sides[side] = [explicit(token, side, weights, mixers["explicit"]) for token in sides[side]]
@@ -285,9 +282,26 @@ def sequence_layer(
             sides[side] = [[rms_norm(vector, shape.norm_eps, scale) for vector in token] for token in sides[side]]
         if cos is not None and sin is not None:
             sides[side] = [[rotate(vector, cos[t], sin[t]) for vector in token] for t, token in enumerate(sides[side])]
+    return read_out(inputs, source, sides, router_queries, weights, shape, mixers, allowed, bias)
+
+
+def read_out(
+    inputs: Tensor,
+    key_inputs: Tensor,
+    sides: Sides,
+    router_queries: Heads,
+    weights: Weights,
+    shape: LayerShape,
+    mixers: Mixers,
+    allowed: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The layer's output from the final queries, keys and values; `router_queries` are those that a router sees."""
+    if "differential" in mixers:  # a gate belongs to a pair: its query is the two queries, one after the other
+        router_queries = [[torch.cat(token[i : i + 2]) for i in range(0, len(token), 2)] for token in router_queries]
     results, used, routing = [], [], []
     for t in range(inputs.shape[0]):
-        outputs, rows = attend(t, inputs, source, sides, weights, shape, mixers, allowed, bias)
+        outputs, rows = attend(t, inputs, sides, weights, shape, mixers, allowed, key_inputs, bias)
         for name, options in mixers.items():
             if name == "explicit" and options["norm"]:
                 scale = weights["mixers.explicit.norm.weight"]

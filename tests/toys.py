@@ -9,6 +9,10 @@ from transformers import (
     AlbertForMaskedLM,
     BertConfig,
     BertForMaskedLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedConfig,
@@ -27,12 +31,19 @@ import crosshead
 
 BACKBONES = ("Llama", "Qwen2", "Qwen3", "Qwen3Moe")
 """The decoders."""
+LATENT = ("DeepseekV2", "DeepseekV3")
+"""The decoders with MLA."""
+SHARED_ROTARY = (*LATENT, "Gta")
+"""Those whose keys share their rotated part, where some mechanisms are refused."""
 ENCODERS = ("Bert", "Albert")
 STOCK: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel]]] = {
     "Llama": (LlamaConfig, LlamaForCausalLM),
     "Qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "Qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "Qwen3Moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "DeepseekV2": (DeepseekV2Config, DeepseekV2ForCausalLM),
+    "DeepseekV3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "Gta": (crosshead.CrossheadGtaConfig, crosshead.CrossheadGtaForCausalLM),  # there is no other
     "Bert": (BertConfig, BertForMaskedLM),
     "Albert": (AlbertConfig, AlbertForMaskedLM),
     "T5": (T5Config, T5ForConditionalGeneration),
@@ -54,6 +65,23 @@ SIZES: dict[str, Any] = {
 EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
+LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 10,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,  # in these configs, that of RoPE
+    "v_head_dim": 6,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+EXTRA_SIZES |= {"DeepseekV2": {**LATENT_SIZES, "q_lora_rank": None}, "DeepseekV3": LATENT_SIZES}
 ENCODER_SIZES: dict[str, Any] = {
     **{key: value for key, value in SIZES.items() if key not in ("num_key_value_heads", "head_dim", "hidden_size")},
     "hidden_size": 32,
@@ -126,6 +154,24 @@ ENCODER_CASES: dict[str, dict[str, Any]] = {name: MECHANISM_CASES[name] for name
     },
 }
 """The same for encoders, where layers may share their weights: without options that differ between layers."""
+SHARED_ROTARY_CASES: dict[str, dict[str, Any]] = {
+    "knocking": {"knocking": {"on": ["value", "query"]}},
+    **{name: MECHANISM_CASES[name] for name in OF_DECODERS if name not in ("knocking", "explicit")},
+    "talking": {"talking": {"softmax_heads": 6, "dynamic": ["query_logits", "query_weights"]}},
+    "knocking+mixture": {
+        "knocking": {"form": "linear", "on": ["query", "value"]},
+        "mixture": {"shared_heads": 1, "active_heads": 3, "router": "query_norm", "gate": "binary"},
+    },
+    "gating+talking+mixture": {
+        "gating": {"layers": [1]},
+        "talking": {"dynamic": ["query_logits"]},
+        "mixture": {"shared_heads": 2, "active_heads": 3, "gate_scale": "paper"},
+    },
+    "knocking+differential": {"knocking": {"form": "gate"}, "differential": {"norm": False}},
+}
+"""The same for decoders whose keys share their rotated part."""
+CASES_OF = dict.fromkeys((*ENCODERS, "T5"), ENCODER_CASES) | dict.fromkeys(SHARED_ROTARY, SHARED_ROTARY_CASES)
+"""By backbone, where they are not `CASES`."""
 
 
 def sizes(backbone: str) -> dict[str, Any]:
@@ -137,7 +183,7 @@ def sizes(backbone: str) -> dict[str, Any]:
 
 def mixers_of(case: str, backbone: str) -> dict[str, Any]:
     """The mechanisms of a case, as this backbone has them."""
-    return (ENCODER_CASES if backbone in (*ENCODERS, "T5") else CASES)[case]
+    return CASES_OF.get(backbone, CASES)[case]
 
 
 def model_class(backbone: str) -> Any:

@@ -13,12 +13,15 @@ MAX_COUNTS = {
     "num_key_value_heads": 10_000,
     "num_experts": 10_000,
     "num_local_experts": 10_000,
+    "n_routed_experts": 10_000,
+    "n_shared_experts": 10_000,
     "num_experts_per_tok": 10_000,
     "decoder_sparse_step": _MAX_SIZE,
     "hidden_size": _MAX_SIZE,
     "intermediate_size": _MAX_SIZE,
     "moe_intermediate_size": _MAX_SIZE,
     "head_dim": _MAX_SIZE,
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _MAX_SIZE),
     "vocab_size": _MAX_SIZE,
     "max_position_embeddings": _MAX_SIZE,
     "num_labels": 10_000,
@@ -35,7 +38,7 @@ def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -
         if value is not None and not (is_whole(value) and 1 <= value <= maximum):
             raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
     layers = content.get("num_hidden_layers") or 1
-    for field in ("num_experts", "num_local_experts"):
+    for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if layers * (content.get(field) or 1) > MAX_EXPERTS:
             raise ConversionError(
                 f"{where} has {field}={content[field]} in {layers} layers: at most {MAX_EXPERTS} experts are supported"

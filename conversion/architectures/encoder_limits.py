@@ -1,4 +1,4 @@
-"""The conversions that encoders do not support, with the reasons."""
+"""The conversions that encoders, and decoders with MLA, do not support, with the reasons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from .families import family_of
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks of an encoder."""
+    """What a user asks of a model."""
 
     stock: Any
     mixers: MixerRequest
@@ -66,11 +66,25 @@ LIMITS = (
         lambda asked: asked.given.vocab_size is not None and family_of(asked.stock).reads_images,
     ),
 )
-"""In the order in which they are checked."""
+"""Of encoders, in the order in which they are checked."""
+LATENT_LIMITS = (
+    Limit(
+        "--cache and --layers auto",
+        "keys and values are expanded from one latent vector: there are no KV heads to combine",
+        lambda asked: asked.given.budget is not None,
+    ),
+    Limit(
+        "mixture with shared=calibrated",
+        "the projections that would be reordered hold keys and values together: omit the option",
+        lambda asked: "use" in asked.observations,
+    ),
+)
+"""Of decoders with MLA."""
 
 
-def check_encoder(asked: Asked) -> None:
-    """`ConversionError` if an encoder does not support the conversion."""
-    for limit in LIMITS if family_of(asked.stock).is_encoder else ():
+def check_limits(asked: Asked) -> None:
+    """`ConversionError` if the model does not support the conversion."""
+    family = family_of(asked.stock)
+    for limit in LIMITS if family.is_encoder else LATENT_LIMITS if family.latent else ():
         if limit.applies(asked):
             raise ConversionError(f"{limit.what}: not for {asked.stock.model_type} models; {limit.reason}")

@@ -12,6 +12,8 @@ import transformers
 from transformers import (
     AlbertConfig,
     BertConfig,
+    DeepseekV2Config,
+    DeepseekV3Config,
     DeiTConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -26,6 +28,8 @@ from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.modeling.backbones.albert import CrossheadAlbertConfig
 from crosshead.modeling.backbones.bert import CrossheadBertConfig
+from crosshead.modeling.backbones.deepseek_v2 import CrossheadDeepseekV2Config
+from crosshead.modeling.backbones.deepseek_v3 import CrossheadDeepseekV3Config
 from crosshead.modeling.backbones.deit import CrossheadDeiTConfig
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
@@ -58,6 +62,8 @@ class Family:
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Whether the projections of a config have biases."""
     experts: bool = False
+    latent: bool = False
+    """Whether keys and values are expanded from one latent vector (MLA)."""
 
 
 _SELF = {"q_proj.": "self.query.", "k_proj.": "self.key.", "v_proj.": "self.value."}
@@ -79,6 +85,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": Family(Qwen2Config, CrossheadQwen2Config, "Qwen2ForCausalLM", qkv_bias=lambda config: True),
     "qwen3": Family(Qwen3Config, CrossheadQwen3Config, "Qwen3ForCausalLM"),
     "qwen3_moe": Family(Qwen3MoeConfig, CrossheadQwen3MoeConfig, "Qwen3MoeForCausalLM", experts=True),
+    "deepseek_v2": Family(
+        DeepseekV2Config, CrossheadDeepseekV2Config, "DeepseekV2ForCausalLM", experts=True, latent=True
+    ),
+    "deepseek_v3": Family(
+        DeepseekV3Config, CrossheadDeepseekV3Config, "DeepseekV3ForCausalLM", experts=True, latent=True
+    ),
     "bert": Family(
         BertConfig,
         CrossheadBertConfig,
@@ -108,6 +120,8 @@ OTHER_HEADS = re.compile(
     r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|(\w+\.)?pooler)\..+|(\w+\.)?embeddings\.mask_token"
 )
 """Names of tensors from pretraining, which an encoder's class need not have."""
+NEXT_TOKENS = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
+"""The name of a tensor of DeepSeek-V3's layers for further tokens, which follow the decoder layers in a checkpoint."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
 """Names of a model's parameters for all experts of a layer; a checkpoint stores each expert separately."""
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}

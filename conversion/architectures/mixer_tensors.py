@@ -1,5 +1,6 @@
 """The tensors that mechanisms add to a checkpoint: initial values, component heads, KV cache, and router biases."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,15 +13,15 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, ParameterModule
 
 from ..sources.tensor_store import TensorStore
-from .families import Shapes, attention_layers
+from .families import attention_layers, family_of
 
 SEED_STRIDE = 1_000_003
 """Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
 
 
-def dropped_biases(store: TensorStore, shapes: Shapes) -> dict[str, str]:
-    """The router biases of a checkpoint and why a stock one omits them; `ConversionError` if one is not zero."""
-    names = [name for name in shapes if name.endswith(EXPERT_BIAS)]
+def dropped_biases(store: TensorStore, added: Iterable[str]) -> dict[str, str]:
+    """Router biases that a stock checkpoint lacks, and why; `ConversionError` if one is not zero."""
+    names = [name for name in added if name.endswith(EXPERT_BIAS)]
     for name in names:
         if store.read(name).any():
             raise ConversionError(
@@ -62,7 +63,9 @@ def cache_bytes(config: Any, dtype: torch.dtype) -> int:
     numbers = 0
     for layer in attention_layers(config):
         layout = mixers_layout(config, layer)
-        numbers += layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
+        separate = layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
+        latent = config.kv_lora_rank + config.qk_rope_head_dim if family_of(config).latent else 0
+        numbers += latent or separate
         numbers += _key_side_data(config, layer, dtype)
     return numbers * dtype.itemsize
 

@@ -201,13 +201,14 @@ def _recorded(
         tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
         tensors |= {} if known is None else known.layer(layer)
         compressed = [Tensors() for _ in converted]
+        heads = observers.layouts[layer].query_heads
         if solves:
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
             compressed = [_solve(attention, statistics, *each) for each in zip(calls, solves, strict=True)]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
-                tensors["router"] = _route(model, module, states, observers.routing(layer))
+                tensors["router"] = _route(model, module, states, observers.routing(layer), heads)
         yield {f"{layer}.{kind}.{name}": each.cpu() for kind, of in tensors.items() for name, each in of.items()}
         advance(layer + 1, len(observers.layouts))
 
@@ -219,7 +220,7 @@ def _step(model: StreamedModel, module: nn.Module, hidden: torch.Tensor) -> None
             window.copy_(model.call(module, window))
 
 
-def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None) -> Tensors:
+def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None, heads: int) -> Tensors:
     """Fit a layer's router on hidden states of the converted model, and replace these by the layer's outputs."""
     if routing is None:
         _step(model, module, hidden)
@@ -227,8 +228,9 @@ def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Rou
     attention, outputs = model.attention(module), HeadOutputs(hidden)
     with outputs.recording(attention):
         _step(model, module, hidden.clone())
-    fitted = fit_router(outputs, attention.o_proj.weight, routing, attention.head_dim)
-    with routed(attention, fitted, routing, attention.head_dim):
+    size = attention.o_proj.weight.shape[1] // heads
+    fitted = fit_router(outputs, attention.o_proj.weight, routing, size)
+    with routed(attention, fitted, routing, size):
         _step(model, module, hidden)
     return fitted
 

@@ -121,7 +121,8 @@ def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
         attention, outputs = model.attention(module), HeadOutputs(hidden)
         with outputs.recording(attention):
             model.step(module, hidden)
-        weight, size = attention.o_proj.weight, attention.head_dim
+        weight = attention.o_proj.weight
+        size = weight.shape[1] // model.config.num_attention_heads
         scores = fit_scores(outputs, weight, 0, size)
         for count in active_to_try(len(scores)):
             routing = Routing(0, count)

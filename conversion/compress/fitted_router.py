@@ -40,9 +40,8 @@ class Routing:
     def shapes(self, layout: HeadLayout) -> Shapes:
         """The names and shapes of these tensors."""
         scores = (layout.query_heads - self.shared, layout.hidden_size)
-        return dict(
-            zip(self.names(), (scores, (layout.hidden_size, layout.query_heads * layout.head_dim)), strict=True)
-        )
+        size = layout.value_dim or layout.head_dim
+        return dict(zip(self.names(), (scores, (layout.hidden_size, layout.query_heads * size)), strict=True))
 
     def mask(self, hidden: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """1 for active heads, else 0: (..., heads), given the attention's input (..., hidden)."""

@@ -9,7 +9,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress
 
-from ..architectures.families import family_of, read_config
+from ..architectures.families import PREFIX, family_of, read_config
 from ..calibration.text import load_tokenizer
 from ..plan import Plan
 from ..sources.model_folder import check_record, record_file, write_json
@@ -22,7 +22,7 @@ from ..writing.atomic_file import atomic_file, check_file
 from ..writing.atomic_output import check_apart, check_free
 from ..writing.shard_writer import digest_of
 from .header import MAGIC
-from .metadata import Description, Metadata, describe
+from .metadata import NAMES, Description, Metadata, describe
 from .store import GgufStore, require_gguf
 from .tokenizer import tokenizer_metadata
 from .writer import FILE_TYPES, Digests, Target, default_type, plan_targets, unblocked, write_gguf
@@ -85,6 +85,11 @@ def run_gguf(
     """Write the stock model of a request as a GGUF file; returns the record, or the plan with `plan_only`."""
     if family_of(request.source_config).is_encoder:
         raise ConversionError(f"{out} is a GGUF file, which holds decoders only: name a folder for this encoder")
+    if (model_type := request.source_config.model_type.removeprefix(PREFIX)) not in NAMES:
+        raise ConversionError(
+            f"{out} is a GGUF file, and crosshead writes none for a model of type {model_type!r}: name a folder, and "
+            "convert that with llama.cpp"
+        )
     out = Path(os.path.expanduser(out))
     for place in request.source.store.places:
         check_apart(place, out)

@@ -16,7 +16,8 @@ from .tensors import ARCHITECTURES, Architecture
 
 Metadata = dict[str, Any]
 """Key -> a string, a boolean, a number (written as uint32 or float32), or a list of strings or numbers."""
-_NAMES = {architecture.model_type: name for name, architecture in ARCHITECTURES.items()}
+NAMES = {architecture.model_type: name for name, architecture in ARCHITECTURES.items()}
+"""The stock `model_type` -> its architecture in GGUF files."""
 _FEATURES: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "use_sliding_window": (False,),
@@ -71,7 +72,7 @@ def _is_close(one: Any, two: Any) -> bool:
 
 def describe(config: Any) -> Description:
     """The metadata of a stock config; `ConversionError` if llama.cpp would compute other outputs."""
-    name = _NAMES[config.model_type]
+    name = NAMES[config.model_type]
     _check_features(config, name)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     keys: Metadata = {key: getattr(config, field) for key, field in SIZES.items()}

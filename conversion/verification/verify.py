@@ -44,6 +44,7 @@ LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
 RELOADED = 1e-5
 """Maximum logit difference between this process and the clean one, relative to the largest logit."""
+KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight")
 FAULTS = ("missing", "unexpected", "mismatched", "errors", "unloaded")
 
 
@@ -212,7 +213,7 @@ def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
     """Bytes of KV cache per token, in the dtype of the key projection; an encoder has no cache."""
     if family_of(config).is_encoder:
         return 0
-    stored = next(entry.dtype for name, entry in entries.items() if name.endswith("k_proj.weight"))
+    stored = next(entry.dtype for name, entry in entries.items() if name.endswith(KEY_PROJECTIONS))
     mixed = (
         config if hasattr(config, "mixers") else family_of(config).mixed.from_dict(config.to_dict() | {"mixers": {}})
     )

@@ -64,11 +64,12 @@ def model_cost(config: Any, length: int) -> Cost:
     if not model.can_generate():
         return _encoder_cost(model, length)
     head = model.lm_head.weight.numel()
-    active = Fraction(getattr(model.config, "num_experts_per_tok", 1), getattr(model.config, "num_experts", 1))
+    active = _active_experts(model.config)
     forward = decode = bytes_per_token = cache_bytes = 0
+    angles = position_embeddings(model.model.rotary_emb)
     # The library's own cache knows which layers have a window.
     for layer, cache in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
-        attention_forward, attention_decode, cached = attention_cost(layer.self_attn, model.config, length)
+        attention_forward, attention_decode, cached = attention_cost(layer.self_attn, angles, length)
         weights = _weights_outside_attention(layer, active)
         forward += attention_forward // length + weights
         decode += attention_decode + weights
@@ -137,18 +138,32 @@ def on_meta(config: Any) -> Any:
         return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
 
 
-def attention_cost(attention: Any, config: Any, length: int) -> tuple[int, int, int]:
-    """Run a stock or crosshead attention module on the meta device.
+Angles = tuple[torch.Tensor, ...] | torch.Tensor
+"""What a model passes to its attention layers as `position_embeddings`."""
+
+
+def position_embeddings(rotary: Any) -> Angles:
+    """Those of one token, from the module of a model that makes them."""
+    made: Angles = type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
+    return made
+
+
+def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, int, int]:
+    """Run a stock or crosshead attention module on the meta device; `angles` are the position embeddings of a token.
 
     Returns the multiplications for all tokens of a text, those for its last token with the others cached, and how many
     numbers the cache holds per token.
     """
+    config, dtype = attention.config, attention.o_proj.weight.dtype
+
+    def empty(like: torch.Tensor, tokens: int) -> torch.Tensor:
+        kind = like.dtype if like.is_complex() else dtype
+        return torch.empty(1, tokens, like.shape[-1], dtype=kind, device="meta")
 
     def run(tokens: int, cache: DynamicCache) -> None:
-        dtype = attention.q_proj.weight.dtype
-        hidden = torch.empty(1, tokens, attention.q_proj.in_features, dtype=dtype, device="meta")
-        angles = torch.empty(1, tokens, attention.head_dim, dtype=dtype, device="meta")
-        attention(hidden, position_embeddings=(angles, angles), attention_mask=None, past_key_values=cache)
+        hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
+        made = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
+        attention(hidden, position_embeddings=made, attention_mask=None, past_key_values=cache)
 
     one_token, past = DynamicCache(config=config), DynamicCache(config=config)
     run(1, one_token)
@@ -164,6 +179,13 @@ def multiplications(call: Callable[[], Any]) -> int:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         call()
     return int(counter.get_total_flops()) // FLOPS
+
+
+def _active_experts(config: Any) -> Fraction:
+    """The part of the experts that a token selects."""
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
+    experts = next((count for count in counts if count), None)
+    return Fraction(1) if experts is None else Fraction(config.num_experts_per_tok, experts)
 
 
 def _parameters(model: Any, active: Fraction) -> dict[str, int]:

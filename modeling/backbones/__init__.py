@@ -1,10 +1,13 @@
 """The backbones, one file each: which stock classes it combines, and what is peculiar to it."""
 
 # ruff: noqa: F403
-from . import albert, bert, deit, llama, qwen2, qwen3, qwen3_moe, t5, transnext, vit
+from . import albert, bert, deepseek_v2, deepseek_v3, deit, gta, llama, qwen2, qwen3, qwen3_moe, t5, transnext, vit
 from .albert import *
 from .bert import *
+from .deepseek_v2 import *
+from .deepseek_v3 import *
 from .deit import *
+from .gta import *
 from .llama import *
 from .qwen2 import *
 from .qwen3 import *
@@ -16,7 +19,10 @@ from .vit import *
 __all__: list[str] = []
 __all__ += albert.__all__
 __all__ += bert.__all__
+__all__ += deepseek_v2.__all__
+__all__ += deepseek_v3.__all__
 __all__ += deit.__all__
+__all__ += gta.__all__
 __all__ += llama.__all__
 __all__ += qwen2.__all__
 __all__ += qwen3.__all__

@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from crosshead import CrossheadLlamaConfig, CrossheadT5Config, CrossheadT5Model
+from crosshead import (
+    CrossheadDeepseekV3Config,
+    CrossheadDeepseekV3Model,
+    CrossheadGtaConfig,
+    CrossheadGtaModel,
+    CrossheadLlamaConfig,
+    CrossheadLlamaModel,
+    CrossheadT5Config,
+    CrossheadT5Model,
+)
 from crosshead.evals.cost.model import model_cost, multiplications
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
 from crosshead.modeling.mechanisms.talking import Talking, TalkingRules, talking_eager_attention_forward
@@ -173,6 +182,16 @@ def test_knocking_heads_section_3_4(mixers):
     assert f"{added / (stock - feed_forward):.2%}" == "1.17%"
 
 
+ONE_LAYER = {"hidden_size": 1536, "num_hidden_layers": 1, "vocab_size": 8, "pad_token_id": None}
+
+
+def held_in_a_cache(model_class, config):
+    """The numbers of one token in the cache of a model that has run."""
+    with torch.no_grad():
+        cache = model_class(config)(torch.tensor([[3, 5, 7]]), use_cache=True).past_key_values
+    return sum(x.numel() for layer in cache.layers for x in (layer.keys, layer.values)) / 3
+
+
 @pytest.mark.parametrize(
     ("key_value_heads", "query_heads", "cache"), [(1, 32, 256), (8, 16, 2048), (4, 32, 1024), (16, 16, 4096)]
 )
@@ -180,8 +199,25 @@ def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
     """MQA, GQA, GQA, MHA: numbers in one layer for one token, with KHA-MLP and without."""
     heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
     for mixers in ({}, {"knocking": {}}):
-        config = CrossheadLlamaConfig(**heads, hidden_size=1536, num_hidden_layers=1, mixers=mixers)
+        config = CrossheadLlamaConfig(**heads, **ONE_LAYER, mixers=mixers)
         assert model_cost(config, 1).kv_bytes_per_token == 4 * cache
+        assert held_in_a_cache(CrossheadLlamaModel, config) == cache
+
+
+@pytest.mark.parametrize("form", (None, "linear", "mlp"))
+@pytest.mark.parametrize("variant", ("MLA", "GTA"))
+def test_knocking_heads_table_3_cache_of_latent_and_tied_states(variant, form):
+    """512 + 64 numbers in both: MLA's latent vector and rotary part, GTA's 4 tied states of 128 and half-head."""
+    mixers = {} if form is None else {"knocking": {"form": form}}
+    if variant == "MLA":
+        sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+        sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 64}
+        config, model = CrossheadDeepseekV3Config(**ONE_LAYER, **sizes, mixers=mixers), CrossheadDeepseekV3Model
+    else:
+        heads = {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
+        config, model = CrossheadGtaConfig(**ONE_LAYER, **heads, mixers=mixers), CrossheadGtaModel
+    assert model_cost(config, 8).kv_bytes_per_token == 4 * (512 + 64)
+    assert held_in_a_cache(model, config) == 512 + 64
 
 
 @pytest.mark.parametrize(

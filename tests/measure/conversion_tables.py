@@ -1,9 +1,10 @@
 """The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from crosshead.conversion.architectures.encoder_limits import LIMITS
+from crosshead.conversion.architectures.encoder_limits import LATENT_LIMITS, LIMITS, Limit
+from crosshead.modeling import BACKBONES
 from crosshead.modeling.backbones.transnext import TRANSNEXT_LIMITS
 
 Content = Mapping[str, Any]
@@ -96,12 +97,6 @@ def images_table(report: Content) -> str:
     )
 
 
-def limits_table() -> str:
-    """The conversions that encoders do not support."""
-    lines = ["| conversion | reason |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in LIMITS)]) + "\n"
-
-
 def transnext_table() -> str:
     """The options that TransNeXt does not support."""
     lines = ["| option | layers | reason |", "| --- | --- | --- |"]
@@ -109,3 +104,27 @@ def transnext_table() -> str:
         layers = "all" if limit.everywhere else "with windows"
         lines.append(f"| `{limit.option}` | {layers} | {limit.reason} |")
     return "\n".join(lines) + "\n"
+
+
+def limits_table(limits: Iterable[Limit] = LIMITS) -> str:
+    """The conversions that encoders do not support, or other ones."""
+    lines = ["| conversion | reason |", "| --- | --- |"]
+    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in limits)]) + "\n"
+
+
+def latent_limits_table() -> str:
+    """The conversions that decoders with MLA do not support."""
+    return limits_table(LATENT_LIMITS)
+
+
+def refused_table() -> str:
+    """What backbones refuse when a config is made."""
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for config in BACKBONES:
+        for each in getattr(config, "refused", ()):
+            value = str(each.value).lower() if isinstance(each.value, bool) else each.value
+            option = f"`{each.mechanism}`" + (f" with `{each.option}: {value}`" if each.option else "")
+            reasons.setdefault((option, each.reason), []).append(config.class_prefix.removeprefix("Crosshead"))
+    lines = ["| backbone | option | reason |", "| --- | --- | --- |"]
+    rows = (f"| {', '.join(names)} | {option} | {reason} |" for (option, reason), names in reasons.items())
+    return "\n".join([*lines, *rows]) + "\n"

@@ -19,7 +19,9 @@ from conversion_tables import (
     folded_table,
     heads_table,
     images_table,
+    latent_limits_table,
     limits_table,
+    refused_table,
     streaming_table,
     transnext_table,
 )
@@ -258,6 +260,8 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "diffusion": written_by(RESULTS / "diffusion.json", "make measure-diffusion", diffusion_table),
     "dit_parameters": parameter_table,
     "objectives": written_by(RESULTS / "objectives.json", "make measure-objectives", objectives_table),
+    "latent_limits": latent_limits_table,
+    "refused": refused_table,
     "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,

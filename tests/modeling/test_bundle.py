@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,18 @@ from safetensors.torch import load_file, save_file
 import crosshead
 from crosshead.modeling import bundle
 from crosshead.modeling.bundle import BundleError, code_files
-from toys import BACKBONES, CASES, ENCODERS, MECHANISM_CASES, mixed_config, mixed_model, mixers_of, tokens
+from toys import (
+    BACKBONES,
+    CASES,
+    ENCODERS,
+    MECHANISM_CASES,
+    SHARED_ROTARY,
+    SHARED_ROTARY_CASES,
+    mixed_config,
+    mixed_model,
+    mixers_of,
+    tokens,
+)
 
 ROOT = Path(__file__).parents[2]
 NAMES = ["configuration_crosshead.py", "modeling_crosshead.py"]
@@ -28,8 +40,9 @@ FIVE: dict[str, Any] = {
 SIX: dict[str, Any] = {**FIVE, "gating": {}}
 LINES = {"talking": 1500}
 """Greatest number of lines in both files with one mechanism; of the others, 1,300."""
-FURTHER_LINES = {"Qwen3Moe": 85, "Bert": 60, "Albert": 120}
-"""Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss; encoders: four task heads and losses."""
+FURTHER_LINES = {"Qwen3Moe": 85, "Bert": 60, "Albert": 120, **dict.fromkeys(SHARED_ROTARY, 165)}
+"""Qwen3-MoE: its router with a bias for each expert, and its auxiliary loss; encoders: four task heads and losses;
+MLA and GTA: their attention."""
 FIVE_LINES = 2300
 """Greatest number of lines in both files with the five mechanisms."""
 LEFT_OUT = ("package_only", "access_tokens", "write_code", "triton")
@@ -39,8 +52,13 @@ def lines(files: dict[str, str]) -> int:
     return sum(text.count("\n") for text in files.values())
 
 
-@pytest.mark.parametrize("case", MECHANISM_CASES)
-@pytest.mark.parametrize("backbone", (*BACKBONES, *ENCODERS))
+@pytest.mark.parametrize(
+    ("backbone", "case"),
+    [
+        *product((*BACKBONES, *ENCODERS), MECHANISM_CASES),
+        *product(SHARED_ROTARY, [case for case in SHARED_ROTARY_CASES if case in MECHANISM_CASES]),
+    ],
+)
 def test_one_mechanism(case: str, backbone: str) -> None:
     files = code_files(mixed_config(backbone, mixers_of(case, backbone)))
     assert list(files) == NAMES
@@ -48,7 +66,8 @@ def test_one_mechanism(case: str, backbone: str) -> None:
     defined = {node.name for text in files.values() for node in ast.parse(text).body if isinstance(node, ast.ClassDef)}
     for name, mechanism in crosshead.MECHANISMS.items():
         assert ({mechanism.__name__, mechanism.rules.__name__} <= defined) == (name == case)
-    assert [other for other in (*BACKBONES, *ENCODERS) if f"Crosshead{other}Model" in defined] == [backbone]
+    every = (*BACKBONES, *SHARED_ROTARY, *ENCODERS)
+    assert [other for other in every if f"Crosshead{other}Model" in defined] == [backbone]
     for text in files.values():
         assert f"crosshead {crosshead.__version__}" in text[:200] and case in text[:200]
         assert not [word for word in LEFT_OUT if word in text]
@@ -60,8 +79,10 @@ def test_five_mechanisms(backbone: str) -> None:
 
 
 def test_formatted_as_the_project(tmp_path: Path) -> None:
-    for backbone in BACKBONES:
-        for case, mixers in {**CASES, "five": FIVE, "six": SIX, "none": {}}.items():
+    several = {**CASES, "five": FIVE, "six": SIX, "none": {}}
+    for backbone in (*BACKBONES, *SHARED_ROTARY):
+        cases = several if backbone in BACKBONES else {**SHARED_ROTARY_CASES, "none": {}}
+        for case, mixers in cases.items():
             folder = tmp_path / f"{backbone}-{case}"
             bundle.write_code(mixed_config(backbone, mixers), folder)
             for name in NAMES:

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import crosshead
 from case_grids import (
     for_each_case_and_backbone,
+    for_each_case_and_decoder,
     for_each_case_and_model,
-    for_each_mechanism_on_each_backbone,
+    for_each_mechanism_on_each_decoder,
     for_each_mechanism_on_each_model,
 )
 from crosshead.modeling.attention import CrossheadAttention
@@ -24,6 +25,8 @@ from toys import (
     CASES,
     ENCODERS,
     NEUTRAL,
+    SHARED_ROTARY,
+    SHARED_ROTARY_CASES,
     lopsided,
     mixed_config,
     mixed_model,
@@ -34,6 +37,7 @@ from toys import (
 )
 
 REMOTE_CODE_WORKER = Path(__file__).with_name("remote_code_worker.py")
+HALVES = (torch.bfloat16, torch.float16)
 BACKENDS = ("eager", "sdpa")
 """Those that every case runs on without an accelerator or a compiler."""
 NEUTRAL_STARTS = [
@@ -159,11 +163,11 @@ def test_every_new_parameter_gets_a_gradient(case: str, backbone: str) -> None:
                 assert parameter.grad.abs().max() > 0, name
 
 
-@for_each_case_and_backbone
+@for_each_case_and_decoder
 @torch.no_grad()
 def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
     for backend in BACKENDS:
-        model = mixed_model(backbone, CASES[case], backend=backend)
+        model = mixed_model(backbone, mixers_of(case, backbone), backend=backend)
         ids, changed = tokens(), tokens()
         changed[:, 5:] = tokens(seed=2)[:, 5:]
         difference = (model(ids).logits - model(changed).logits).abs().amax(dim=(0, 2))
@@ -171,11 +175,11 @@ def test_the_future_never_changes_the_past(case: str, backbone: str) -> None:
         assert difference[5:].min() > 1e-3
 
 
-@for_each_mechanism_on_each_backbone
+@for_each_mechanism_on_each_decoder
 @torch.no_grad()
 def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone: str) -> None:
     for backend in BACKENDS:
-        model = mixed_model(backbone, CASES[case], backend=backend)
+        model = mixed_model(backbone, mixers_of(case, backbone), backend=backend)
         long, short = tokens(1, 9), tokens(1, 6, seed=3)
         ids = torch.cat([long, torch.cat([torch.zeros(1, 3, dtype=torch.long), short], dim=1)])
         mask = (ids != 0).long()
@@ -196,23 +200,24 @@ def test_left_padded_cached_decoding_equals_the_full_forward(case: str, backbone
         assert (decoded[1:, 3:] - model(short).logits).abs().max() < 1e-4
 
 
-@for_each_case_and_backbone
+@for_each_case_and_decoder
 @torch.no_grad()
 def test_packed_sequences_equal_separate_ones(case: str, backbone: str) -> None:
     first, second = tokens(1, 5), tokens(1, 7, seed=4)
     positions = torch.cat([torch.arange(5), torch.arange(7)])[None]
     for backend in BACKENDS:
-        model = mixed_model(backbone, CASES[case], backend=backend)
+        model = mixed_model(backbone, mixers_of(case, backbone), backend=backend)
         packed = model(torch.cat([first, second], dim=1), position_ids=positions, use_cache=False).logits
         separate = torch.cat([model(first).logits, model(second).logits], dim=1)
         assert (packed - separate).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize(
-    ("case", "backbone", "dtype"), grid(CASES, BACKBONES, (torch.bfloat16, torch.float16), strength=1)
+    ("case", "backbone", "dtype"),
+    [*grid(CASES, BACKBONES, HALVES, strength=1), *grid(SHARED_ROTARY_CASES, SHARED_ROTARY, HALVES, strength=1)],
 )
 def test_half_precision(case: str, backbone: str, dtype: torch.dtype) -> None:
-    model = mixed_model(backbone, CASES[case])
+    model = mixed_model(backbone, mixers_of(case, backbone))
     expected = model(tokens()).logits
     half = model.to(dtype).train()
     out = half(tokens(), labels=tokens())

@@ -8,9 +8,9 @@ import torch
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer
 
-from case_grids import for_compositions, for_each_case_and_backbone, for_each_mechanism_on_each_backbone
+from case_grids import for_compositions, for_each_case_and_backbone, for_each_mechanism_on_each_decoder
 from tiers import first, grid
-from toys import BACKBONES, CASES, mixed_model, tokens
+from toys import BACKBONES, CASES, mixed_model, mixers_of, tokens
 
 WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 NEW = 6
@@ -31,9 +31,9 @@ def generate(model: Any, ids: torch.Tensor, **options: Any) -> torch.Tensor:
 
 
 @pytest.mark.oldest
-@for_each_mechanism_on_each_backbone
+@for_each_mechanism_on_each_decoder
 def test_every_cache_decodes_as_the_full_forward(case: str, backbone: str) -> None:
-    model = mixed_model(backbone, CASES[case])
+    model = mixed_model(backbone, mixers_of(case, backbone))
     ids = tokens()
     expected = greedy_without_cache(model, ids)
     assert torch.equal(generate(model, ids), expected)

@@ -10,9 +10,9 @@ from accelerate.state import AcceleratorState
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-from case_grids import for_compositions, for_each_case_and_backbone
+from case_grids import for_compositions, for_each_case_and_decoder
 from tiers import first, grid
-from toys import CASES, lopsided, mixed_model
+from toys import CASES, lopsided, mixed_model, mixers_of
 
 ROUTED: dict[str, dict[str, Any]] = {
     "two_stage": CASES["mixture"],
@@ -141,11 +141,11 @@ def assert_same(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=5e-6)
 
 
-@for_each_case_and_backbone
+@for_each_case_and_decoder
 def test_activation_checkpointing_changes_nothing(case: str, backbone: str) -> None:
     losses, found = [], []
     for checkpointing in (False, True):
-        model = model_of(weighing(CASES[case], BALANCE_WEIGHT), checkpointing, backbone)
+        model = model_of(weighing(mixers_of(case, backbone), BALANCE_WEIGHT), checkpointing, backbone)
         loss = model(**batch(), use_cache=False).loss
         loss.backward()
         losses.append(loss.detach())

@@ -1,0 +1,137 @@
+"""The part that backbones with multi-head latent attention (MLA) share.
+
+The keys and values of all heads are expanded from one latent vector of a token; a rotated part of the keys is the same
+for all heads. The cache holds the vector and that part, as the library's own does.
+
+Paper: "DeepSeek-V2", section 2.1.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from .attention import CrossheadAttention
+from .configuration import MixersConfig
+from .mechanisms.base import HeadLayout, Settings
+from .ops import HeadRMSNorm
+from .options import refuse
+
+NO_KEY_MAP = "a part of each key is shared by all heads, so that a head has no key of its own: use query or value"
+NO_HALF_VALUES = "keys and values are made together, and values keep their size: use False"
+NO_KEY_INPUT = "keys are expanded from the cache for every call: use terms of queries"
+
+
+class Refusal(NamedTuple):
+    """A mechanism, or one value of an option, that a backbone cannot have."""
+
+    mechanism: str
+    reason: str
+    option: str = ""
+    value: Any = None
+
+
+def check_refused(refused: Iterable[Refusal], mixers: Mapping[str, Settings]) -> None:
+    """`ValueError` where a mapping has what a backbone refuses."""
+    for each in refused:
+        options = mixers.get(each.mechanism)
+        given = options if options is None or not each.option else options[each.option]
+        if given is not None and (not each.option or each.value in (given if isinstance(given, list) else [given])):
+            raise refuse(".".join(filter(None, ("mixers", each.mechanism, each.option))), given, each.reason)
+
+
+class LatentConfig(MixersConfig):
+    """The configuration of a backbone with MLA."""
+
+    refused = (
+        Refusal("explicit", "keys and values are expanded from one latent vector: there are no KV heads to combine"),
+        Refusal("knocking", NO_KEY_MAP, "on", "key"),
+        Refusal("talking", NO_KEY_INPUT, "dynamic", "key_logits"),
+        Refusal("talking", NO_KEY_INPUT, "dynamic", "key_weights"),
+        Refusal("differential", NO_HALF_VALUES, "half_values", True),
+        Refusal("differential", "each query head has a key and value head of its own: use 1", "version", 2),
+    )
+    num_attention_heads: int
+    num_key_value_heads: int | None
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    def check_mixers(self) -> None:
+        """A key and a value head for each query head."""
+        super().check_mixers()
+        check_refused(self.refused, self.mixers or {})
+        if self.num_key_value_heads != self.num_attention_heads:
+            reason = f"keys and values are expanded for each head: use num_attention_heads={self.num_attention_heads}"
+            raise refuse("num_key_value_heads", self.num_key_value_heads, reason)
+
+    def layout_of_layer(self, layer: int) -> HeadLayout:
+        """The shape of one layer; `head_dim` is that of the rotated part in the stock configuration."""
+        return replace(
+            super().layout_of_layer(layer),
+            key_value_heads=self.num_attention_heads,
+            head_dim=self.qk_nope_head_dim + self.qk_rope_head_dim,
+            value_dim=self.v_head_dim,
+        )
+
+
+class LatentAttention(CrossheadAttention):
+    """MLA; combined with the stock class, which has the projections and `expand_kv`."""
+
+    kv_lora_rank: int
+    q_lora_rank: int | None
+    qk_rope_head_dim: int
+    apply_rotary: Any
+    expand_kv: Any
+    kv_a_proj_with_mqa: Any
+    q_a_proj: Any
+    q_b_proj: Any
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.key_features = config.num_attention_heads * self.head_dim
+        # As the stock norms, but float64 stays.
+        self.kv_a_layernorm = HeadRMSNorm(self.kv_lora_rank, self.kv_a_layernorm.variance_epsilon)  # type: ignore[has-type]
+        if self.q_lora_rank is not None:
+            self.q_a_layernorm = HeadRMSNorm(self.q_lora_rank, self.q_a_layernorm.variance_epsilon)  # type: ignore[has-type]
+            self.q_proj = self.compressed_query  # the stock class has None
+
+    def compressed_query(self, x: Tensor) -> Tensor:
+        """Queries by way of a low rank."""
+        query: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        return query
+
+    def k_proj(self, x: Tensor) -> Tensor:
+        """The keys among expanded keys and values."""
+        return x[..., : self.key_features]
+
+    def v_proj(self, x: Tensor) -> Tensor:
+        """The values."""
+        return x[..., self.key_features :]
+
+    def rotate(self, query: Tensor, key: Tensor, *position_embeddings: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Rotate the last features of queries; the keys' are rotated in the cache."""
+        plain, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        rotary, _ = self.apply_rotary(rotary, rotary[:, :1], *position_embeddings)
+        return torch.cat((plain, rotary), dim=-1), key
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: Tensor,
+        position_embeddings: Any,
+        attention_mask: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them."""
+        positions = (position_embeddings,) if isinstance(position_embeddings, Tensor) else position_embeddings
+        sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
+        latent, rotary = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)  # (B, 1, T, size)
+        latent, (_, rotary) = self.kv_a_layernorm(latent), self.apply_rotary(rotary, rotary, *positions)
+        if past_key_values is not None:
+            latent, rotary = past_key_values.update(latent, rotary, self.layer_idx)
+        expanded = torch.cat([heads.transpose(1, 2).flatten(2) for heads in self.expand_kv(latent, rotary)], dim=-1)
+        return super().forward(hidden_states, positions, attention_mask, key_value_states=expanded, **kwargs)

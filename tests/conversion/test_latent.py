@@ -1,0 +1,139 @@
+"""Conversions of DeepSeek-V2 and DeepSeek-V3, folds into `kv_b_proj`, and what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import crosshead
+import toys
+from crosshead.common.errors import ConversionError
+from crosshead.conversion.architectures.families import read_config, tensor_shapes
+from crosshead.conversion.architectures.mixer_tensors import cache_bytes
+from tiers import grid
+from toy_checkpoints import write_model, write_stock
+
+RANKS = {"full rank": None, "low rank": 10}
+NEUTRAL = {
+    "knocking": {"on": "query+value"},
+    "mixture": {"active_heads": 4, "gate": "binary", "router": "query_norm", "method": "paper"},
+    "talking": {},
+    "gating": {},
+}
+LINEAR = {"knocking": {"form": "linear", "on": ["query", "value"]}}
+
+
+def logits(model):
+    with torch.no_grad():
+        return model.eval()(toys.tokens()).logits
+
+
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("backbone", "name"), grid(toys.LATENT, NEUTRAL, strength=1))
+def test_neutral_conversions_and_back(backbone, name, tmp_path):
+    source = write_stock(tmp_path / "source", backbone)
+    report = crosshead.convert(source, tmp_path / "made", {name: NEUTRAL[name]})
+    found = report["verification"]
+    assert found["must_equal"] and found["greatest_logit_difference"] == 0
+    assert found["kv_bytes_per_token_before"] == found["kv_bytes_per_token_after"] == 2 * (12 + 4) * 4
+    assert torch.equal(logits(loaded(tmp_path / "made")), logits(loaded(source)))
+    crosshead.fold(tmp_path / "made", tmp_path / "back")
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert any(".mlp.experts.3.down_proj." in key for key in before)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize(("backbone", "rank"), grid(toys.LATENT, RANKS))
+def test_linear_maps_fold_into_the_stock_projections(backbone, rank, tmp_path):
+    model = toys.mixed_model(backbone, LINEAR, q_lora_rank=RANKS[rank])
+    expected = logits(model)
+    write_model(model, tmp_path / "model")
+    report = crosshead.fold(tmp_path / "model", tmp_path / "folded")
+    folded = loaded(tmp_path / "folded")
+    assert type(folded) is toys.STOCK[backbone][1]
+    assert (logits(folded) - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+    actions = {name: tensor["action"] for name, tensor in report["tensors"].items()}
+    query = "q_proj" if RANKS[rank] is None else "q_b_proj"
+    rewritten = {f"model.layers.{layer}.self_attn.{part}.weight" for layer in (0, 1) for part in (query, "kv_b_proj")}
+    assert {name for name, action in actions.items() if action == "rewritten"} == rewritten
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("model", "folded"))
+    name = "model.layers.0.self_attn.kv_b_proj.weight"
+    keys = [tensors[name].unflatten(0, (4, 8 + 6))[:, :8] for tensors in (before, after)]
+    assert torch.equal(*keys)  # only the rows of values change
+    assert json.loads((tmp_path / "folded" / "config.json").read_text())["model_type"] == folded.config.model_type
+
+
+@pytest.mark.parametrize("form", ("mlp", "gate"))
+def test_other_forms_do_not_fold(form, tmp_path):
+    write_model(toys.mixed_model("DeepseekV2", {"knocking": {"form": form}}), tmp_path / "model")
+    with pytest.raises(ConversionError, match="only form='linear' folds"):
+        crosshead.fold(tmp_path / "model", tmp_path / "folded")
+
+
+@pytest.mark.parametrize("backbone", toys.LATENT)
+def test_fewer_active_heads(backbone, tmp_path):
+    source = write_stock(tmp_path / "source", backbone)
+    report = crosshead.convert(source, tmp_path / "made", {"mixture": {"active_heads": "75%"}})
+    paper = crosshead.convert(source, tmp_path / "paper", {"mixture": {"active_heads": "75%", "method": "paper"}})
+    divergences = [each["verification"]["kl_divergence"] for each in (report, paper)]
+    assert 0 < divergences[0] < divergences[1]
+
+
+@pytest.mark.parametrize(
+    ("mixers", "options", "message"),
+    [
+        ({"explicit": {}}, {}, "expanded from one latent vector"),
+        ({}, {"cache": "50%"}, "expanded from one latent vector"),
+        ({"knocking": {"on": "key"}}, {}, "use query or value"),
+        ({"differential": {"half_values": True}}, {}, "use False"),
+        ({"differential": {"version": 2}}, {}, "use 1"),
+        ({"mixture": {"active_heads": 3, "shared": "calibrated"}}, {}, "omit the option"),
+    ],
+)
+def test_refused(mixers, options, message, tmp_path):
+    source = write_stock(tmp_path / "source", "DeepseekV3")
+    with pytest.raises(ConversionError, match=message) as caught:
+        crosshead.convert(source, tmp_path / "made", mixers, **options)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "made").exists()
+
+
+def test_no_gguf_file(tmp_path):
+    source = write_stock(tmp_path / "source", "DeepseekV2")
+    with pytest.raises(ConversionError, match=re.escape("'deepseek_v2'")):
+        crosshead.fold(source, tmp_path / "model.gguf")
+
+
+def test_quantised_checkpoints_are_refused():
+    content = {"model_type": "deepseek_v3", "quantization_config": {"quant_method": "fp8"}}
+    with pytest.raises(ConversionError, match="fp8"):
+        read_config(content, "stock", "DeepSeek-V3")
+
+
+def test_layers_that_predict_further_tokens_are_dropped(tmp_path):
+    source = write_stock(tmp_path / "source", "DeepseekV3")
+    file = source / "model.safetensors"
+    further = {"model.layers.2.eh_proj.weight": torch.ones(3), "model.layers.2.mlp.gate.weight": torch.ones(3)}
+    save_file(load_file(file) | further, file, metadata={"format": "pt"})
+    report = crosshead.convert(source, tmp_path / "made", {"gating": {}})
+    assert all("further tokens" in report["tensors"][name]["reason"] for name in further)
+
+
+@pytest.mark.parametrize(("backbone", "case"), grid(toys.LATENT, toys.SHARED_ROTARY_CASES, strength=1))
+def test_tables_are_what_is_saved_and_cached(backbone, case, tmp_path):
+    model = toys.mixed_model(backbone, toys.SHARED_ROTARY_CASES[case])
+    cache = model(toys.tokens(batch=1, length=5)).past_key_values
+    held = sum(tensor.numel() * 4 for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert cache_bytes(model.config, torch.float32) * 5 == held
+    model.save_pretrained(tmp_path)
+    saved = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    assert tensor_shapes(model.config) == saved
