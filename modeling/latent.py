@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 
 from .attention import CrossheadAttention
 from .configuration import MixersConfig
-from .mechanisms.base import HeadLayout, Settings
+from .mechanisms.base import HeadLayout
 from .ops import HeadRMSNorm
 from .options import refuse
 
@@ -34,13 +34,15 @@ class Refusal(NamedTuple):
     value: Any = None
 
 
-def check_refused(refused: Iterable[Refusal], mixers: Mapping[str, Settings]) -> None:
-    """`ValueError` where a mapping has what a backbone refuses."""
+def check_refused(refused: Iterable[Refusal], mixers: Any) -> None:
+    """`ValueError` where `mixers`, which may be incomplete, has what a backbone refuses."""
     for each in refused:
-        options = mixers.get(each.mechanism)
-        given = options if options is None or not each.option else options[each.option]
-        if given is not None and (not each.option or each.value in (given if isinstance(given, list) else [given])):
-            raise refuse(".".join(filter(None, ("mixers", each.mechanism, each.option))), given, each.reason)
+        if isinstance(mixers, Mapping) and each.mechanism in mixers:
+            options = mixers[each.mechanism]
+            given = options.get(each.option) if isinstance(options, Mapping) else None
+            if not each.option or each.value in (given if isinstance(given, list | tuple) else [given]):
+                name = ".".join(filter(None, ("mixers", each.mechanism, each.option)))
+                raise refuse(name, given if each.option else options, each.reason)
 
 
 class LatentConfig(MixersConfig):
@@ -62,8 +64,8 @@ class LatentConfig(MixersConfig):
 
     def check_mixers(self) -> None:
         """A key and a value head for each query head."""
+        check_refused(self.refused, self.mixers)
         super().check_mixers()
-        check_refused(self.refused, self.mixers or {})
         if self.num_key_value_heads != self.num_attention_heads:
             reason = f"keys and values are expanded for each head: use num_attention_heads={self.num_attention_heads}"
             raise refuse("num_key_value_heads", self.num_key_value_heads, reason)
@@ -116,7 +118,7 @@ class LatentAttention(CrossheadAttention):
         """Rotate the last features of queries; the keys' are rotated in the cache."""
         plain, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
         rotary, _ = self.apply_rotary(rotary, rotary[:, :1], *position_embeddings)
-        return torch.cat((plain, rotary), dim=-1), key
+        return torch.cat((plain, rotary), dim=-1), key.contiguous()
 
     def forward(  # type: ignore[override]
         self,

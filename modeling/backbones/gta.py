@@ -46,8 +46,8 @@ class CrossheadGtaConfig(MixersConfig, LlamaConfig):
         """Half of a head is rotated, in pairs of features."""
         if self.layout_of_layer(0).head_dim % 4:
             raise refuse("head_dim", self.head_dim, "half of it is rotated in pairs: use a multiple of 4")
+        check_refused(self.refused, self.mixers)
         super().check_mixers()
-        check_refused(self.refused, self.mixers or {})
 
 
 class CrossheadGtaAttention(CrossheadAttention, stock.LlamaAttention):  # type: ignore[misc]
