@@ -35,6 +35,31 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"knocking": {"form": "linear"}, "mixture": {"active_heads": 8, "router": "query_norm", "gate": "binary"}},
     ),
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,  # in these configs, that of RoPE
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 256,
+    "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
+}
+"""vLLM on the CPU has MLA for a latent vector of 512 and 64 rotated features, and rotates rightly with YaRN alone."""
+ON_QUERIES_AND_VALUES = {"knocking": {"form": "linear", "on": ["query", "value"]}}
+VLLM_CASES = CASES | {
+    "DeepSeek-V2": ("deepseek_v2", LATENT | {"q_lora_rank": None}, ON_QUERIES_AND_VALUES),
+    "DeepSeek-V3": ("deepseek_v3", LATENT | {"q_lora_rank": 48, "topk_method": "noaux_tc"}, ON_QUERIES_AND_VALUES),
+}
 PROMPTS = [[1, 17, 200, 5, 99], [1, 3], [1, *range(40, 75)], [1, 250, 250, 8, 12, 77, 31, 140]]
 
 TEXTS = [[1, 504, 3388, 11441, 281, 260, 6326], [1, 2427, 8167, 359], [1, *range(5000, 5040)]]
@@ -44,7 +69,7 @@ pytestmark = pytest.mark.slow
 
 def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
     """A model with random weights, its folded folder, and the report of the fold."""
-    backbone, heads, mixers = CASES[name]
+    backbone, heads, mixers = VLLM_CASES[name]
     torch.manual_seed(0)
     mixers = {name: ({"norm": False} if name == "explicit" else {}) | options for name, options in mixers.items()}
     config = BACKBONES_BY_NAME[backbone](**SHAPE | heads | {"vocab_size": VOCABULARY}, mixers=mixers)
@@ -97,7 +122,7 @@ def check_smollm2(found: dict[str, Any], folder: Path) -> None:
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", VLLM_CASES)
 def test_vllm(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
     check(model, run_engine("vllm", folded, PROMPTS, FLOAT32, VLLM), report)
