@@ -49,16 +49,20 @@ class FeatureMap:
     """(N, window): True where a pixel's window goes beyond the border; None where attention is global."""
 
 
-def axis_distances(length: int, cells: int) -> tuple[list[int], list[list[int]]]:
-    """Twice the distances of positions to the centres of pooled cells: the different ones, and the index of each.
+def axis_distances(length: int, cells: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Twice the distances of positions to the centres of pooled cells: all that occur, and the index of each pair.
 
     Adaptive pooling gives cell `i` the positions from `floor(i length / cells)` to `ceil((i + 1) length / cells) - 1`.
     """
-    centres = [cell * length // cells - (-(cell + 1) * length // cells) - 1 for cell in range(cells)]
-    twice = [[2 * position - centre for centre in centres] for position in range(length)]
-    different = sorted({distance for row in twice for distance in row})
-    place = {distance: index for index, distance in enumerate(different)}
-    return different, [[place[distance] for distance in row] for row in twice]
+
+    def twice_centre(cell: Any) -> Any:
+        return cell * length // cells - (-(cell + 1) * length // cells) - 1
+
+    step = 2 if len({twice_centre(cell) % 2 for cell in range(cells)}) == 1 else 1
+    lowest, highest = -twice_centre(cells - 1), 2 * (length - 1) - twice_centre(0)
+    position, cell = torch.arange(length, device=device), torch.arange(cells, device=device)
+    index = (2 * position.unsqueeze(-1) - twice_centre(cell) - lowest) // step
+    return torch.arange(lowest, highest + 1, step, device=device), index
 
 
 def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: int, like: Tensor) -> FeatureMap:
@@ -66,12 +70,11 @@ def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: 
     height, width = size
     pooled = None if reduction == 1 else (max(height // reduction, 1), max(width // reduction, 1))
     cells = pooled or size
-    axes, indices = zip(*(axis_distances(*each) for each in zip(size, cells, strict=True)), strict=True)
     wide, device = widened(like.dtype), like.device
-    grid = torch.meshgrid(*(torch.tensor(axis, dtype=wide, device=device) for axis in axes), indexing="ij")
+    (vertical, rows), (horizontal, columns) = (axis_distances(*each, device) for each in zip(size, cells, strict=True))
+    grid = torch.meshgrid(vertical.to(wide), horizontal.to(wide), indexing="ij")
     distances = torch.stack(grid, dim=-1) * (8 / 2 / max(pretrained - 1, 1))
     logarithmic = torch.sign(distances) * torch.log2(distances.abs() + 1) / math.log2(8)
-    rows, columns = (torch.tensor(index, device=device) for index in indices)
     scale: Tensor | float = math.log(height * width)
     outside = None
     if pooled is not None:

@@ -170,10 +170,9 @@ def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
 @pytest.mark.compile
 @torch.no_grad()
 def test_compiled_without_a_break() -> None:
-    for case in ("plain", "mixture"):
-        model = model_of(CASES[case], backend="sdpa")
-        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-        assert (compiled(IMAGES).logits - model(IMAGES).logits).abs().max() < 1e-5
+    model = model_of(ROUTED, backend="sdpa")
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert (compiled(IMAGES).logits - model(IMAGES).logits).abs().max() < 1e-5
 
 
 @torch.no_grad()
