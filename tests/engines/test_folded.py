@@ -55,10 +55,12 @@ LATENT: dict[str, Any] = {
     "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1},
 }
 """vLLM on the CPU has MLA for a latent vector of 512 and 64 rotated features, and rotates rightly with YaRN alone."""
+V3 = {"q_lora_rank": 48, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""The last two as in published checkpoints: vLLM reads them, and transformers' own config has no such fields."""
 ON_QUERIES_AND_VALUES = {"knocking": {"form": "linear", "on": ["query", "value"]}}
 VLLM_CASES = CASES | {
     "DeepSeek-V2": ("deepseek_v2", LATENT | {"q_lora_rank": None}, ON_QUERIES_AND_VALUES),
-    "DeepSeek-V3": ("deepseek_v3", LATENT | {"q_lora_rank": 48, "topk_method": "noaux_tc"}, ON_QUERIES_AND_VALUES),
+    "DeepSeek-V3": ("deepseek_v3", LATENT | V3, ON_QUERIES_AND_VALUES),
 }
 PROMPTS = [[1, 17, 200, 5, 99], [1, 3], [1, *range(40, 75)], [1, 250, 250, 8, 12, 77, 31, 140]]
 
