@@ -67,7 +67,7 @@ def test_starting_values_leave_the_callers_generator_alone():
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-@pytest.mark.parametrize("name", toys.crosshead.MECHANISMS)
+@pytest.mark.parametrize("name", toys.OF_DECODERS)
 def test_neutral_is_what_the_contract_suite_proves(name):
     for options in toys.NEUTRAL[name]:
         assert starts_neutral(toys.mixed_config("Llama", options), allow_inexact=False)

@@ -67,7 +67,7 @@ def test_trained_mixers_fold(backbone, mixers):
     assert (stock(tokens).logits - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", toys.crosshead.MECHANISMS)
+@pytest.mark.parametrize("name", toys.OF_DECODERS)
 @pytest.mark.parametrize("backbone", ["Llama", "Qwen3"])
 def test_what_is_as_it_started_goes(backbone, name):
     for mixers in toys.NEUTRAL[name]:

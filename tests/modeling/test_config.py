@@ -16,7 +16,8 @@ from crosshead import CrossheadLlamaForCausalLM
 from toys import BACKBONES, CASES, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
 MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "TransNext")}
-MODEL_TYPES["Qwen3Moe"] = "crosshead_qwen3_moe"
+MODEL_TYPES |= {"Qwen3Moe": "crosshead_qwen3_moe"}
+MODEL_TYPES |= {f"Deepseek{version}": f"crosshead_deepseek_{version.lower()}" for version in ("V2", "V3")}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},
     "explicit": {"on": ["key", "value"], "groups": 1, "norm": True},
