@@ -242,6 +242,11 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
             output.head_router_scores = tuple(scores)
         return output
 
+    def mechanisms(self) -> Mapping[str, Settings]:
+        """The mechanisms that the model has in any block, with their options."""
+        mixers: Mapping[str, Settings] = self.mixers
+        return mixers
+
     def _add_losses(self, output: CrossheadDiTOutput, scores: list[Tensor]) -> None:
         recorded, total = {"head_router_scores": scores}, output.sample.new_zeros((), dtype=torch.float32)
         for name in self.mixers:

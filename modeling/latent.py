@@ -66,7 +66,7 @@ class LatentConfig(MixersConfig):
         """A key and a value head for each query head."""
         check_refused(self.refused, self.mixers)
         super().check_mixers()
-        if self.num_key_value_heads != self.num_attention_heads:
+        if self.mixers and self.num_key_value_heads != self.num_attention_heads:
             reason = f"keys and values are expanded for each head: use num_attention_heads={self.num_attention_heads}"
             raise refuse("num_key_value_heads", self.num_key_value_heads, reason)
 

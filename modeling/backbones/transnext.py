@@ -37,8 +37,6 @@ from .transnext_attention import (
 
 __all__ = ["CrossheadTransNextConfig", "CrossheadTransNextForImageClassification", "CrossheadTransNextModel"]
 STAGE_FIELDS = ("hidden_sizes", "num_attention_heads", "depths", "mlp_ratios", "sr_ratios")
-
-
 ONE_LIST = "it mixes or subtracts the weights of one list of keys, and here each pixel has a window of its own"
 
 

@@ -166,12 +166,14 @@ class Mixture(Mechanism):
     @classmethod
     def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
         """The balance loss."""
-        if not (scores := [each for each in outputs.get("head_router_scores") or () if each.shape[-1]]):
+        scores = [each for each in outputs.get("head_router_scores") or () if each.shape[-1]]
+        if not scores:
             return None
         layers = map(config.mixers_of_layer, range(len(config.layouts())))
         # From the config: wrappers such as peft's hold copies of the modules.
         routing = [layer["mixture"] for layer in layers if "mixture" in layer]
-        selected = [count for each in routing if (count := each["active_heads"] - each["shared_heads"])]
+        selected = [each["active_heads"] - each["shared_heads"] for each in routing]
+        selected = [count for count in selected if count]
         if len(selected) != len(scores):
             raise ValueError(
                 f"the model recorded head router scores of {len(scores)} layers, but its config routes in "

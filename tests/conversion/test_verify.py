@@ -180,7 +180,7 @@ def test_another_model_elsewhere_fails(tmp_path, monkeypatch):
         return wrong
 
     monkeypatch.setattr(bundle, "code_files", changed)
-    with pytest.raises(ConversionError, match="logits"):
+    with pytest.raises(ConversionError, match="outputs"):
         crosshead.convert(write_stock(tmp_path / "source"), tmp_path / "made", {"knocking": {}})
     assert not (tmp_path / "made").exists()
 

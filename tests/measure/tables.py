@@ -1,5 +1,4 @@
-"""Writes the generated tables of the documents (results into README.md, costs into pages, memory into the page of
-accelerate, speeds into their page) and the JSON schema of recipes.
+"""Writes the generated tables of the documents, and the JSON schema of recipes.
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/tables.py
 
@@ -53,11 +52,10 @@ PLANS = (
     ("papers/kha_dense_0.61b", AGAIN, "one_gpu"),
     ("papers/kha_dense_0.61b", "", "fsdp2_8_gpus"),
 )
-"""Runs whose memory is told: a recipe, what is changed in it, and accelerate's file."""
+"""Runs: a recipe, a change of it, and accelerate's file."""
 HELD = ("weights", "gradients", "moments")
 BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
-Rows = Iterator[tuple[str, str]]
-"""What was measured, and what came out."""
+Rows = Iterator[tuple[str, str]]  # what was measured, and the result
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import crosshead
 from case_grids import for_each_case_and_backbone, for_each_mechanism_on_each_backbone
 from tiers import first, grid
 from toys import CASES, IMAGE_SIZES, STOCK, mixed_config, mixed_model, tokens
+from transnext_toys import SIZES as TRANSNEXT_SIZES
 
 NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
 DISPATCHED = [case for case in CASES if "talking" not in case]
@@ -154,10 +155,13 @@ def test_continuous_batching(case: str) -> None:
     assert next(iter(results.values())).generated_tokens == expected
 
 
+OTHER_SIZES: dict[str, dict[str, Any]] = {"ViT": IMAGE_SIZES, "DeiT": IMAGE_SIZES, "TransNext": TRANSNEXT_SIZES}
+
+
 def test_families_are_registered() -> None:
     for config_class, models in crosshead.FAMILIES.items():
         backbone = config_class.__name__[9:-6]
-        sizes = mixed_config(backbone, {}).to_dict() if backbone in STOCK else IMAGE_SIZES
+        sizes = mixed_config(backbone, {}).to_dict() if backbone in STOCK else OTHER_SIZES[backbone]
         auto_classes = [getattr(transformers, name) for name in config_class.auto_classes]
         made = [type(auto_class.from_config(config_class(**sizes))) for auto_class in auto_classes]
         assert made == [*models]

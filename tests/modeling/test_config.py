@@ -13,11 +13,11 @@ from transformers import AutoConfig
 import crosshead
 from case_grids import for_each_case_and_backbone
 from crosshead import CrossheadLlamaForCausalLM
-from toys import BACKBONES, CASES, STOCK, mixed_config, mixed_model, stock_config, stock_model
+from toys import BACKBONES, CASES, LATENT, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
+QWEN3_MOE = "crosshead_qwen3_moe"
 MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "TransNext")}
-MODEL_TYPES |= {"Qwen3Moe": "crosshead_qwen3_moe"}
-MODEL_TYPES |= {f"Deepseek{version}": f"crosshead_deepseek_{version.lower()}" for version in ("V2", "V3")}
+MODEL_TYPES |= {name: f"crosshead_{name[:8].lower()}_{name[8:].lower()}" for name in LATENT} | {"Qwen3Moe": QWEN3_MOE}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},
     "explicit": {"on": ["key", "value"], "groups": 1, "norm": True},
@@ -56,7 +56,6 @@ VALUES: list[tuple[str, str, list[Any]]] = [
 ORDERS = [["talking", "mixture", "knocking"], ["explicit", "talking", "knocking", "mixture"]]
 ORDERS.append(ORDERS[0][::-1])
 COMBINATIONS: list[dict[str, Any]] = [
-    # in different layers, where one layer could not hold both
     {"talking": {"layers": [0]}, "differential": {"layers": [1]}},
     {"differential": {"layers": [1]}, "explicit": {"layers": [0]}},
     {"mixture": {"active_heads": 3, "layers": [1]}, "explicit": {"layers": [0]}},

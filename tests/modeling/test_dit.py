@@ -15,7 +15,7 @@ from diffusers import DiTTransformer2DModel
 from diffusers.training_utils import EMAModel
 
 import dit_oracle
-import oracles
+import oracle_routing
 from crosshead.modeling.dit import ACCEPTED, CrossheadDiTTransformer2DModel
 from dit_toys import LABELS, LATENTS, MIXTURE, SIZES, TIMES, our_dit, stock_dit
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
@@ -108,7 +108,7 @@ def test_balance_loss_follows_the_oracle() -> None:
     ]
     names, blocks = ("probabilities", "selected"), range(SIZES["num_layers"])
     layers = [tuple(torch.stack([found[i][name] for found in routing]) for name in names) for i in blocks]
-    truth = oracles.balance_loss(layers, torch.ones(2, 9))
+    truth = oracle_routing.balance_loss(layers, torch.ones(2, 9))
     assert (output.balance_loss - truth).abs() < OUTPUT_TOLERANCE
     assert torch.allclose(output.auxiliary_loss, 0.01 * output.balance_loss)
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+import oracle_routing
 import oracles
 from case_grids import for_each_case_and_backbone
 from crosshead.modeling.mechanisms.mixture import balance_loss
@@ -27,7 +28,7 @@ def test_balance_loss(case: str) -> None:
         routed.append((extras["probabilities"], extras["selected"]))
         selected.append(mixture.selected_heads)
     ours = balance_loss(scores, selected, layers[0].rows.long())
-    truth = oracles.balance_loss(routed, layers[0].rows)
+    truth = oracle_routing.balance_loss(routed, layers[0].rows)
     assert (ours - truth).abs() < OUTPUT_TOLERANCE
     for layer in layers:
         parameters = dict(layer.attention.named_parameters())

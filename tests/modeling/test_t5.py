@@ -13,78 +13,15 @@ from torch import Tensor
 from torch.nn import functional
 
 import crosshead
+import oracle_routing
 import oracles
-from oracle_arithmetic import LayerShape
-from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, additive, oracle_view
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, Place
 from tiers import grid
 from toys import ENCODER_CASES, NEUTRAL, T5_SIZES, lopsided, mixed_config, mixed_model, stock_model, tokens
 
-PARTS = ("encoder", "decoder", "cross")
-MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
-MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
-ANSWER = tokens(length=5, seed=3)
-INPUTS: dict[str, Any] = {"input_ids": tokens(), "attention_mask": MASK}
 each_case_on_a_part = pytest.mark.parametrize(("case", "part"), grid(ENCODER_CASES, PARTS, strength=1))
 each_case = pytest.mark.parametrize("case", ENCODER_CASES)
-PLACES: dict[str, dict[str, Any]] = {
-    "encoder": {"padding": True},
-    "decoder": {"causal": True},
-    "cross": {"others": 7, "padding": True},
-}
-"""What is peculiar to each part: a causal mask, keys of another sequence."""
-
-
-class Place:
-    """The first attention of a part in float64, and its inputs."""
-
-    def __init__(self, part: str, mixers: dict[str, Any], backend: str = "eager") -> None:
-        self.part = part
-        self.model = mixed_model("T5", {part: mixers}, backend=backend).double()
-        stack = self.model.encoder if part == "encoder" else self.model.decoder
-        block = stack.block[0].layer
-        self.attention = block[1].EncDecAttention if part == "cross" else block[0].SelfAttention
-        self.config, self.index = stack.config, 1 if part == "cross" else 0
-        generator = torch.Generator().manual_seed(5)
-        self.inputs = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
-        others = PLACES[part].get("others")
-        self.source = torch.randn(2, others, 32, generator=generator, dtype=torch.float64) if others else None
-        self.allowed = torch.ones(2, 5, others or 5, dtype=torch.bool)
-        if PLACES[part].get("causal"):
-            self.allowed = self.allowed.tril()
-        if PLACES[part].get("padding"):
-            self.allowed[1, :, 3:] = False
-        self.inputs.requires_grad_()
-
-    def ours(self) -> Tensor:
-        """The layer's outputs."""
-        eager = self.config._attn_implementation == "eager"
-        mask = additive(self.allowed) if eager else self.allowed[:, None]
-        output: Tensor = self.attention(self.inputs, mask, self.source)[0]
-        return output
-
-    def bias(self) -> Tensor | None:
-        """(H, T, S), read from the table of distances, entry by entry."""
-        if self.part == "cross":
-            return None
-        table = self.attention.relative_attention_bias.weight
-        bias = torch.empty(4, 5, 5, dtype=torch.float64)
-        for t in range(5):
-            for s in range(5):  # distances under 8 have a bucket each, those of later keys behind the first 16
-                bucket = t - s if s <= t else 16 + s - t
-                bias[:, t, s] = table[bucket if self.part == "encoder" else max(t - s, 0)]
-        return bias
-
-    def truth(self) -> Tensor:
-        """The oracle's outputs."""
-        mixers, _ = oracle_view(self.config, self.index)
-        names = {f"{name}.": f"{name}_proj." for name in "qkvo"}
-        weights = {
-            names.get(name[:2], name[:2]) + name[2:] if name[:2] in names else name: weight
-            for name, weight in self.attention.named_parameters()
-        }
-        shape = LayerShape(4, 4, 8, 0, 1e-6, has_qk_norm=False, is_scaled=False)
-        options = {"source": self.source, "bias": self.bias()}
-        return oracles.attention_layer(self.inputs, weights, shape, mixers, None, None, self.allowed, **options)[0]
 
 
 @each_case_on_a_part
@@ -279,7 +216,7 @@ def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
         (out.head_router_scores[2:], torch.ones_like(ANSWER).bool()),
     ):
         selected = [torch.zeros_like(each).scatter(-1, each.topk(1, -1).indices, 1.0) for each in scores]
-        expected.append(oracles.balance_loss(list(zip(scores, selected, strict=True)), valid))
+        expected.append(oracle_routing.balance_loss(list(zip(scores, selected, strict=True)), valid))
     assert torch.allclose(out.balance_loss, torch.stack(expected).mean())
     plain = functional.cross_entropy(out.logits.flatten(0, 1), ANSWER.flatten())
     assert torch.allclose(out.loss - plain, 0.01 * out.balance_loss, atol=1e-6)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
-import oracles
+import oracle_routing
 import transnext_oracle
 from crosshead import CrossheadTransNextConfig, CrossheadTransNextForImageClassification
 from crosshead.modeling.backbones.transnext_attention import feature_map
@@ -76,7 +76,7 @@ def test_models_follow_the_oracle(case: str) -> None:
                 for part in range(3)
             )
             valid = torch.ones(probabilities.shape[:2], dtype=torch.bool)
-            losses.append(oracles.balance_loss([(probabilities, selected)], valid))
+            losses.append(oracle_routing.balance_loss([(probabilities, selected)], valid))
         balance = torch.stack(losses).mean()
         assert (output.balance_loss - balance).abs() < OUTPUT_TOLERANCE
         loss = loss + 0.01 * balance

@@ -122,6 +122,7 @@ def test_saved_models_load_here_and_by_remote_code(case: str, warm_process: Any,
 
 LIMITED: dict[str, dict[str, Any]] = {
     "explicit": {"explicit": {"layers": GLOBAL}},
+    "bilinear": {"bilinear": {"layers": GLOBAL}},
     "talking": {"talking": {}},
     "differential": {"differential": {"layers": [3]}},
     "differential.half_values": {"differential": {"layers": GLOBAL, "half_values": True}},

@@ -134,10 +134,12 @@ def test_values_are_refused(case):
         {},
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 10000}},
         {"rope_parameters": {"rope_type": "dynamic", "factor": 2}, "attention_dropout": 1, "hidden_act": "gelu"},
-        {"pad_token_id": 256, "num_key_value_heads": 4, "head_dim": 2},
+        {"pad_token_id": 256, "num_key_value_heads": 4, "head_dim": 4},
     ],
 )
 def test_values_are_allowed(kind, values):
+    if "head_dim" in values and "deepseek" in kind:
+        pytest.skip("the sizes of heads have other names")
     found = model_config(config(model_type=kind, **values)).to_dict()
     assert {key: found[key] for key in values} == values
 
