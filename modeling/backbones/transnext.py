@@ -107,8 +107,8 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
         """The shape of one layer."""
         stage = self.stage_of_layer(layer)
         size, heads = self.hidden_sizes[stage], self.num_attention_heads[stage]
-        eps, dropout = self.layer_norm_eps, self.attention_probs_dropout_prob
-        return HeadLayout(size, heads, heads, size // heads, layer_index=layer, norm_eps=eps, dropout=dropout)
+        sizes: dict[str, Any] = {"norm_eps": self.layer_norm_eps, "dropout": self.attention_probs_dropout_prob}
+        return HeadLayout(size, heads, heads, size // heads, layer_index=layer, is_rotary=False, **sizes)
 
     def check_mixers(self) -> None:
         """Check the sizes of the stages, then `mixers` as every backbone does, then what this one does not allow."""

@@ -138,8 +138,8 @@ def test_values_are_refused(case):
     ],
 )
 def test_values_are_allowed(kind, values):
-    if "head_dim" in values and "deepseek" in kind:
-        pytest.skip("the sizes of heads have other names")
+    if kind.endswith("deepseek_v2") or ("head_dim" in values and "deepseek" in kind):
+        pytest.skip("it needs fields of its own, and its sizes have other names")
     found = model_config(config(model_type=kind, **values)).to_dict()
     assert {key: found[key] for key in values} == values
 
