@@ -60,7 +60,7 @@ class LatentConfig(MixersConfig):
     num_key_value_heads: int | None
     qk_nope_head_dim: int
     qk_rope_head_dim: int
-    v_head_dim: int
+    v_head_dim: Any
 
     def check_mixers(self) -> None:
         """A key and a value head for each query head."""
@@ -89,6 +89,8 @@ class LatentAttention(CrossheadAttention):
     apply_rotary: Any
     expand_kv: Any
     kv_a_proj_with_mqa: Any
+    kv_a_layernorm: Any
+    q_a_layernorm: Any
     q_a_proj: Any
     q_b_proj: Any
 
@@ -96,9 +98,9 @@ class LatentAttention(CrossheadAttention):
         super().__init__(config, layer_idx)
         self.key_features = config.num_attention_heads * self.head_dim
         # As the stock norms, but float64 stays.
-        self.kv_a_layernorm = HeadRMSNorm(self.kv_lora_rank, self.kv_a_layernorm.variance_epsilon)  # type: ignore[has-type]
+        self.kv_a_layernorm = HeadRMSNorm(self.kv_lora_rank, self.kv_a_layernorm.variance_epsilon)
         if self.q_lora_rank is not None:
-            self.q_a_layernorm = HeadRMSNorm(self.q_lora_rank, self.q_a_layernorm.variance_epsilon)  # type: ignore[has-type]
+            self.q_a_layernorm = HeadRMSNorm(self.q_lora_rank, self.q_a_layernorm.variance_epsilon)
             self.q_proj = self.compressed_query  # the stock class has None
 
     def compressed_query(self, x: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class LatentAttention(CrossheadAttention):
         """The values."""
         return x[..., self.key_features :]
 
-    def rotate(self, query: Tensor, key: Tensor, *position_embeddings: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def rotate(self, query: Tensor, key: Tensor, *position_embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the last features of queries; the keys' are rotated in the cache."""
         plain, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
         rotary, _ = self.apply_rotary(rotary, rotary[:, :1], *position_embeddings)
@@ -129,7 +131,8 @@ class LatentAttention(CrossheadAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them."""
-        positions = (position_embeddings,) if isinstance(position_embeddings, Tensor) else position_embeddings
+        is_one = isinstance(position_embeddings, Tensor)
+        positions: Any = (position_embeddings,) if is_one else position_embeddings
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)  # (B, 1, T, size)
         latent, (_, rotary) = self.kv_a_layernorm(latent), self.apply_rotary(rotary, rotary, *positions)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import transformers.models.llama.modeling_llama as stock
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import LlamaConfig
 
 from ..attention import CrossheadAttention
@@ -58,7 +58,7 @@ class CrossheadGtaAttention(CrossheadAttention, stock.LlamaAttention):  # type: 
         self.key_dim = self.head_dim // 2
         self._resize(self.k_proj, config.hidden_size, self.key_dim)
 
-    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def rotate(self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the second half of queries, and the half-head."""
         plain, rotary = query.chunk(2, dim=-1)
         rotary, key = stock.apply_rotary_pos_emb(rotary, key, cos, sin)
@@ -81,7 +81,7 @@ class CrossheadGtaPreTrainedModel(CrossheadPreTrained, stock.LlamaPreTrainedMode
 class CrossheadGtaModel(CrossheadBackbone, CrossheadGtaPreTrainedModel, stock.LlamaModel):
     """Its decoder."""
 
-    rotary_emb: nn.Module
+    rotary_emb: Any
 
     def post_init(self) -> None:
         """Positions for half a head."""

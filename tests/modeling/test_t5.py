@@ -120,8 +120,8 @@ def test_neutral_start_is_the_stock_model(mechanism: str, tmp_path: Path) -> Non
             ).eval()
             stock.set_attn_implementation(backend)
             difference = (ours(**calls).logits - stock(**calls).logits).abs().max()
-            # In blocks, talking sums in another order.
-            assert difference <= (1e-5 if (mechanism, backend) == ("talking", "sdpa") else 0)
+            # In blocks, talking sums in another order; a zero bias in the stock class may select another kernel.
+            assert difference <= (0 if backend == "eager" else 1e-5 if mechanism == "talking" else 1e-6)
 
 
 @pytest.mark.oldest
