@@ -282,8 +282,8 @@ def renewed(text: str) -> str:
 
 
 def documents() -> list[Path]:
-    """Those with a generated table."""
-    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion"))
+    """Those with a generated table; no recipe has `bilinear`, so that its page has none."""
+    pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion") if name != "bilinear")
     return [ROOT / "README.md", *pages, SPEED, CONVERSION, SERVING, AT_SCALE]
 
 
