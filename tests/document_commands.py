@@ -41,6 +41,7 @@ HUB = {
     "Qwen/Qwen3-0.6B": "qwen",
     "Qwen/Qwen3-30B-A3B": "experts",
     "google/vit-base-patch16-224": "vit",
+    "google-t5/t5-small": "t5",
     "google-bert/bert-base-uncased": "bert",
     "sentence-transformers/all-MiniLM-L6-v2": "bert",
 }
@@ -142,6 +143,7 @@ def prepare(folder: Path) -> None:
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it
+    toys.stock_model("T5", num_heads=8).save_pretrained(folder / "t5")
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
