@@ -53,7 +53,7 @@ class TransNextLimit:
 
 TRANSNEXT_LIMITS = (
     TransNextLimit("explicit", "keys are normalised to length one, and a combination of them is not"),
-    TransNextLimit("bilinear", "keys are normalised to length one, and the layer's input, which would be the key, is not"),
+    TransNextLimit("bilinear", "keys are normalised to length one, and the layer's input, its key, is not"),
     TransNextLimit("talking", ONE_LIST, everywhere=False),
     TransNextLimit("differential", ONE_LIST, everywhere=False),
     TransNextLimit("differential.half_values", "files hold queries, keys and values of one size as one matrix"),
