@@ -172,7 +172,8 @@ def subtracted(found: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
 def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
     """Of layers with biases in their projections, and with normed queries and keys."""
     call = Call(**CALLS[kind])
-    # As in stock layers, "eager" hides nothing by itself; a bias becomes a mask that does, but with talking heads.
+    # "eager" applies no causal mask of its own, as in stock layers. A position bias is made into one that is causal,
+    # except for talking heads, which add the bias before their first map.
     if implementation == "eager" and call.mask is None and (call.bias is None or "talking" in MIXERS[case]):
         call.mask = call.seen
     for backbone in ("Qwen2", "Qwen3"):
