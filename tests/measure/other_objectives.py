@@ -1,19 +1,21 @@
 """Encoders and T5 from scratch at toy size, with each mechanism and without, over several seeds.
 
-usage: PYTHONPATH=tests:tests/measure python -P tests/measure/other_objectives.py OUT.json [--steps 600] [--seeds 3]
+usage: PYTHONPATH=tests:tests/measure python -P tests/measure/other_objectives.py OUT.json [--steps 1000] [--seeds 3]
 
 Three objectives: BERT predicts masked tokens (15%, of which 80% are masked and 10% replaced), T5 predicts spans of 3
 tokens on average that were cut out (15%), both of the prose that this CPython carries, and ViT classifies the digits
 of scikit-learn. Models of one seed see the same examples in the same order. A tenth of the documents and a fifth of
 the images are held out; losses there are in nats per predicted token or image, with the same masks for all models.
+A stopped command goes on with the next model if it is started again with the same options.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 import torch
@@ -37,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 LENGTH, BATCH, RATE, WARMUP = 64, 32, 1e-3, 0.1
 MASKED, MEAN_SPAN = 0.15, 3
+VOCABULARY = 512
+"""Tokens: with 4,096, a BERT of this size learns hardly more than how often each token occurs."""
 SENTINELS = 8
 """Tokens that stand for the spans of a sequence, and one for their end."""
 HELD_OUT_EXAMPLES = 512
@@ -73,7 +77,7 @@ class Objective:
 def text_tokens() -> tuple[Tensor, Tensor, int]:
     """The tokens of documents to learn from and of held-out ones, and the size of the vocabulary."""
     texts = documents()
-    tokenizer = train_tokenizer(texts)
+    tokenizer = train_tokenizer(texts, VOCABULARY)
     parts = (texts[len(texts) // 10 :], texts[: len(texts) // 10])
     learnt, held_out = (torch.tensor([t for text in part for t in tokenizer(text)["input_ids"]]) for part in parts)
     return learnt, held_out, len(tokenizer)
@@ -195,27 +199,45 @@ def score(objective: Objective, model: nn.Module) -> dict[str, float]:
     return {"loss": total / count, "accuracy": right / count}
 
 
+def unfinished(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
+    """What an earlier run with the same settings has written, by objective."""
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: each for name, each in found.items() if settings.items() <= each.items()}
+
+
+def summary(scores: dict[str, dict[str, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The report of an objective from the scores of each case and seed."""
+    losses = {case: {int(seed): each["loss"] for seed, each in seeds.items()} for case, seeds in scores.items()}
+    found = report(losses, CASES, settings)
+    for case, seeds in scores.items():
+        found["losses"][case]["accuracy"] = mean(each["accuracy"] for each in seeds.values())
+    return found | {"scores": scores}
+
+
 def main() -> None:
     """Train, an objective after the other, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
-    settings = {"steps": asked.steps, "batch": BATCH, "length": LENGTH, "learning_rate": RATE}
-    found: dict[str, Any] = {}
+    settings = {
+        "steps": asked.steps,
+        "batch": BATCH,
+        "length": LENGTH,
+        "learning_rate": RATE,
+        "vocabulary": VOCABULARY,
+    }
+    found = unfinished(asked.out, settings)
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
     for name, objective in objectives().items():
-        losses: dict[str, dict[int, float]] = {}
-        right: dict[str, dict[int, float]] = {}
-        for seed in range(asked.seeds):
-            for case, mixers in CASES.items():
-                scores = trained(objective, mixers, seed, asked.steps)
-                losses.setdefault(case, {})[seed], right.setdefault(case, {})[seed] = scores.values()
-                print(f"{name}, seed {seed}, {case}: {scores}", flush=True)
-            found[name] = report(losses, CASES, settings)
-            for case, figures in found[name]["losses"].items():
-                figures["accuracy"] = sum(right[case].values()) / len(right[case])
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
+        scores: dict[str, dict[str, dict[str, float]]] = found.get(name, {}).get("scores", {})
+        for seed, case in product(map(str, range(asked.seeds)), CASES):
+            if seed in scores.setdefault(case, {}):
+                continue
+            scores[case][seed] = trained(objective, CASES[case], int(seed), asked.steps)
+            print(f"{name}, seed {seed}, {case}: {scores[case][seed]}", flush=True)
+            found[name] = summary(scores, settings)
             asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
         print("\n".join([name, *lines(found[name])]))
 

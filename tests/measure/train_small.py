@@ -77,14 +77,14 @@ def documents() -> list[str]:
     return [text for text in (*(topics[name] for name in sorted(topics)), *texts) if text]
 
 
-def train_tokenizer(texts: list[str]) -> Any:
+def train_tokenizer(texts: list[str], vocabulary: int = SIZES["vocab_size"]) -> Any:
     """Byte-level pairs, as in the models that this one stands for."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=SIZES["vocab_size"], special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
