@@ -64,7 +64,7 @@ def test_processors_that_would_replace_ours_are_refused() -> None:
     for block in model.transformer_blocks:
         block.attn1.fuse_projections()  # the stock processor does not use them either
     assert torch.equal(model(LATENTS, TIMES, LABELS).sample, expected)
-    with pytest.raises(ValueError, match="without a mask"):
+    with pytest.raises(ValueError, match="hidden_states"):
         attention(torch.ones(1, 9, 32), attention_mask=torch.ones(1, 9))
 
 
