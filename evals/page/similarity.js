@@ -17,7 +17,7 @@ function similarityTable() {
 
 function byLayer(side) {
   const lines = models.map((_, model) => ({
-    values: textOf(model).layers.map((layer) => layer.mean_similarity[side]), kind: `model-${model}`,
+    values: layersOf(model).map((layer) => layer.mean_similarity[side]), kind: `model-${model}`,
   }));
   const label = `similarity of ${SIDES[side]}, by layer`;
   if (lines.every((line) => line.values.every((value) => value === null))) return null;
@@ -39,7 +39,7 @@ section(["text", "layer", "theme"], () => {
     if (!layer) return box.append(absent(model));
     const { pattern_similarity: patterns, output_similarity: outputs } = layer.record;
     const signed = (rows) => rows.some((row) => row.some((value) => value < 0));
-    const figure = (rows, title) => matrixFigure(square(rows), `${title}, layer ${state.layer}`, "", { high: 1, signed: signed(rows) });
+    const figure = (rows, title) => matrixFigure(square(rows), `${title}, ${layerName()}`, "", { high: 1, signed: signed(rows) });
     return box.append(make("div", { class: "cards" }, figure(patterns, "patterns"), figure(outputs, "outputs")));
   });
 });
