@@ -39,8 +39,8 @@ async function fillImage(box, { image, tokens }) {
 
 function buildText(model, side, label) {
   const sequence = side === "columns" ? keysOf(model) : queriesOf(model);
-  const attributes = { role: "listbox", "aria-label": `${label} ${sequence.tokens.length} tokens` };
-  const box = make("div", { class: `text ${side} ${sequence.image ? "image" : ""}`, ...attributes });
+  const attributes = { role: "listbox", "aria-label": `${label} ${sequence.tokens.length} tokens`, "data-side": side };
+  const box = make("div", { class: sequence.image ? "text image" : "text", ...attributes });
   if (sequence.image) fillImage(box, sequence);
   else sequence.tokens.forEach((piece, token) => box.append(tokenOption(flowing(piece), token)));
   listbox(box, (option) => select(model, side, Number(option.dataset.token)));
@@ -64,7 +64,8 @@ function shade(box, levels, chosen) {
   const options = box.querySelectorAll("[role=option]");
   options.forEach((option, token) => {
     const { level, name } = levels[token];
-    const part = level / largest;
+    const root = level / largest;
+    const part = onImage ? root * Math.abs(root) : root; // levels are roots of weights
     const [red, green, blue] = rgb(onImage ? Math.sign(part) * 0.8 : part, name);
     option.style.background = level ? `rgb(${red} ${green} ${blue} / ${onImage ? Math.abs(part) * 0.85 : 1})` : "";
     option.style.color = level && !onImage ? inkOn(part, name) : "";
@@ -86,8 +87,8 @@ function shadeTexts(box, model, map, query, key) {
   const keyLevel = (token) => ({ level: levelAt(layer, map, query, token), name: "key" });
   const queryLevel = (token) => ({ level: levelAt(layer, map, token, key), name: "query" });
   const rows = queriesOf(model).tokens.map((_, token) => (layer.causal && token <= query ? keyLevel(token) : queryLevel(token)));
-  shade(box.querySelector(".text.rows"), rows, query);
-  if (!layer.causal) shade(box.querySelector(".text.columns"), keysOf(model).tokens.map((_, token) => keyLevel(token)), key);
+  shade(box.querySelector('[data-side="rows"]'), rows, query);
+  if (!layer.causal) shade(box.querySelector('[data-side="columns"]'), keysOf(model).tokens.map((_, token) => keyLevel(token)), key);
 }
 
 function weightList(model, kind, found, title) {

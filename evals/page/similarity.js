@@ -10,7 +10,7 @@ function similarityTable() {
       Object.keys(SIDES).map((side) => make("td", { class: "number" }, means[side] === null ? "–" : means[side].toFixed(4))),
     );
   };
-  const head = make("tr", {}, make("th", { scope: "col" }, "mean over pairs and layers"),
+  const head = make("tr", {}, make("th", { scope: "col" }, `mean over pairs${hasParts() ? ", layers and parts" : " and layers"}`),
     Object.values(SIDES).map((name) => make("th", { scope: "col", class: "number" }, name)));
   return make("div", { class: "scroll" }, make("table", { class: "plain" }, make("thead", {}, head), make("tbody", {}, models.map(row))));
 }

@@ -1,10 +1,7 @@
 """What is measured of a layer: seen as it happens, and equal to the definitions written as loops."""
 
-import base64
 import math
-import zlib
 
-import numpy as np
 import pytest
 import torch
 
@@ -22,26 +19,12 @@ from crosshead.evals.inspect.layer import (
 )
 from crosshead.evals.inspect.matrices import downsample, learnt_matrices, matrix_records
 from crosshead.evals.inspect.pack import pack_indices, pack_maps, pack_numbers, plain, rounded
+from packed import maps, numbers, unpack
 from tiers import grid
 
 LENGTH = 9
 POSITIONS = torch.arange(9.0).unsqueeze(1)
 CASES = {"stock": {}, **toys.CASES}
-
-
-def unpack(packed):
-    raw = zlib.decompress(base64.b64decode(packed["data"]))
-    return np.frombuffer(raw, {8: "<i1", 16: "<i2"}[packed["bits"]]).astype(float)
-
-
-def numbers(packed):
-    return torch.tensor(unpack(packed) * packed["scale"]).reshape(packed["shape"])
-
-
-def maps(packed):
-    """Attention maps as the page reads them."""
-    levels = torch.tensor(unpack(packed)).reshape(packed["shape"]) / 127
-    return levels.sign() * levels.square() * packed["scale"]
 
 
 def random_maps(heads=3, size=7, seed=0):
