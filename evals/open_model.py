@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 @dataclass(frozen=True)
 class Opened:
-    """A causal language model whose weights can be loaded."""
+    """A model whose weights can be loaded."""
 
     name: str
     config: Any
@@ -32,8 +32,8 @@ class Opened:
         return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
 
 
-def open_model(name: str, trust_remote_code: bool = False) -> Opened:
-    """Open a directory or a Hub id. Code that is not crosshead's runs only with `trust_remote_code`."""
+def open_config(name: str, trust_remote_code: bool = False) -> Opened:
+    """Open the configuration of a directory or a Hub id; there is no tokenizer yet."""
     path = Path(name).expanduser()
     if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or name.count("/") > 1):
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
@@ -41,15 +41,26 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
         raise EvalError(f"{name} is not a model directory: config.json is missing")
     found = str(path) if path.is_dir() else name
     config = _from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    return Opened(found, config, None, trust_remote_code)
+
+
+def open_model(name: str, trust_remote_code: bool = False) -> Opened:
+    """Open a directory or a Hub id. Code that is not crosshead's runs only with `trust_remote_code`."""
+    opened = open_config(name, trust_remote_code)
     # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-    classes = config.architectures or []
+    classes = opened.config.architectures or []
     if classes and not any(each in known or each.endswith(CAUSAL) for each in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
-    tokenizer = _from_pretrained(AutoTokenizer, found, "tokenizer", trust_remote_code)
+    return with_tokenizer(opened)
+
+
+def with_tokenizer(opened: Opened) -> Opened:
+    """The same with its tokenizer; `EvalError` if its files are missing."""
+    tokenizer = _from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
     if not tokenizer.encode("a word", add_special_tokens=False):
-        raise EvalError(f"{name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
-    return Opened(found, config, tokenizer, trust_remote_code)
+        raise EvalError(f"{opened.name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
+    return replace(opened, tokenizer=tokenizer)
 
 
 def check_backbone(opened: Opened) -> None:
@@ -72,11 +83,11 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the t
         )
 
 
-def load_model(opened: Opened, **options: Any) -> Any:
+def load_model(opened: Opened, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """The model in its own dtype, and on the accelerators if there are any, unless `options` differ."""
     defaults = {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
     loading = {**defaults, "use_safetensors": True, "output_loading_info": True, **options}
-    model, report = _from_pretrained(AutoModelForCausalLM, opened.name, "model", opened.trust_remote_code, **loading)
+    model, report = _from_pretrained(model_class, opened.name, "model", opened.trust_remote_code, **loading)
     missing = sorted(report["missing_keys"])
     if missing:
         raise EvalError(f"{opened.name} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]}")

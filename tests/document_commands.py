@@ -10,6 +10,7 @@ import toys
 from gguf_tokenizers import characters
 from image_toys import write_image_model, write_images
 from rules import ROOT, project_files
+from toy_checkpoints import write_model
 from toy_eval import write_scorable
 
 GENERATED = "model_cards"
@@ -55,6 +56,7 @@ PLACEHOLDERS = {
     "TEXT.txt": "text.txt",
     "PARAGRAPH.txt": "paragraph.txt",
     "IMAGES": "images",
+    "IMAGE.png": "images/0.png",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -143,7 +145,7 @@ def prepare(folder: Path) -> None:
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it
-    toys.stock_model("T5", num_heads=8).save_pretrained(folder / "t5")
+    write_model(toys.stock_model("T5", num_heads=8), folder / "t5")
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")

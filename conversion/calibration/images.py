@@ -1,15 +1,14 @@
 """Images for calibration and comparison: those of a folder, or random pixel values."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
 
-from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.errors import ConversionError
+from crosshead.common.images import open_processor, processed_image
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -45,32 +44,9 @@ def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.
     files = image_files(folder)
     count = min(count, len(files))
     selected = [files[index * len(files) // count] for index in range(count)]
-    return torch.cat(list(_processed(source, config, selected)))
-
-
-def _processed(source: Source, config: Any, files: list[Path]) -> Iterator[torch.Tensor]:
-    try:
-        from PIL import Image
-    except ImportError:
-        raise ConversionError("images are read with Pillow, which is not installed: pip install pillow") from None
-    expected, place = image_shape(config), source.files[0].parent
-    try:
-        processor = AutoImageProcessor.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # damaged files, and libraries that a processor needs
-        raise ConversionError(f"the image processor in {place.name} cannot be loaded: {one_line(error)}") from None
-    for file in files:
-        try:
-            with Image.open(file) as image:
-                pixels = processor(image.convert("L" if expected[0] == 1 else "RGB"), return_tensors="pt")
-        except Exception as error:  # Pillow and processors raise many types of errors
-            raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
-        found: torch.Tensor = pixels["pixel_values"].float()
-        if found.shape[1:] != expected:
-            raise ConversionError(
-                f"the image processor in {place.name} gives pixel values of shape {list(found.shape[1:])}, but the "
-                f"model reads {list(expected)}: use the model's own preprocessor_config.json"
-            )
-        yield found
+    shape, place = image_shape(config), source.files[0].parent
+    processor = open_processor(place, place.name)
+    return torch.cat([processed_image(file, processor, shape, place.name) for file in selected])
 
 
 @dataclass(frozen=True)

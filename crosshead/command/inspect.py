@@ -4,7 +4,7 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 
@@ -12,50 +12,75 @@ from crosshead_command.screen import progress
 
 MAXIMUM_NAME = 40
 """Characters of a text on the command line that are its name."""
+Content = TypeVar("Content", str, Path)
 LOOKS_LIKE_A_FILE = re.compile(r"\S*[/\\]\S*|\S+\.\w{1,5}")
 
 
 def inspect(
     model: Annotated[str, typer.Argument(help="Model directory or Hub id, stock or crosshead.")],
-    text: Annotated[list[str], typer.Option(help="Text file, or the text itself, of at most 512 tokens. Repeatable.")],
     out: Annotated[Path, typer.Option(help="HTML file to write; the data is written to the same name with .json.")],
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text file, or the text itself, of at most 512 tokens. Repeatable.")
+    ] = None,
+    target: Annotated[
+        list[str] | None, typer.Option(help="For T5: the decoder's text or text file, one for each --text.")
+    ] = None,
+    image: Annotated[
+        list[Path] | None, typer.Option(help="For ViT and DeiT, instead of --text: image file. Repeatable.")
+    ] = None,
     other: Annotated[
         str | None, typer.Argument(metavar="[MODEL2]", help="A second model, shown side by side.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
 ) -> None:
-    """Write an HTML page with the attention heads of a model on a text.
+    """Write an HTML page with the attention heads of a model on a text or an image.
 
     It shows attention maps, learnt matrices of the mechanisms, routing, norms and similarity of heads. For example:
 
     crosshead inspect Qwen/Qwen3-0.6B --text "The cat sat on the mat." --out report.html
     """
+    if not text and not image:
+        raise typer.BadParameter("give --text, or for a vision transformer --image")
     from transformers.utils.logging import disable_progress_bar
 
+    from crosshead.evals.inspect.inputs import Inputs
     from crosshead.evals.inspect.page import check_target, write_report
     from crosshead.evals.inspect.report import inspect_report
 
     disable_progress_bar()
     check_target(out, overwrite)
-    texts = _texts(text)
+    texts = _named("text", [_read(each) for each in text or []])
+    images = _named("image", [(each.name, _existing(each)) for each in image or []])
+    inputs = Inputs(texts, [_read(each)[1] for each in target or []], images)
     with progress() as show:
-        report = inspect_report([model] if other is None else [model, other], texts, show)
+        report = inspect_report([model] if other is None else [model, other], inputs, show)
     written = write_report(report, out)
     typer.echo(f"wrote {' and '.join(map(str, written))}")
 
 
-def _texts(given: Sequence[str]) -> dict[str, str]:
-    """The texts by name."""
+def _read(given: str) -> tuple[str, str]:
+    """The name of a text, and the text."""
     from crosshead.conversion.calibration.text import read_text
 
-    texts: dict[str, str] = {}
-    for each in given:
-        is_file = os.path.isfile(each)
-        if not is_file and LOOKS_LIKE_A_FILE.fullmatch(each):
-            raise ValueError(f"the text file {each} does not exist: give a file, or a text of several words")
-        name = Path(each).name if is_file else " ".join(each.split())
-        name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
-        if name in texts:
-            raise ValueError(f"two texts have the name {name}: rename one of them")
-        texts[name] = read_text(Path(each)) if is_file else each
-    return texts
+    is_file = os.path.isfile(given)
+    if not is_file and LOOKS_LIKE_A_FILE.fullmatch(given):
+        raise ValueError(f"the text file {given} does not exist: give a file, or a text of several words")
+    name = Path(given).name if is_file else " ".join(given.split())
+    name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
+    return name, read_text(Path(given)) if is_file else given
+
+
+def _existing(file: Path) -> Path:
+    if not file.is_file():
+        raise ValueError(f"the image file {file} does not exist")
+    return file
+
+
+def _named(kind: str, given: Sequence[tuple[str, Content]]) -> dict[str, Content]:
+    """By name; `ValueError` if two have the same."""
+    found: dict[str, Content] = {}
+    for name, content in given:
+        if name in found:
+            raise ValueError(f"two {kind}s have the name {name}: rename one of them")
+        found[name] = content
+    return found

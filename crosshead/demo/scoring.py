@@ -11,6 +11,7 @@ from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.engines import verify_in_engine
 from crosshead.evals.harness.evaluate import evaluate
+from crosshead.evals.inspect.inputs import Inputs
 from crosshead.evals.inspect.page import write_report
 from crosshead.evals.inspect.report import inspect_report
 from crosshead.evals.open_model import load_model, open_model
@@ -75,7 +76,7 @@ def decoded(name: str) -> dict[str, Any]:
 
 def page(models: Sequence[str], text: str, target: Path, show: Progress) -> None:
     """Write one page with the heads of two models side by side."""
-    write_report(inspect_report(models, {"text": text}, show), target)
+    write_report(inspect_report(models, Inputs({"text": text}), show), target)
 
 
 def read(path: Path) -> Any:

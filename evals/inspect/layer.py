@@ -1,7 +1,7 @@
 """One attention layer on one text: records its states, without changing what it computes, and reports them.
 
 A crosshead layer passes its states to its mechanisms, so two recording mechanisms are added: one before the others and
-one after them. In a stock layer, hooks record the output of `v_proj` and the input of `o_proj`.
+one after them. In a stock layer, hooks record the output of the value projection and the input of the output one.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, Mechanism
-from crosshead.modeling.ops import split_heads
 
+from .backbones import Backbone, key_value_heads
 from .pack import pack_indices, pack_maps, pack_numbers, plain, rounded
 
 TOP = 5
@@ -24,7 +24,7 @@ Routing = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LayerStates:
-    """The states of one layer for the first text of a batch."""
+    """The states of one layer for one text or image: T queries, S keys."""
 
     weights: torch.Tensor
     """(maps, T, S), as attention returns them."""
@@ -60,13 +60,14 @@ class Recorder(Mechanism):
 
 
 @contextmanager
-def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Iterator[None]:
-    """Pass the states of each call of an attention module to `receive`."""
+def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerStates], None]) -> Iterator[None]:
+    """Pass the states of each call of an attention module, with a batch of one, to `receive`."""
     before, after = Recorder(), Recorder()
+    config = attention.config
 
-    def finish(module: nn.Module, arguments: Any, result: tuple[torch.Tensor, torch.Tensor]) -> None:
+    def finish(module: nn.Module, arguments: Any, result: tuple[torch.Tensor, ...]) -> None:
         outputs = before.outputs[0], after.outputs[0]
-        receive(LayerStates(result[1][0], after.values[0], *outputs, after.routing, after.subtracted))
+        receive(LayerStates(result[-1][0], after.values[0], *outputs, after.routing, after.subtracted))
 
     def record_routing(module: nn.Module, arguments: Any, result: Routing) -> None:
         after.routing = result[0][0], result[1][0]
@@ -75,17 +76,22 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
         after.subtracted = result[0] if result.ndim else result
 
     def record_values(module: nn.Module, arguments: Any, values: torch.Tensor) -> None:
-        after.values = split_heads(values, attention.head_dim)
+        heads = values.flatten(1, -2).unflatten(-1, (key_value_heads(config), -1)).transpose(1, 2)
+        after.values = heads[..., -getattr(config, backbone.value_size) :] if backbone.value_size else heads
 
-    def record_outputs(module: nn.Module, arguments: tuple[torch.Tensor]) -> None:
-        before.outputs = after.outputs = arguments[0].unflatten(-1, (-1, attention.head_dim))
+    def record_outputs(joined: torch.Tensor) -> None:
+        before.outputs = after.outputs = joined.unflatten(-1, (config.num_attention_heads, -1))
 
-    hooks = [attention.register_forward_hook(finish)]
     mixers = getattr(attention, "mixers", None)
     if mixers is None:
-        hooks.append(attention.v_proj.register_forward_hook(record_values))
-        hooks.append(attention.o_proj.register_forward_pre_hook(record_outputs))
+        hooks = [getattr(attention, backbone.value).register_forward_hook(record_values)]
+        if backbone.output:
+            projection = getattr(attention, backbone.output)
+            hooks.append(projection.register_forward_pre_hook(lambda _, arguments: record_outputs(arguments[0])))
+        else:
+            hooks.append(attention.register_forward_hook(lambda _, arguments, result: record_outputs(result[0])))
     else:
+        hooks = []
         if "mixture" in mixers:
             hooks.append(mixers["mixture"].register_forward_hook(record_routing))
         order = attention.output_order
@@ -95,6 +101,7 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
             first = mixers["differential"].version - 1  # version 2 subtracts outputs
         attention.output_order = [*order[:first], "before", *order[first:], "after"]
         attention.mixers = nn.ModuleDict({"before": before, **mixers, "after": after})
+    hooks.append(attention.register_forward_hook(finish))
     try:
         yield
     finally:
@@ -104,20 +111,24 @@ def record_states(attention: Any, receive: Callable[[LayerStates], None]) -> Ite
             attention.mixers, attention.output_order = mixers, order
 
 
-def layer_record(states: LayerStates) -> dict[str, Any]:
-    """Attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON."""
+def layer_record(states: LayerStates, positions: torch.Tensor | None, causal: bool) -> dict[str, Any]:
+    """Attention maps, their largest weights and measures, norms, similarities and routing, ready for JSON.
+
+    `positions` are those of the tokens in self-attention: (T, 1) in a text, (T, 2) in an image.
+    """
     maps = output_weights(states.weights, states.subtracted).float()
     labels = [str(head) for head in range(len(maps))]
     patterns, outputs = pattern_similarity(maps), output_similarity(states.attention_outputs.float())
     if len(states.weights) != len(maps):  # several softmaxes make one head output
         maps = torch.cat([maps, states.weights.float()])
         labels += [f"softmax {index}" for index in range(len(states.weights))]
+    of_image = positions is not None and positions.shape[1] == 2  # most weights are small there
     values, head_outputs = value_norms(states), _norms(states.head_outputs).T
     norms = {"value_norm": values, "output_norm": head_outputs}
-    measures = map_measures(maps) | {name: norm.mean(-1) for name, norm in norms.items()}
+    measures = map_measures(maps, positions, causal) | {name: norm.mean(-1) for name, norm in norms.items()}
     return {
         "labels": labels,
-        "maps": pack_maps(maps),
+        "maps": pack_maps(maps, 0.0 if of_image else 1.0),
         "keys": _largest_weights(maps),
         "queries": _largest_weights(maps.transpose(1, 2)),
         "measures": {name: plain(measure) for name, measure in measures.items()},
@@ -141,19 +152,27 @@ def output_weights(weights: torch.Tensor, subtracted: torch.Tensor | None) -> to
     return weights[0::2] - factor.to(weights.dtype) * weights[1::2]
 
 
-def map_measures(maps: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Numbers that distinguish kinds of heads, one for each map of (maps, T, S)."""
-    later = maps[:, 1:]  # the first query sees one key only
+def map_measures(maps: torch.Tensor, positions: torch.Tensor | None, causal: bool) -> dict[str, torch.Tensor]:
+    """Numbers that distinguish kinds of heads, one for each map of (maps, T, S).
+
+    Only self-attention has `positions`, (T, 1) in a text and (T, 2) in an image, where special tokens have nan.
+    """
+    later = maps[:, 1:] if causal else maps  # the first query of a causal map sees one key only
     size = maps.abs()
     shares = size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
-    distances = torch.arange(maps.shape[1]).unsqueeze(1) - torch.arange(maps.shape[2])
-    return {
-        "first": later[:, :, 0].sum(-1) / max(1, later.shape[1]),
-        "previous": maps.diagonal(-1, 1, 2).sum(-1) / max(1, later.shape[1]),
-        "own": maps.diagonal(0, 1, 2).mean(-1),
-        "distance": (shares * distances).sum(-1).mean(-1),
-        "entropy": torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0)),
-    }
+    found = {"first": later[:, :, 0].sum(-1) / max(1, later.shape[1])}
+    if positions is not None:
+        if positions.shape[1] == 1:
+            steps = {"previous": -1} if causal else {"previous": -1, "next": 1}
+            pairs = max(1, len(positions) - 1)
+            found |= {name: maps.diagonal(step, 1, 2).sum(-1) / pairs for name, step in steps.items()}
+        found["own"] = maps.diagonal(0, 1, 2).mean(-1)
+        distances = torch.cdist(positions, positions)
+        placed = shares * ~distances.isnan()
+        total = placed.sum((1, 2)).clamp_min(torch.finfo(size.dtype).tiny)
+        found["distance"] = (placed * distances.nan_to_num()).sum((1, 2)) / total
+    found["entropy"] = torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0))
+    return found
 
 
 def pattern_similarity(maps: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """The learnt matrices of a model's mechanisms, as JSON."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import ceil
 from typing import Any
 
@@ -19,13 +19,14 @@ MAXIMUM_SIDE = 256
 """Rows or columns drawn; larger matrices are downsampled."""
 
 
-def matrix_records(layer: int, name: str, mechanism: Mechanism) -> Iterator[dict[str, Any]]:
-    """Each matrix of a mechanism in one layer; for a matrix near the identity, its difference from the identity."""
+def matrix_records(part: str, layers: Sequence[int], name: str, mechanism: Mechanism) -> Iterator[dict[str, Any]]:
+    """Each matrix of a mechanism, which layers may share; for one near the identity, its difference from it."""
     for matrix_name, matrix in learnt_matrices(mechanism).items():
         matrix = matrix.float()
         identity = near_identity(matrix)
         yield {
-            "layer": layer,
+            "part": part,
+            "layers": list(layers),
             "mechanism": name,
             "name": matrix_name,
             "shape": list(matrix.shape),

@@ -1,7 +1,7 @@
 """Tensors as JSON: rounded to 8 or 16 bits, deflated, in base64, which a browser can decode without a library.
 
-A number is the stored integer times `scale`. Of attention maps, the lower triangle is stored row by row, as the square
-root of each weight, because most weights are small.
+A number is the stored integer times `scale`. Attention maps are stored as the square root of each weight, because most
+weights are small.
 """
 
 import math
@@ -13,6 +13,7 @@ import torch
 
 MAP_LEVELS = 127
 NUMBER_LEVELS = 32767
+PICTURE_LEVELS = 255
 DIGITS = 5
 
 
@@ -27,13 +28,17 @@ def pack_indices(indices: torch.Tensor) -> dict[str, Any]:
     return _packed(indices.to(torch.int16), indices.shape, 1)
 
 
-def pack_maps(weights: torch.Tensor) -> dict[str, Any]:
-    """Attention weights (maps, T, T) with a zero upper triangle; `scale` is the weight of the highest level."""
-    scale = max(1.0, _maximum(weights))
-    rows, columns = torch.tril_indices(*weights.shape[1:])
-    lower = weights[:, rows, columns].double() / scale
-    levels = (lower.sign() * lower.abs().sqrt() * MAP_LEVELS).round()
+def pack_maps(weights: torch.Tensor, smallest_scale: float = 1.0) -> dict[str, Any]:
+    """Attention weights (maps, T, S); `scale`, at least the smallest, is the weight of the highest level."""
+    scale = max(smallest_scale, _maximum(weights)) or 1.0
+    shares = weights.double() / scale
+    levels = (shares.sign() * shares.abs().sqrt() * MAP_LEVELS).round()
     return _packed(levels.to(torch.int8), weights.shape, scale)
+
+
+def pack_picture(colours: torch.Tensor) -> dict[str, Any]:
+    """Colours (height, width, channels) from 0 to 1, as unsigned numbers of 8 bits."""
+    return _packed((colours * PICTURE_LEVELS).round().to(torch.uint8), colours.shape, 1 / PICTURE_LEVELS)
 
 
 def plain(values: torch.Tensor) -> list[Any]:

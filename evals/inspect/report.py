@@ -1,92 +1,97 @@
-"""Runs models on texts and reports the states of their layers as one JSON object, from which the page is made."""
+"""Runs models on texts or images and reports the states of their layers as one JSON object, which the page shows."""
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import count
-from typing import Any
+from math import prod
+from typing import Any, NamedTuple
 
 import torch
 
-from crosshead.common.errors import EvalError
 from crosshead.modeling.mechanisms.base import Mechanism
 
-from ..open_model import Opened, check_backbone, check_tokens, load_model, open_model
+from ..open_model import Opened, load_model, open_config, with_tokenizer
+from .backbones import IMAGE, Backbone, Part, backbone_of, head_size, key_value_heads, model_class
+from .inputs import MAXIMUM_TOKENS, Inputs, Sample, read_samples
 from .layer import TOP, LayerStates, layer_record, record_states
 from .matrices import description, matrix_records
 from .pack import rounded
 
-MAXIMUM_TOKENS = 512
-"""A page stores and draws the square of this."""
 Progress = Callable[[str, int, int], None]
 """Called with the stage, the layers done, and all layers."""
 
 
-def inspect_report(names: Sequence[str], texts: dict[str, str], progress: Progress) -> dict[str, Any]:
-    """The report of one or two models on texts, which are given by name."""
-    opened = [open_model(name) for name in names]
-    for each in opened:
-        check_backbone(each)
-    read = [[read_text(each, *text) for text in texts.items()] for each in opened]
-    models = [model_record(*each, progress) for each in zip(opened, read, strict=True)]
+class Place(NamedTuple):
+    """An attention module, its part of the model, and the layers that it is: several if they share their weights."""
+
+    part: Part
+    attention: Any
+    layers: list[int]
+
+
+def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> dict[str, Any]:
+    """The report of one or two models on texts or images."""
+    opened = [open_config(name) for name in names]
+    backbones = [backbone_of(each) for each in opened]
+    opened = [
+        each if IMAGE in backbone.reads else with_tokenizer(each)
+        for each, backbone in zip(opened, backbones, strict=True)
+    ]
+    read = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
+    models = [model_record(*each, progress) for each in zip(opened, backbones, read, strict=True)]
     return {"longest_text": MAXIMUM_TOKENS, "top": TOP, "models": models}
 
 
-def read_text(opened: Opened, name: str, text: str) -> tuple[torch.Tensor, dict[str, Any]]:
-    """The tokens of a text (1, T), and its part of the report; `EvalError` if there are no tokens, or too many."""
-    if not text.strip():
-        raise EvalError(f"the text {name!r} is empty")
-    encoded = opened.tokenizer(text, return_offsets_mapping=True, verbose=False)
-    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
-    context = getattr(opened.config, "max_position_embeddings", MAXIMUM_TOKENS)
-    limit = min(context, MAXIMUM_TOKENS)
-    if len(spans) > limit:
-        reason = f"{opened.label} takes" if context < MAXIMUM_TOKENS else "a page holds"
-        raise EvalError(
-            f"the text {name!r} has {len(spans):,} tokens, and {reason} at most {limit}: use its first "
-            f"{spans[limit - 1][1]:,} characters"
-        )
-    check_tokens(ids, opened.config.vocab_size, f"the tokenizer of {opened.label}")
-    pieces, starts = split_text(text, spans, opened.tokenizer.convert_ids_to_tokens(ids))
-    return torch.tensor([ids]), {"name": name, "tokens": pieces, "starts": starts}
-
-
-def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> tuple[list[str], list[int]]:
-    """The text of each token, with the space before it, and its position; a special token has its name as text.
-
-    If several tokens encode one character, the first has it and the others are empty.
-    """
-    pieces, starts, end = [], [], 0
-    for (start, stop), name in zip(spans, names, strict=True):
-        pieces.append(name if start == stop else text[end:stop])
-        starts.append(end)
-        end = max(end, stop)
-    return pieces, starts
-
-
-def model_record(
-    opened: Opened, texts: Sequence[tuple[torch.Tensor, dict[str, Any]]], progress: Progress
-) -> dict[str, Any]:
-    """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text."""
+def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], progress: Progress) -> dict[str, Any]:
+    """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text or image."""
     # Eager attention returns its weights.
-    model = load_model(opened, dtype=torch.float32, device_map=None, attn_implementation="eager")
+    options = {"dtype": torch.float32, "device_map": None, "attn_implementation": "eager"}
+    model = load_model(opened, model_class(opened.config), **options)
     config, done = opened.config, count(1)
-    attentions = [layer.self_attn for layer in model.model.layers]
-    mechanisms = [(layer, *each) for layer, attention in enumerate(attentions) for each in _mechanisms(attention)]
-    stage, total = f"{opened.label}:", len(attentions) * len(texts)
+    places = attention_places(model, backbone)
+    calls = prod(getattr(config, name) for name in backbone.calls) if backbone.calls else len(places)
+    stage, total = f"{opened.label}:", calls * len(samples)
     progress(stage, 0, total)
+    run = partial(layer_records, model, backbone, places, advance=lambda: progress(stage, next(done), total))
+    texts = [sample.record | run(sample) for sample in samples]
+    mechanisms = [(place, *each) for place in places for each in _mechanisms(place.attention)]
     return {
         "name": opened.label,
         "model_type": config.model_type,
         "mixers": getattr(config, "mixers", None) or {},
         "mechanisms": {name: description(mechanism) for _, name, mechanism in mechanisms},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": len(attentions),
+        "layers": calls,
+        "parts": [part_record(part, places) for part in backbone.parts],
         "query_heads": config.num_attention_heads,
-        "key_value_heads": config.num_key_value_heads,
-        "head_dim": attentions[0].head_dim,
-        "matrices": [record for each in mechanisms for record in matrix_records(*each)],
-        "texts": [text | layer_records(model, ids, lambda: progress(stage, next(done), total)) for ids, text in texts],
+        "key_value_heads": key_value_heads(config),
+        "head_dim": head_size(config, backbone),
+        "matrices": [
+            record
+            for place, name, mechanism in mechanisms
+            for record in matrix_records(place.part.name, place.layers, name, mechanism)
+        ],
+        "texts": texts,
     }
+
+
+def attention_places(model: Any, backbone: Backbone) -> list[Place]:
+    """The attention modules of a model, part by part."""
+    modules = list(model.base_model.named_modules())
+    return [
+        Place(part, module, [])
+        for part in backbone.parts
+        for name, module in modules
+        if re.fullmatch(part.modules, name)
+    ]
+
+
+def part_record(part: Part, places: Sequence[Place]) -> dict[str, Any]:
+    """The name of a part, its queries and keys, and the number of its layers."""
+    layers = sum(len(place.layers) for place in places if place.part is part)
+    return {"name": part.name, "rows": part.rows, "columns": part.columns, "causal": part.causal, "layers": layers}
 
 
 def _mechanisms(attention: Any) -> list[tuple[str, Mechanism]]:
@@ -95,18 +100,26 @@ def _mechanisms(attention: Any) -> list[tuple[str, Mechanism]]:
 
 
 @torch.no_grad()
-def layer_records(model: Any, ids: torch.Tensor, advance: Callable[[], None]) -> dict[str, Any]:
-    """The record of each layer for one text, made while the model runs: only one layer's weights are in memory."""
-    layers: list[dict[str, Any]] = []
+def layer_records(
+    model: Any, backbone: Backbone, places: Sequence[Place], sample: Sample, advance: Callable[[], None]
+) -> dict[str, Any]:
+    """The record of each layer for one sample, made while the model runs: only one layer's weights are in memory."""
+    found: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
+    for place in places:
+        place.layers.clear()
 
-    def receive(states: LayerStates) -> None:
-        layers.append(layer_record(states))
+    def receive(place: Place, states: LayerStates) -> None:
+        part, layers = place.part, found[place.part.name]
+        positions = sample.positions[part.rows] if part.rows == part.columns else None
+        place.layers.append(len(layers))
+        layers.append({"part": part.name, "layer": len(layers), **layer_record(states, positions, part.causal)})
         advance()
 
     with ExitStack() as stack:
-        for attention in (layer.self_attn for layer in model.model.layers):
-            stack.enter_context(record_states(attention, receive))
-        model(ids, use_cache=False)
+        for place in places:
+            stack.enter_context(record_states(place.attention, backbone, partial(receive, place)))
+        model(**sample.arguments, **dict(backbone.arguments))
+    layers = [layer for of_part in found.values() for layer in of_part]
     similarity = {}
     for side in ("patterns", "outputs"):
         means = [mean for layer in layers if (mean := layer["mean_similarity"][side]) is not None]

@@ -47,10 +47,12 @@ section(["text", "layer", "head", "theme"], (changed) => {
   if (!bar.firstChild) {
     const titles = models[0].texts.map((text) => text.name);
     bar.append(
-      titles.length > 1 ? choice("Text", titles, state.text, (text) => update({ text, token: 0 })) : "",
+      titles.length > 1 ? choice(kindOf(models[0].texts[0]), titles, state.text, (text) => update({ text, token: 0, key: 0 })) : "",
+      hasParts() ? choice("Attention", models[0].parts.map(({ name }) => PARTS[name]), state.part, (part) => update({ part })) : "",
       layerControl(), make("span", { id: "head" }), make("span", { id: "scheme" }),
     );
   }
+  document.getElementById("layer").max = deepest() - 1;
   document.getElementById("layer").value = state.layer;
   document.getElementById("layer-value").textContent = `${state.layer} of 0–${deepest() - 1}`;
   const head = document.querySelector("#head select");
@@ -69,21 +71,34 @@ function optionValue(value) {
   return value.length ? value.join(" + ") : "none";
 }
 
+// The mechanisms by name; those of a part have its name before them.
+function mechanismsOf({ mixers, parts }) {
+  const names = parts.map(({ name }) => name);
+  const byPart = Object.keys(mixers).some((name) => names.includes(name));
+  if (!byPart) return Object.entries(mixers);
+  return Object.entries(mixers).flatMap(([part, ofPart]) =>
+    Object.entries(ofPart).map(([name, options]) => [`${PARTS[part]}: ${name}`, options]));
+}
+
 function factsOf(model) {
-  const { mixers } = model;
-  const names = Object.entries(mixers).map(([name, options]) => {
+  const names = mechanismsOf(model).map(([name, options]) => {
     const said = Object.entries(options).map(([option, value]) => `${option.replaceAll("_", " ")} ${optionValue(value)}`);
     return make("li", {}, make("b", {}, name), ` ${said.join(", ")}`);
   });
   const sizes = [
     model.model_type, `${(model.parameters / 1e6).toFixed(model.parameters < 1e7 ? 2 : 0)} M parameters`,
-    `${model.layers} layers`, `${model.query_heads} query heads`, `${model.key_value_heads} key/value heads`,
+    ...(hasParts() ? model.parts.map(({ name, layers }) => `${layers} ${PARTS[name]} layers`) : [`${model.layers} layers`]),
+    `${model.query_heads} query heads`, `${model.key_value_heads} key/value heads`,
     `${model.head_dim} features a head`,
   ];
   return [
     make("p", { class: "facts" }, sizes.join(" · ")),
     names.length ? make("ul", { class: "mixers" }, names) : make("p", { class: "facts" }, "no mechanism: stock attention"),
   ];
+}
+
+function kindOf(text) {
+  return text.image ? "Image" : "Text";
 }
 
 function introduce() {
@@ -93,6 +108,7 @@ function introduce() {
     ...names.flatMap((name, index) => [index ? " and " : "Attention heads of ", make("em", { class: `model-${index}` }, name)]),
   );
   columns("facts", (box, index) => box.append(...factsOf(models[index])));
-  const texts = models[0].texts.map((text) => `${text.name}, ${text.tokens.length} tokens`);
+  const texts = models[0].texts.map(({ name, tokens, target }) =>
+    `${name}, ${tokens.length} tokens${target ? ` and ${target.tokens.length} of the target` : ""}`);
   document.getElementById("texts").textContent = `${texts.join(" · ")} (a page holds up to ${report.longest_text})`;
 }

@@ -21,7 +21,7 @@ function numbers(unpacked) {
 }
 
 async function openLayer(model, text, layer) {
-  const record = models[model].texts[text].layers[layer];
+  const record = layersIn(model, models[model].texts[text])[layer];
   if (!record) return null;
   const routing = record.routing;
   const packed = [
@@ -32,19 +32,14 @@ async function openLayer(model, text, layer) {
     packed.map(unpack),
   );
   return {
-    record, maps, gates, scores, values: numbers(values), outputs: numbers(outputs),
+    record, causal: partOf(model).causal, maps, gates, scores, values: numbers(values), outputs: numbers(outputs),
     keys: { index: keys, weight: keyWeights }, queries: { index: queries, weight: queryWeights },
   };
 }
 
-// The start of the lower triangle of a map, and an index into it.
-function startOf(opened, map) {
-  const size = opened.maps.shape[1];
-  return (map * size * (size + 1)) / 2;
-}
-
 function levelAt(opened, map, query, key) {
-  return opened.maps.whole[startOf(opened, map) + (query * (query + 1)) / 2 + key];
+  const [, queries, keys] = opened.maps.shape;
+  return opened.maps.whole[(map * queries + query) * keys + key];
 }
 
 function weightAt(opened, map, query, key) {

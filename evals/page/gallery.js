@@ -2,44 +2,58 @@
 
 const THUMBNAIL = 170;
 
-// The maximum of `joined` x `joined` neighbours, so that thin lines stay visible.
-function paintMap(canvas, layer, map, joined = 1) {
-  const size = layer.maps.shape[1];
+// At most `largest` rows and columns: the maximum of neighbours, so that thin lines stay visible.
+function paintMap(canvas, layer, map, largest = Infinity) {
+  const [, queries, keys] = layer.maps.shape;
+  const [down, across] = [queries, keys].map((size) => Math.ceil(size / largest) || 1);
   const outside = channels(SHADES[scheme()].outside);
-  const start = startOf(layer, map);
   const whole = layer.maps.whole;
   const strongest = (row, column) => {
     let found = 0;
-    for (let query = row * joined; query < Math.min((row + 1) * joined, size); query += 1) {
-      const line = start + (query * (query + 1)) / 2;
-      for (let key = column * joined; key < Math.min((column + 1) * joined, query + 1); key += 1) {
+    for (let query = row * down; query < Math.min((row + 1) * down, queries); query += 1) {
+      const line = (map * queries + query) * keys;
+      for (let key = column * across; key < Math.min((column + 1) * across, keys); key += 1) {
         if (Math.abs(whole[line + key]) > Math.abs(found)) found = whole[line + key];
       }
     }
     return found;
   };
-  const drawn = Math.ceil(size / joined);
-  paint(canvas, drawn, drawn, (row, column) => (column > row ? outside : rgb(strongest(row, column) / LEVELS)));
+  paint(canvas, Math.ceil(queries / down), Math.ceil(keys / across), (row, column) =>
+    layer.causal && column > row ? outside : rgb(strongest(row, column) / LEVELS));
 }
 
+const SHARES = { first: "first token", previous: "token before", next: "token after", own: "itself" };
+
 // A short description of a map by its largest measure.
-function character(record, map) {
-  const { first, previous, own, distance } = record.measures;
-  const shares = [["first token", first[map]], ["token before", previous[map]], ["itself", own[map]]];
+function character(model, map) {
+  const { measures } = opened[model].record;
+  const names = textOf(model).image ? { ...SHARES, first: "class token" } : SHARES;
+  const shares = Object.entries(names).filter(([measure]) => measures[measure]).map(([measure, name]) => [name, measures[measure][map]]);
   const [name, share] = shares.sort((one, other) => other[1] - one[1])[0];
-  return share >= 0.2 ? `${name} ${Math.round(share * 100)} %` : `${figures(distance[map], 2)} tokens back`;
+  if (share >= 0.2) return `${name} ${Math.round(share * 100)} %`;
+  if (!measures.distance) return `${figures(measures.entropy[map], 2)} bits`;
+  const unit = textOf(model).image ? "patches away" : opened[model].causal ? "tokens back" : "tokens away";
+  return `${figures(measures.distance[map], 2)} ${unit}`;
+}
+
+// The order of the rows and columns of a map.
+function mapOrder() {
+  if (isCross(0)) return "Rows are queries, the tokens of the target. Columns are keys, the tokens of the text.";
+  if (textOf(0).image) return "Rows are queries, columns are keys: special tokens first, then patches row by row.";
+  return "Rows are queries, columns are keys, both in the order of the text.";
 }
 
 section(["text", "layer", "theme"], () => {
-  document.getElementById("gallery-title").textContent = `Heads of layer ${state.layer}`;
+  document.getElementById("gallery-title").textContent = `Heads of ${layerName()}`;
+  document.querySelector("#gallery .lead").textContent = mapOrder();
   columns("gallery", (box, model) => {
     const layer = opened[model];
     if (!layer) return box.append(absent(model));
-    const list = make("div", { class: "gallery", role: "listbox", "aria-label": `Heads of layer ${state.layer}` });
+    const list = make("div", { class: "gallery", role: "listbox", "aria-label": `Heads of ${layerName()}` });
     layer.record.labels.forEach((label, map) => {
       const canvas = make("canvas", { "aria-hidden": "true" });
-      paintMap(canvas, layer, map, Math.ceil(layer.maps.shape[1] / THUMBNAIL));
-      const said = character(layer.record, map);
+      paintMap(canvas, layer, map, THUMBNAIL);
+      const said = character(model, map);
       const title = /^\d+$/.test(label) ? `Head ${label}` : label;
       list.append(
         make(

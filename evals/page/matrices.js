@@ -36,12 +36,13 @@ function matrixCard(matrix, stored) {
 }
 
 async function fillMatrices(box, model) {
-  const here = models[model].matrices.filter((matrix) => matrix.layer === state.layer);
-  const layer = state.layer;
+  const part = partOf(model).name;
+  const name = layerName();
+  const here = models[model].matrices.filter((matrix) => matrix.part === part && matrix.layers.includes(state.layer));
   const stored = await Promise.all(here.map(opening));
-  if (layer !== state.layer) return;
+  if (name !== layerName()) return;
   if (!here.length) {
-    box.append(make("p", { class: "none" }, `Layer ${layer} has no mechanism: its attention is stock.`));
+    box.append(make("p", { class: "none" }, `${capital(name)} has no mechanism: its attention is stock.`));
     return;
   }
   for (const mechanism of new Set(here.map((matrix) => matrix.mechanism))) {
@@ -55,7 +56,7 @@ async function fillMatrices(box, model) {
 
 section(["layer", "difference", "theme"], () => {
   document.getElementById("matrices").hidden = models.every((model) => !model.matrices.length);
-  document.getElementById("matrices-title").textContent = `Learnt matrices of layer ${state.layer}`;
+  document.getElementById("matrices-title").textContent = `Learnt matrices of ${layerName()}`;
   const tools = document.querySelector("#matrices .tools");
   if (!tools.firstChild && models.some((model) => model.matrices.some((matrix) => matrix.plus_identity))) {
     const box = make("input", { type: "checkbox", onchange: (event) => update({ difference: event.target.checked }) });

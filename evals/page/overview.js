@@ -1,10 +1,11 @@
 // All heads of all layers, by one measure.
 
 const MEASURES = {
-  first: ["weight on the first token", "mean weight of the first token of the text"],
+  first: ["weight on the first token", "mean weight of the first token, in an image the class token"],
   previous: ["weight on the token before", "mean weight of the previous token"],
+  next: ["weight on the token after", "mean weight of the next token"],
   own: ["weight on itself", "mean weight of a token on itself"],
-  distance: ["mean distance", "tokens back"],
+  distance: ["mean distance", "between a query and its keys, in tokens, or in patches of an image"],
   entropy: ["entropy", "bits; 0 means all weight on one token"],
   output_norm: ["norm of outputs", "mean over tokens, as the output projection reads them"],
   value_norm: ["norm of values", "mean over tokens, for each key/value head"],
@@ -15,29 +16,35 @@ const MEASURES = {
 const ROUTED = ["load", "mean_gate", "mean_score"];
 
 function measured(model, layer, measure) {
-  const record = textOf(model).layers[layer];
-  if (!ROUTED.includes(measure)) return record.measures[measure];
+  const record = layersOf(model)[layer];
+  if (!ROUTED.includes(measure)) return record.measures[measure] || [];
   return record.routing ? record.routing[measure] || [] : [];
 }
 
 function routes(model) {
-  return textOf(model).layers.some((layer) => layer.routing);
+  return layersOf(model).some((layer) => layer.routing);
+}
+
+// The measures that a model has for the selected part.
+function offeredMeasures() {
+  const has = (model, name) => (ROUTED.includes(name) ? routes(model) : name in layersOf(model)[0].measures);
+  return Object.keys(MEASURES).filter((name) => models.some((_, model) => has(model, name)));
 }
 
 // The maximum and minimum over both models, so that colours are comparable.
 function range(measure) {
-  const all = models.flatMap((_, model) => textOf(model).layers.flatMap((_, layer) => measured(model, layer, measure)));
+  const all = models.flatMap((_, model) => layersOf(model).flatMap((_, layer) => measured(model, layer, measure)));
   const known = all.filter((value) => value !== null);
   return { low: Math.min(0, ...known), high: Math.max(...known, 1e-9) };
 }
 
 function headMap(model, measure) {
-  const layers = models[model].layers;
+  const { layers } = partOf(model);
   const perLayer = Array.from({ length: layers }, (_, layer) => measured(model, layer, measure));
   const rows = Math.max(...perLayer.map((values) => values.length));
   const { low, high } = range(measure);
   const size = Math.max(-low, high);
-  const { labels } = textOf(model).layers[0];
+  const { labels } = layersOf(model)[0];
   const label = (row) => (rows === labels.length ? labels[row] : row);
   const grid = make("div", {
     class: "heads", role: "listbox", "aria-label": `${MEASURES[measure][0]}: heads down, layers across`,
@@ -72,12 +79,15 @@ function markHead(id) {
 }
 
 section(["text", "measure", "theme"], () => {
-  const offered = Object.keys(MEASURES).filter((name) => !ROUTED.includes(name) || models.some((_, model) => routes(model)));
+  const offered = offeredMeasures();
   const { low, high } = range(state.measure);
   const titles = offered.map((name) => MEASURES[name][0]);
   const tools = document.querySelector("#overview .tools");
-  if (!tools.querySelector("select")) {
-    tools.append(choice("Colour", titles, offered.indexOf(state.measure), (index) => update({ measure: offered[index] })), make("div"));
+  if (tools.dataset.offered !== String(offered)) {
+    tools.dataset.offered = offered;
+    tools.replaceChildren(
+      choice("Colour", titles, offered.indexOf(state.measure), (index) => update({ measure: offered[index] })), make("div"),
+    );
   }
   tools.lastChild.replaceChildren(legend(low, high), make("span", { class: "note" }, MEASURES[state.measure][1]));
   tools.lastChild.className = "scale";

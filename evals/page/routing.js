@@ -5,7 +5,7 @@ function scoresByToken(model, layer) {
   const figure = (unpacked, first, title, note) => {
     const matrix = numbers(unpacked);
     const names = Array.from({ length: matrix.rows }, (_, row) => `head ${row + first}`);
-    const columnNames = (token) => `${spelled(textOf(model).tokens[token])} (${token})`;
+    const columnNames = (token) => `${spelled(queriesOf(model).tokens[token])} (${token})`;
     const choose = (row, token) => update({ head: row + first, side: model, token });
     return matrixFigure({ ...matrix, names, columnNames, choose, flat: matrix.columns > 3 * matrix.rows }, title, note);
   };
@@ -17,10 +17,10 @@ function scoresByToken(model, layer) {
 
 // One row for each text, for the selected layer.
 function loadTable(model) {
-  const loads = models[model].texts.map((text) => ({ name: text.name, load: text.layers[state.layer].routing.load }));
+  const loads = models[model].texts.map((text) => ({ name: text.name, load: layersIn(model, text)[state.layer].routing.load }));
   const names = loads.map((each) => each.name);
   const matrix = { rows: loads.length, columns: loads[0].load.length, names, at: (row, column) => loads[row].load[column] };
-  return matrixFigure(matrix, `head load in layer ${state.layer}`, "texts down, heads across: part of the tokens", { high: 1, signed: false });
+  return matrixFigure(matrix, `head load in ${layerName()}`, "texts down, heads across: part of the tokens", { high: 1, signed: false });
 }
 
 section(["text", "layer", "theme"], () => {
@@ -30,9 +30,9 @@ section(["text", "layer", "theme"], () => {
     if (!routes(model)) return box.append(make("p", { class: "none" }, `${models[model].name} has no router: every head counts once.`));
     box.append(make("h3", {}, "Head load by layer"), headMap(model, "load"), legend(0, range("load").high));
     const layer = opened[model];
-    if (!layer || !layer.record.routing) return box.append(make("p", { class: "none" }, `Layer ${state.layer} has no router.`));
+    if (!layer || !layer.record.routing) return box.append(make("p", { class: "none" }, `${capital(layerName())} has no router.`));
     return box.append(
-      make("h3", {}, `By text and by token, layer ${state.layer}`),
+      make("h3", {}, `By text and by token, ${layerName()}`),
       make("div", { class: "cards wide" }, loadTable(model), scoresByToken(model, layer)),
     );
   });

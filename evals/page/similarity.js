@@ -10,14 +10,14 @@ function similarityTable() {
       Object.keys(SIDES).map((side) => make("td", { class: "number" }, means[side] === null ? "–" : means[side].toFixed(4))),
     );
   };
-  const head = make("tr", {}, make("th", { scope: "col" }, "mean over pairs and layers"),
+  const head = make("tr", {}, make("th", { scope: "col" }, `mean over pairs${hasParts() ? ", layers and parts" : " and layers"}`),
     Object.values(SIDES).map((name) => make("th", { scope: "col", class: "number" }, name)));
   return make("div", { class: "scroll" }, make("table", { class: "plain" }, make("thead", {}, head), make("tbody", {}, models.map(row))));
 }
 
 function byLayer(side) {
   const lines = models.map((_, model) => ({
-    values: textOf(model).layers.map((layer) => layer.mean_similarity[side]), kind: `model-${model}`,
+    values: layersOf(model).map((layer) => layer.mean_similarity[side]), kind: `model-${model}`,
   }));
   const label = `similarity of ${SIDES[side]}, by layer`;
   if (lines.every((line) => line.values.every((value) => value === null))) return null;
@@ -39,7 +39,7 @@ section(["text", "layer", "theme"], () => {
     if (!layer) return box.append(absent(model));
     const { pattern_similarity: patterns, output_similarity: outputs } = layer.record;
     const signed = (rows) => rows.some((row) => row.some((value) => value < 0));
-    const figure = (rows, title) => matrixFigure(square(rows), `${title}, layer ${state.layer}`, "", { high: 1, signed: signed(rows) });
+    const figure = (rows, title) => matrixFigure(square(rows), `${title}, ${layerName()}`, "", { high: 1, signed: signed(rows) });
     return box.append(make("div", { class: "cards" }, figure(patterns, "patterns"), figure(outputs, "outputs")));
   });
 });

@@ -1,6 +1,9 @@
 // The selection, and the sections that depend on it.
 
-const state = { text: 0, layer: 0, head: 0, side: 0, token: 0, measure: "first", difference: false, theme: "auto" };
+// `token` is the selected query; in cross-attention `key` is the selected key, elsewhere the same token.
+const state = {
+  text: 0, part: 0, layer: 0, head: 0, side: 0, token: 0, key: 0, measure: "first", difference: false, theme: "auto",
+};
 const sections = [];
 let opened = [];
 let turn = 0;
@@ -12,6 +15,48 @@ function section(needs, draw) {
 
 function textOf(model) {
   return models[model].texts[state.text];
+}
+
+// The selected part of the model: its encoder, its decoder, or its cross-attention.
+function partOf(model) {
+  const { parts } = models[model];
+  return parts[Math.min(state.part, parts.length - 1)];
+}
+
+function layersIn(model, text) {
+  return text.layers.filter((layer) => layer.part === partOf(model).name);
+}
+
+function layersOf(model) {
+  return layersIn(model, textOf(model));
+}
+
+// The tokens of the rows of a map, and of its columns.
+function queriesOf(model) {
+  return partOf(model).rows === "target" ? textOf(model).target : textOf(model);
+}
+
+function keysOf(model) {
+  return partOf(model).columns === "target" ? textOf(model).target : textOf(model);
+}
+
+const PARTS = { encoder: "encoder", decoder: "decoder", cross: "cross-attention" };
+
+function hasParts() {
+  return models[0].parts.length > 1;
+}
+
+function isCross(model) {
+  return partOf(model).rows !== partOf(model).columns;
+}
+
+// The selected layer in a title.
+function layerName() {
+  return hasParts() ? `${PARTS[partOf(0).name]} layer ${state.layer}` : `layer ${state.layer}`;
+}
+
+function capital(text) {
+  return text[0].toUpperCase() + text.slice(1);
 }
 
 // The selected head; a model with fewer heads has its last one.
@@ -35,23 +80,42 @@ function groupOf(model) {
   return Math.floor((outputOf(model) * opened[model].values.rows) / headsOf(model));
 }
 
-// The selected token; in the other model, the token at the same position of the text.
-function tokenOf(model) {
-  if (model === state.side) return state.token;
-  const place = textOf(state.side).starts[state.token];
-  const starts = textOf(model).starts;
+// The patch of another model at the same place of the image; special tokens in their order.
+function samePatch(token, from, to) {
+  if (token < from.special) return Math.min(token, to.special - 1);
+  const place = token - from.special;
+  const scaled = (at, size, other) => Math.floor(((at + 0.5) * other) / size);
+  const row = scaled(Math.floor(place / from.columns), from.rows, to.rows);
+  return to.special + row * to.columns + scaled(place % from.columns, from.columns, to.columns);
+}
+
+// The token of another model at the same position of the text or image.
+function sameToken(token, from, to) {
+  if (from === to) return token;
+  if (from.image) return samePatch(token, from.image, to.image);
+  const place = from.starts[token];
   let found = 0;
-  while (found + 1 < starts.length && starts[found + 1] <= place) found += 1;
+  while (found + 1 < to.starts.length && to.starts[found + 1] <= place) found += 1;
   return found;
 }
 
+function tokenOf(model) {
+  return sameToken(state.token, queriesOf(state.side), queriesOf(model));
+}
+
+function keyOf(model) {
+  return isCross(model) ? sameToken(state.key, keysOf(state.side), keysOf(model)) : tokenOf(model);
+}
+
 function deepest() {
-  return Math.max(...models.map((model) => model.layers));
+  return Math.max(...models.map((_, model) => partOf(model).layers));
 }
 
 function settle() {
   state.layer = Math.max(0, Math.min(state.layer, deepest() - 1));
-  state.token = Math.max(0, Math.min(state.token, textOf(state.side).tokens.length - 1));
+  state.token = Math.max(0, Math.min(state.token, queriesOf(state.side).tokens.length - 1));
+  state.key = Math.max(0, Math.min(state.key, keysOf(state.side).tokens.length - 1));
+  if (!offeredMeasures().includes(state.measure)) state.measure = "first";
 }
 
 async function update(change) {
@@ -59,6 +123,7 @@ async function update(change) {
     if (state[name] !== value) pending.add(name);
     state[name] = value;
   }
+  if (pending.has("part")) pending.add("text").add("layer");
   settle();
   turn += 1;
   const mine = turn;
@@ -87,5 +152,5 @@ function columns(id, fill) {
 }
 
 function absent(model) {
-  return make("p", { class: "none" }, `${models[model].name} ends at layer ${models[model].layers - 1}.`);
+  return make("p", { class: "none" }, `${models[model].name} ends at layer ${partOf(model).layers - 1}.`);
 }

@@ -11,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassifica
 
 import toys
 from broken import edit_json, run, snapshot
+from crosshead.evals.inspect.inputs import split_text
 from crosshead.evals.inspect.page import page_text, write_report
-from crosshead.evals.inspect.report import split_text
 from toy_checkpoints import character_tokenizer, write_model, write_stock
 
 TEXT = "the cat sat on the mat."

@@ -1,14 +1,12 @@
 """What is measured of a layer: seen as it happens, and equal to the definitions written as loops."""
 
-import base64
 import math
-import zlib
 
-import numpy as np
 import pytest
 import torch
 
 import toys
+from crosshead.evals.inspect.backbones import BACKBONES
 from crosshead.evals.inspect.layer import (
     layer_record,
     map_measures,
@@ -21,32 +19,12 @@ from crosshead.evals.inspect.layer import (
 )
 from crosshead.evals.inspect.matrices import downsample, learnt_matrices, matrix_records
 from crosshead.evals.inspect.pack import pack_indices, pack_maps, pack_numbers, plain, rounded
+from packed import maps, numbers, unpack
 from tiers import grid
 
 LENGTH = 9
+POSITIONS = torch.arange(9.0).unsqueeze(1)
 CASES = {"stock": {}, **toys.CASES}
-
-
-def unpack(packed):
-    raw = zlib.decompress(base64.b64decode(packed["data"]))
-    return np.frombuffer(raw, {8: "<i1", 16: "<i2"}[packed["bits"]]).astype(float)
-
-
-def numbers(packed):
-    return torch.tensor(unpack(packed) * packed["scale"]).reshape(packed["shape"])
-
-
-def maps(packed):
-    """Attention maps as the page reads them."""
-    count, size, _ = packed["shape"]
-    levels = iter(unpack(packed))
-    found = torch.zeros(count, size, size, dtype=torch.float64)
-    for head in range(count):
-        for query in range(size):
-            for key in range(query + 1):
-                level = next(levels) / 127
-                found[head, query, key] = math.copysign(level * level, level) * packed["scale"]
-    return found
 
 
 def random_maps(heads=3, size=7, seed=0):
@@ -61,7 +39,7 @@ def see(backbone, mixers):
     tokens, found = toys.tokens(1, LENGTH), []
     for layer in model.model.layers:
         before = dict(layer.self_attn.named_modules())
-        with torch.no_grad(), record_states(layer.self_attn, found.append):
+        with torch.no_grad(), record_states(layer.self_attn, BACKBONES["llama"], found.append):
             watched = model(tokens).logits
         assert dict(layer.self_attn.named_modules()) == before
     with torch.no_grad():
@@ -126,7 +104,7 @@ def test_similarities_are_those_of_the_paper():
 
 def test_measures_are_what_they_say():
     weights = random_maps()
-    found = map_measures(weights)
+    found = map_measures(weights, POSITIONS[:7], causal=True)
     for head in range(3):
         rows = weights[head].tolist()
         wanted = {
@@ -170,7 +148,7 @@ def test_norms_are_of_what_a_head_takes_and_gives(case):
         values = [torch.cat([values[0], values[1]], dim=-1)]
     norms = torch.stack([value.square().sum(-1).sqrt() for value in values])
     assert torch.allclose(value_norms(seen), norms)
-    record = layer_record(seen)
+    record = layer_record(seen, POSITIONS, causal=True)
     assert record["measures"]["value_norm"] == pytest.approx(norms.mean(-1).tolist(), rel=1e-4)
     outputs = seen.head_outputs.square().sum(-1).sqrt()
     assert record["measures"]["output_norm"] == pytest.approx(outputs.mean(0).tolist(), rel=1e-4)
@@ -181,7 +159,7 @@ def test_norms_are_of_what_a_head_takes_and_gives(case):
 @torch.no_grad()
 def test_the_greatest_weights_are_exact(case):
     found = see("Llama", CASES[case])[2]
-    record = layer_record(found[1])
+    record = layer_record(found[1], POSITIONS, causal=True)
     shown = list(output_weights(found[1].weights, found[1].subtracted))
     if len(record["labels"]) > len(shown):
         shown += list(found[1].weights)
@@ -201,7 +179,7 @@ def test_the_greatest_weights_are_exact(case):
 
 def test_what_mechanisms_have_learnt():
     talking = toys.mixed_model("Llama", {"talking": {}}).model.layers[1].self_attn.mixers["talking"]
-    records = {record["name"]: record for record in matrix_records(1, "talking", talking)}
+    records = {record["name"]: record for record in matrix_records("decoder", [1], "talking", talking)}
     assert list(records) == ["logits", "weights", "weights x logits"]
     product = talking.weights.weight.detach() @ talking.logits.weight.detach()
     assert torch.allclose(shown(records["weights x logits"]).float(), product, atol=1e-3)
@@ -210,7 +188,7 @@ def test_what_mechanisms_have_learnt():
     differential = toys.mixed_model("Llama", {"differential": {}}).model.layers[1].self_attn.mixers["differential"]
     grouped = toys.mixed_model("Llama", {"explicit": {"groups": 2}}).model.layers[0].self_attn.mixers["explicit"]
     assert torch.equal(learnt_matrices(grouped)["value"], grouped.value.weight.detach().flatten().diag())
-    (record,) = matrix_records(1, "differential", differential)
+    (record,) = matrix_records("decoder", [1], "differential", differential)
     assert shown(record).item() == pytest.approx(differential(differential.lambda_q1).item(), rel=1e-4)
 
 
@@ -218,7 +196,7 @@ def test_what_mechanisms_have_learnt():
 def test_every_matrix_of_every_mechanism_is_shown(case):
     mixer = toys.mixed_model("Qwen3", toys.MECHANISM_CASES[case]).model.layers[0].self_attn.mixers[case]
     matrices = {name: parameter for name, parameter in mixer.named_parameters() if parameter.ndim == 2}
-    records = {record["name"]: record for record in matrix_records(0, case, mixer)}
+    records = {record["name"]: record for record in matrix_records("decoder", [0], case, mixer)}
     assert {name.removesuffix(".weight") for name in matrices} <= set(records)
     for name, matrix in matrices.items():
         assert torch.allclose(shown(records[name.removesuffix(".weight")]).float(), matrix.detach(), atol=1e-3)
@@ -235,7 +213,7 @@ def test_only_what_is_near_the_identity_is_kept_as_a_difference():
         mixer = knocking.model.layers[0].self_attn.mixers["knocking"]
         mixer.value.up.weight.copy_(torch.eye(8) + 0.01)
         mixer.value.gate.weight.fill_(0.01)
-    kept = {record["name"]: record["plus_identity"] for record in matrix_records(0, "knocking", mixer)}
+    kept = {record["name"]: record["plus_identity"] for record in matrix_records("decoder", [0], "knocking", mixer)}
     assert kept["value.up"] and not kept["value.gate"]
 
 

@@ -8,6 +8,7 @@ from selenium.webdriver.common.keys import Keys
 
 import toys
 from browser import BROWSER, DRIVER, opened, running, until
+from crosshead.evals.inspect.inputs import Inputs
 from crosshead.evals.inspect.page import write_report
 from crosshead.evals.inspect.report import inspect_report
 from toy_checkpoints import character_tokenizer, write_model
@@ -40,7 +41,7 @@ def place(tmp_path_factory):
         write_model(model, folder / name)
     pages = {name: [name] for name in SEEN if name != "pair"} | {"pair": ["stock", "differential"]}
     for name, shown in pages.items():
-        report = inspect_report([str(folder / each) for each in shown], TEXTS, lambda *_: None)
+        report = inspect_report([str(folder / each) for each in shown], Inputs(TEXTS), lambda *_: None)
         write_report(report, folder / f"{name}.html")
     return folder
 

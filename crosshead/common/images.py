@@ -1,0 +1,38 @@
+"""Reads images as a model does: with Pillow and the model's own image processor."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+
+from .errors import ConversionError, one_line
+
+
+def open_processor(place: str | Path, label: str) -> Any:
+    """The image processor of a directory or a Hub id, which errors call `label`."""
+    local = Path(place).is_dir()
+    try:
+        return AutoImageProcessor.from_pretrained(place, local_files_only=local, trust_remote_code=False)
+    except Exception as error:  # damaged files, and libraries that a processor needs
+        raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
+
+
+def processed_image(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
+    """The pixel values (1, channels, height, width) of an image, whose `shape` is the one that the model reads."""
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ConversionError("images are read with Pillow, which is not installed: pip install pillow") from None
+    try:
+        with Image.open(file) as image:
+            pixels = processor(image.convert("L" if shape[0] == 1 else "RGB"), return_tensors="pt")
+    except Exception as error:  # Pillow and processors raise many types of errors
+        raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
+    found: torch.Tensor = pixels["pixel_values"].float()
+    if found.shape[1:] != shape:
+        raise ConversionError(
+            f"the image processor in {label} gives pixel values of shape {list(found.shape[1:])}, but the model "
+            f"reads {list(shape)}: use the model's own preprocessor_config.json"
+        )
+    return found

@@ -1,0 +1,132 @@
+"""Tables of the backbones: which attention layers they have, what they read, and the names in stock classes."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import transformers
+
+from crosshead.common.errors import EvalError
+from crosshead.modeling import BACKBONES as OURS
+
+from ..open_model import Opened, check_backbone
+
+TEXT, TARGET, IMAGE = "text", "target", "image"
+"""What a model reads; also the names of the options of `crosshead inspect`."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The attention layers of one kind."""
+
+    name: str
+    modules: str
+    """Matches the names of the attention modules in the base model."""
+    rows: str = TEXT
+    """The tokens that are queries."""
+    columns: str = TEXT
+    """The tokens that are keys."""
+    causal: bool = False
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """One architecture."""
+
+    parts: tuple[Part, ...]
+    reads: tuple[str, ...] = (TEXT,)
+    classes: tuple[str, ...] = ()
+    """Endings of the names of supported classes; all classes if empty."""
+    arguments: tuple[tuple[str, Any], ...] = ()
+    """Of the forward pass, beside the inputs."""
+    value: str = "v_proj"
+    """The projection in a stock attention module whose output ends with the values of each head."""
+    value_size: str = ""
+    """The field of the config with the features of a value, where that output has keys, too."""
+    output: str = "o_proj"
+    """The projection that reads the head outputs; empty where the module returns them."""
+    head_size: tuple[str, ...] = ()
+    """The fields of the config whose sum is the features of a head, where there is no `head_dim`."""
+    calls: tuple[str, ...] = ()
+    """The fields of the config whose product is the number of attention calls, where layers share their weights."""
+    special_tokens: tuple[str, ...] = ()
+    """Tokens before the patches of an image."""
+
+
+DECODER = Backbone(
+    (Part("decoder", r"layers\.\d+\.self_attn", causal=True),),
+    classes=("ForCausalLM",),
+    arguments=(("use_cache", False),),
+)
+LATENT = replace(
+    DECODER, value="kv_b_proj", value_size="v_head_dim", head_size=("qk_nope_head_dim", "qk_rope_head_dim")
+)
+T5 = Backbone(
+    (
+        Part("encoder", r"encoder\.block\.\d+\.layer\.0\.SelfAttention"),
+        Part("decoder", r"decoder\.block\.\d+\.layer\.0\.SelfAttention", TARGET, TARGET, causal=True),
+        Part("cross", r"decoder\.block\.\d+\.layer\.1\.EncDecAttention", TARGET, TEXT),
+    ),
+    reads=(TEXT, TARGET),
+    classes=("T5Model", "ForConditionalGeneration", "T5WithLMHeadModel"),
+    arguments=(("use_cache", False),),
+    value="v",
+    output="o",
+    head_size=("d_kv",),
+)
+VIT = Backbone((Part("encoder", r"layers\.\d+\.attention", IMAGE, IMAGE),), reads=(IMAGE,), special_tokens=("class",))
+BACKBONES = {
+    **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "gta"), DECODER),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
+    "bert": Backbone((Part("encoder", r"encoder\.layer\.\d+\.attention\.self"),), value="value", output=""),
+    "albert": Backbone(
+        (Part("encoder", r"encoder\.albert_layer_groups\.\d+\.albert_layers\.\d+\.attention"),),
+        value="value",
+        output="dense",
+        calls=("num_hidden_layers", "inner_group_num"),
+    ),
+    "t5": T5,
+    "T5EncoderModel": replace(T5, parts=T5.parts[:1], reads=(TEXT,), classes=(), arguments=()),
+    "vit": VIT,
+    "deit": replace(VIT, special_tokens=("class", "distillation")),
+}
+"""By stock model type; by class, without our prefix, where that decides."""
+REFUSED = {
+    "transnext": "its layers attend to windows and pooled features of an image, for which there is no map of tokens",
+}
+"""Stock model type -> why it is not shown."""
+
+
+def backbone_of(opened: Opened) -> Backbone:
+    """The entry of a model in the table; `EvalError` if it has none."""
+    check_backbone(opened)
+    family, name = opened.config.model_type.removeprefix("crosshead_"), _architecture(opened.config)
+    if family in REFUSED:
+        raise EvalError(f"{opened.name} has model_type={opened.config.model_type!r}: {REFUSED[family]}")
+    backbone = BACKBONES.get(name.removeprefix("Crosshead")) or BACKBONES[family]
+    if name and backbone.classes and not name.endswith(backbone.classes):
+        endings = " or ".join(backbone.classes)
+        raise EvalError(f"{opened.name} is a {name}: inspect needs a model whose class ends in {endings}")
+    return backbone
+
+
+def model_class(config: Any) -> Any:
+    """The class that loads a model as it was saved."""
+    ours = {each.__name__: each for models in OURS.values() for each in models}
+    name = _architecture(config)
+    return ours.get(name) or getattr(transformers, name, None) or transformers.AutoModel
+
+
+def head_size(config: Any, backbone: Backbone) -> int:
+    """The features of a query head."""
+    if backbone.head_size:
+        return sum(getattr(config, field) for field in backbone.head_size)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def key_value_heads(config: Any) -> int:
+    """As many as query heads where the config has no field for them."""
+    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+
+
+def _architecture(config: Any) -> str:
+    return (config.architectures or [""])[0]

@@ -1,0 +1,153 @@
+"""Texts and images as the models read them, and their part of the report."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from crosshead.common.errors import EvalError
+from crosshead.common.images import open_processor, processed_image
+from crosshead.modeling.encoder import image_shape
+
+from ..open_model import Opened, check_tokens
+from .backbones import IMAGE, TARGET, TEXT, Backbone
+from .pack import pack_picture
+
+MAXIMUM_TOKENS = 512
+"""A page stores and draws the square of this."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The texts and images of a report. The fields are named like the options of the command."""
+
+    text: Mapping[str, str] = field(default_factory=dict)
+    """By name."""
+    target: Sequence[str] = ()
+    """The decoder's text for each text, for an encoder with a decoder."""
+    image: Mapping[str, Path] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One text, text with target, or image, for one model."""
+
+    arguments: dict[str, torch.Tensor]
+    """Of the model's forward pass."""
+    record: dict[str, Any]
+    """Its part of the report, without the layers."""
+    positions: dict[str, torch.Tensor]
+    """Of the tokens, by what they are made of: (T, 1) in a text, (T, 2) in an image, where special tokens have nan."""
+
+
+def read_samples(opened: Opened, backbone: Backbone, inputs: Inputs) -> list[Sample]:
+    """What a model reads; `EvalError` where an option is missing, is of no use, or names what cannot be read."""
+    check_options(opened, backbone, inputs)
+    if IMAGE in backbone.reads:
+        processor = open_processor(opened.name, opened.label)
+        return [_image_sample(opened, backbone, processor, *image) for image in inputs.image.items()]
+    targets: Sequence[str | None] = inputs.target or [None] * len(inputs.text)
+    return [_text_sample(opened, *text, target) for text, target in zip(inputs.text.items(), targets, strict=True)]
+
+
+def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
+    """`EvalError` unless the options are those that a model needs."""
+    needed = " and ".join(f"--{name}" for name in backbone.reads)
+    for name in (TEXT, TARGET, IMAGE):
+        given = bool(getattr(inputs, name))
+        if given != (name in backbone.reads):
+            problem = f"has no use for --{name}" if given else f"needs --{name}"
+            reads = f"a model with model_type={opened.config.model_type!r} reads {needed}"
+            raise EvalError(f"{opened.label} {problem}: {reads}")
+    if inputs.target and len(inputs.target) != len(inputs.text):
+        counts = f"{len(inputs.text)} --text and {len(inputs.target)} --target"
+        raise EvalError(f"{counts} were given: give one --target for each --text, in the same order")
+
+
+def _text_sample(opened: Opened, name: str, text: str, target: str | None) -> Sample:
+    ids, sequence = read_text(opened, name, text)
+    arguments, positions = {"input_ids": ids}, {TEXT: _places(ids)}
+    record = {"name": name, **sequence, "target": None, "image": None}
+    if target is not None:
+        start = getattr(opened.config, "decoder_start_token_id", None)
+        if start is None:
+            raise EvalError(f"{opened.label} has no decoder_start_token_id in its config.json: add it")
+        ids, record["target"] = read_text(opened, f"target of {name}", target, start)
+        arguments["decoder_input_ids"], positions[TARGET] = ids, _places(ids)
+    return Sample(arguments, record, positions)
+
+
+def _places(ids: torch.Tensor) -> torch.Tensor:
+    return torch.arange(ids.shape[1], dtype=torch.float32).unsqueeze(1)
+
+
+def read_text(opened: Opened, name: str, text: str, start: int | None = None) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The tokens of a text (1, T), and its part of the report; `EvalError` if there are no tokens, or too many.
+
+    A decoder's text begins with the token `start` and has no other special tokens, as in training.
+    """
+    if not text.strip():
+        raise EvalError(f"the text {name!r} is empty")
+    first = [] if start is None else [start]
+    encoded = opened.tokenizer(text, return_offsets_mapping=True, verbose=False, add_special_tokens=start is None)
+    ids, spans = first + encoded["input_ids"], [(0, 0)] * len(first) + encoded["offset_mapping"]
+    context = getattr(opened.config, "max_position_embeddings", MAXIMUM_TOKENS)
+    limit = min(context, MAXIMUM_TOKENS)
+    if len(spans) > limit:
+        reason = f"{opened.label} takes" if context < MAXIMUM_TOKENS else "a page holds"
+        special = len(list(takewhile(lambda span: span[0] == span[1], reversed(spans))))  # at the end of the text
+        raise EvalError(
+            f"the text {name!r} has {len(spans):,} tokens, and {reason} at most {limit}: use its first "
+            f"{max(stop for _, stop in spans[: limit - special]):,} characters"
+        )
+    check_tokens(ids, opened.config.vocab_size, f"the tokenizer of {opened.label}")
+    pieces, starts = split_text(text, spans, opened.tokenizer.convert_ids_to_tokens(ids))
+    return torch.tensor([ids]), {"tokens": pieces, "starts": starts}
+
+
+def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]) -> tuple[list[str], list[int]]:
+    """The text of each token, with the space before it, and its position; a special token has its name as text.
+
+    If several tokens encode one character, the first has it and the others are empty.
+    """
+    pieces, starts, end = [], [], 0
+    for (start, stop), name in zip(spans, names, strict=True):
+        pieces.append(name if start == stop else text[end:stop])
+        starts.append(end)
+        end = max(end, stop)
+    return pieces, starts
+
+
+def _image_sample(opened: Opened, backbone: Backbone, processor: Any, name: str, file: Path) -> Sample:
+    config, special = opened.config, len(backbone.special_tokens)
+    channels, height, width = image_shape(config)
+    size = config.patch_size
+    down, across = size if isinstance(size, list | tuple) else (size, size)
+    places = torch.cartesian_prod(torch.arange(height // down), torch.arange(width // across))
+    tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in places.tolist())]
+    if len(tokens) > MAXIMUM_TOKENS:
+        raise EvalError(
+            f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
+            f"model with larger patches than patch_size={size}, or smaller images than image_size={config.image_size}"
+        )
+    pixels = processed_image(file, processor, (channels, height, width), opened.label)
+    positions = torch.cat([torch.full((special, 2), torch.nan), places.float()])
+    image = {
+        "rows": height // down,
+        "columns": width // across,
+        "special": special,
+        "picture": pack_picture(_colours(pixels[0], processor)),
+    }
+    record = {"name": name, "tokens": tokens, "starts": list(range(len(tokens))), "target": None, "image": image}
+    return Sample({"pixel_values": pixels}, record, {IMAGE: positions})
+
+
+def _colours(pixels: torch.Tensor, processor: Any) -> torch.Tensor:
+    """Colours (height, width, channels) from 0 to 1 of the pixel values that a model reads."""
+    if getattr(processor, "do_normalize", False):
+        mean, deviation = (torch.tensor(each).view(-1, 1, 1) for each in (processor.image_mean, processor.image_std))
+        pixels = pixels * deviation + mean
+    return pixels.clamp(0, 1).permute(1, 2, 0)

@@ -1,0 +1,202 @@
+"""Pages of `crosshead inspect` for encoders, T5 and vision transformers, in a real browser."""
+
+import pytest
+import torch
+
+import toys
+from browser import BROWSER, DRIVER, opened, running, until
+from crosshead.evals.inspect.inputs import Inputs
+from crosshead.evals.inspect.page import write_report
+from crosshead.evals.inspect.report import inspect_report
+from image_toys import write_image_model, write_images
+from packed import unpack
+from toy_checkpoints import character_tokenizer, write_model
+
+MINUS = "\N{MINUS SIGN}"
+TEXT, TARGET = "the cat sat on the mat, and the dog saw it.", "it goes & goes."
+T5 = {"encoder": {"talking": {}}, "cross": {"mixture": {"active_heads": 3}}}
+BERT = {"knocking": {}}
+PAGES = ("t5", "bert", "albert", "vit", "pair")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("inspect_page"),
+    pytest.mark.skipif(
+        not (BROWSER and DRIVER), reason="no browser: Debian's packages are called chromium and chromium-driver"
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The pages by name, and the reports from which they are made."""
+    folder = tmp_path_factory.mktemp("pages")
+    write_model(toys.mixed_model("T5", T5, num_decoder_layers=3), folder / "t5")
+    write_model(toys.mixed_model("Bert", BERT), folder / "bert")
+    write_model(toys.mixed_model("Albert", {"talking": {}}, num_hidden_layers=3), folder / "albert")
+    write_image_model(folder / "vit")
+    write_image_model(folder / "deit", "DeiT", image_size=32)
+    image = write_images(folder / "images", 1) / "0.png"
+    texts = dict.fromkeys(("bert", "albert"), Inputs({"prose": TEXT}))
+    inputs = (
+        texts | {"t5": Inputs({"prose": TEXT}, [TARGET])} | dict.fromkeys(("vit", "pair"), Inputs(image={"a": image}))
+    )
+    reports = {}
+    for name in PAGES:
+        models = ("vit", "deit") if name == "pair" else (name,)
+        reports[name] = inspect_report([str(folder / each) for each in models], inputs[name], lambda *_: None)
+        write_report(reports[name], folder / f"{name}.html")
+    return folder, reports
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    with running(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+def choose(page, title, label):
+    """Choose an option of a control."""
+    for control in page.all("#controls label.control, #overview label.control"):
+        if control.text.startswith(title):
+            (option,) = (each for each in control.find_elements("tag name", "option") if each.text == label)
+            option.click()
+            return
+    raise LookupError(title)
+
+
+def token(page, side, index, column=1):
+    return page.one(f"#inspector .column:nth-child({column}) [data-side={side}] [data-token='{index}']")
+
+
+def same(shown, row):
+    """The largest weights of a row, and their tokens, as far as they are written."""
+    places = sorted(range(len(row)), key=lambda at: -abs(row[at]))[:5]
+    assert [at for at, _ in shown] == places
+    for (at, text), weight in zip(shown, [row[at] for at in places], strict=True):
+        number = float(text.removesuffix(" %").replace(MINUS, "-").replace("<", ""))
+        assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6), at
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize("name", PAGES)
+def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, scheme):
+    with opened(browser, place[0] / f"{name}.html", width, scheme) as page:
+        parts = ["encoder", "decoder", "cross-attention"] if name == "t5" else [None]
+        for part in parts:
+            if part:
+                choose(page, "Attention", part)
+                until(browser, lambda part=part: page.title("gallery").startswith(f"Heads of {part} layer"))
+            sizes = browser.execute_script(
+                "const root = document.documentElement; return [root.scrollWidth, root.clientWidth, innerWidth]"
+            )
+            assert sizes[0] <= sizes[1] <= sizes[2] == width
+            shown = {section.get_attribute("id") for section in page.all("main > section") if section.is_displayed()}
+            assert {"overview", "gallery", "inspector", "norms", "similarity", "about"} <= shown
+            assert ("routing" in shown) == (part == "cross-attention")
+
+
+@torch.no_grad()
+def test_a_token_of_an_encoder_shows_both_directions(place, browser):
+    ids = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
+    weights = toys.mixed_model("Bert", BERT)(ids, output_attentions=True).attentions[1][0]
+    with opened(browser, place[0] / "bert.html") as page:
+        for head, index in ((0, 41), (2, 3)):
+            page.one(f"#gallery [data-head='{head}']").click()
+            token(page, "rows", index).click()
+            for side in ("rows", "columns"):
+                assert token(page, side, index).get_attribute("aria-selected") == "true"
+            same(page.rows("keys"), weights[head, index].tolist())
+            same(page.rows("querys"), weights[head, :, index].tolist())
+
+
+@torch.no_grad()
+def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(place, browser):
+    tokenizer = character_tokenizer()
+    ids, target = (tokenizer(text)["input_ids"] for text in (TEXT, TARGET))
+    model = toys.mixed_model("T5", T5, num_decoder_layers=3)
+    called = model(torch.tensor([ids]), decoder_input_ids=torch.tensor([[0, *target]]), output_attentions=True)
+    with opened(browser, place[0] / "t5.html") as page:
+        facts = page.one("#facts").text
+        assert "3 cross-attention layers" in facts and "encoder: talking" in facts
+        choose(page, "Attention", "cross-attention")
+        until(browser, lambda: page.title("gallery").startswith("Heads of cross-attention layer"))
+        page.one("#layer").send_keys("\ue010")  # END
+        until(browser, lambda: page.title("gallery") == "Heads of cross-attention layer 2")
+        assert page.title("inspector").startswith("Cross-attention layer 2, head 0,")
+        assert page.title("matrices") == "Learnt matrices of cross-attention layer 2"
+        page.one("#gallery [data-head='1']").click()
+        token(page, "rows", 4).click()
+        token(page, "columns", 30).click()
+        weights = called.cross_attentions[2][0, 1]
+        same(page.rows("keys"), weights[4].tolist())
+        same(page.rows("querys"), weights[:, 30].tolist())
+        page.all("#inspector .weights.querys button")[0].click()
+        assert token(page, "rows", int(weights[:, 30].argmax())).get_attribute("aria-selected") == "true"
+        assert token(page, "columns", 30).get_attribute("aria-selected") == "true"
+
+        choose(page, "Attention", "decoder")
+        until(browser, lambda: page.title("gallery") == "Heads of decoder layer 2")
+        token(page, "rows", 9).click()
+        same(page.rows("keys"), called.decoder_attentions[2][0, 1, 9, :10].tolist())
+        choose(page, "Attention", "encoder")
+        until(browser, lambda: page.title("gallery") == "Heads of encoder layer 1")
+        token(page, "columns", 9).click()
+        same(page.rows("querys"), called.encoder_attentions[1][0, 1, :, 9].tolist())
+
+
+def test_measures_depend_on_the_part(place, browser):
+    with opened(browser, place[0] / "t5.html") as page:
+        choose(page, "Colour", "weight on the token after")
+        choose(page, "Attention", "cross-attention")
+        until(browser, lambda: page.title("gallery").startswith("Heads of cross-attention layer"))
+        labels = {option.text for option in page.all("#overview select option")}
+        assert {"weight on the first token", "entropy", "head load"} <= labels
+        assert not {"weight on the token after", "weight on itself", "mean distance"} & labels
+
+
+def test_matrices_of_a_shared_layer_are_shown_at_each_depth(place, browser):
+    with opened(browser, place[0] / "albert.html") as page:
+        seen = set()
+        for layer in (2, 0):
+            page.one("#layer").send_keys("\ue010" if layer else "\ue011")  # END, HOME
+            until(browser, lambda layer=layer: page.title("matrices") == f"Learnt matrices of layer {layer}")
+            until(browser, lambda: page.all("#matrices .card"))
+            seen.add(tuple(card.text for card in page.all("#matrices .card")))
+        assert len(seen) == 1
+
+
+def test_patches_lie_over_the_picture(place, browser):
+    """The class token is selected at first; a patch has its place in the image, and its shade by the weight."""
+    folder, reports = place
+    record = reports["vit"]["models"][0]["texts"][0]
+    with opened(browser, folder / "vit.html") as page:
+        assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
+        picture = page.one("#inspector [data-side=columns] canvas")
+        colours = (
+            "const copy = document.createElement('canvas').getContext('2d', { willReadFrequently: true });"
+            "copy.drawImage(arguments[0], 0, 0); return [...copy.getImageData(0, 0, 16, 16).data]"
+        )
+        until(browser, lambda: any(browser.execute_script(colours, picture)))
+        pixels = torch.tensor(browser.execute_script(colours, picture)).view(16, 16, 4)[..., :3]
+        wanted = torch.tensor(unpack(record["image"]["picture"]) % 256).view(16, 16, 3)
+        assert torch.equal(pixels.double(), wanted)
+        box, patch = picture.rect, token(page, "columns", 1 + 4 * 2 + 3).rect  # patch (2, 3)
+        assert patch["x"] + patch["width"] / 2 == pytest.approx(box["x"] + box["width"] * 3.5 / 4, abs=3)
+        assert patch["y"] + patch["height"] / 2 == pytest.approx(box["y"] + box["height"] * 2.5 / 4, abs=3)
+        names = [row.text for row in page.all("#inspector .weights.keys .token")]
+        assert names and all(name == "class" or name.startswith("patch (") for name in names)
+        shades = [token(page, "columns", index).value_of_css_property("background-color") for index in range(1, 17)]
+        weights = torch.tensor(unpack(record["layers"][1]["maps"])).view(4, 17, 17)[0, 0, 1:]
+        opacity = [float(shade.rpartition(",")[2].strip(" )")) for shade in shades]
+        assert int(torch.tensor(opacity).argmax()) == int(weights.argmax())
+
+
+def test_two_image_models_are_read_at_the_same_place(place, browser):
+    """Patches of 4 pixels in images of 16 and of 32: 4 and 8 rows, and one special token or two."""
+    with opened(browser, place[0] / "pair.html") as page:
+        token(page, "columns", 1 + 4 * 1 + 2).click()  # patch (1, 2)
+        assert token(page, "columns", 2 + 8 * 3 + 5, column=2).get_attribute("aria-selected") == "true"
+        token(page, "rows", 1, column=2).click()  # distillation
+        assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
