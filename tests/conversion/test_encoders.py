@@ -13,7 +13,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.encoder_limits import LIMITS
-from crosshead.conversion.calibration.streamed_encoder import stream
+from crosshead.conversion.calibration.streamed import stream
 from crosshead.conversion.compress.layer_probe import probe_layers
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
