@@ -25,6 +25,7 @@ from .architectures.families import (
     PREFIX,
     Shapes,
     architecture_of,
+    family_of,
     kind_of,
     read_config,
     tensor_shapes,
@@ -98,6 +99,8 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     mixed = read_config(source.config, "mixed", source.origin["name"])
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
     fields["model_type"] = mixed.model_type.removeprefix(PREFIX)
+    if keep_cache and family_of(mixed).is_encoder:
+        raise ConversionError(f"--keep-cache is not for {fields['model_type']} models: fold without it")
     wide = WideHeads.of(mixed) if keep_cache else None
     if wide is not None:
         fields = wide.config_fields(mixed, fields)

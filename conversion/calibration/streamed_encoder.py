@@ -10,7 +10,6 @@ from torch.utils.hooks import RemovableHandle
 
 from ..architectures.attention_names import AttentionNames, attention_names
 from ..architectures.families import PREFIX, family_of, stored_names
-from ..sources.tensor_store import TensorStore
 from .streamed_model import StreamedModel
 
 Hook = Callable[..., Any]

@@ -1,8 +1,8 @@
 """A T5 that runs layer by layer, as `StreamedModel` runs decoders.
 
-A layer is one attention: those of the encoder with its feed-forward network, then self-attention and cross-attention
-of each layer of the decoder, the latter with the feed-forward network. The hidden states of both stacks are one tensor,
-(B, T, hidden): the encoder reads the first half of each window, the decoder the second.
+A layer is one attention: those of the encoder, then self-attention and cross-attention of each layer of the decoder;
+the last one of a block runs with the feed-forward network. The hidden states of both stacks are one tensor (B, T,
+hidden): the encoder reads the first half of each window, the decoder the second.
 """
 
 from collections.abc import Callable, Iterator
