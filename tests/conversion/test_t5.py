@@ -22,11 +22,10 @@ from toy_checkpoints import write_model
 GENERATES = "ForConditionalGeneration"
 VERSION_1_1 = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 VARIANTS = {
-    "t5": (GENERATES, {}),
+    "t5": (GENERATES, {"num_decoder_layers": 3}),
     "v1.1": (GENERATES, {"is_untied": True, **VERSION_1_1}),
-    "v1.1 from scratch": (GENERATES, VERSION_1_1),  # transformers ties its head, but does not scale the outputs
-    "bf16 in many files": (GENERATES, {"dtype": "bfloat16", "many": True}),
-    "a deeper decoder": (GENERATES, {"num_decoder_layers": 3}),
+    # transformers ties the head of a v1.1 from scratch, but does not scale the outputs
+    "tied v1.1, bf16 in many files": (GENERATES, {"dtype": "bfloat16", "many": True, **VERSION_1_1}),
     "without a head": ("Model", {}),
     "an encoder": ("EncoderModel", {}),
 }
@@ -67,21 +66,21 @@ def source(tmp_path_factory):
 def test_neutral_conversions_and_back(variant, name, tmp_path):
     task, changes = VARIANTS[variant]
     source = write_t5(tmp_path / "source", task, **changes)
-    report = crosshead.convert(source, tmp_path / "made", NEUTRAL[name])
-    assert report["verification"]["must_equal"] and report["counts"]["rewritten"] == 0
+    report = crosshead.convert(source, tmp_path / "made", NEUTRAL[name], verify=False)
+    assert report["counts"]["rewritten"] == 0
     before, made = tensors(source), tensors(tmp_path / "made")
     assert ("lm_head.weight" in before) == (variant == "v1.1")
     assert all(torch.equal(made[key], before[key]) for key in before)
     expected, config = outputs(source, task), json.loads((tmp_path / "made" / "config.json").read_text())
     assert config["architectures"] == [f"CrossheadT5{task}"]
     assert torch.allclose(outputs(tmp_path / "made", task), expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
-    report = crosshead.fold(tmp_path / "made", tmp_path / "back")
+    crosshead.fold(tmp_path / "made", tmp_path / "back", verify=False)
     back = tensors(tmp_path / "back")
     assert back.keys() == before.keys() and all(torch.equal(back[key], before[key]) for key in before)
     assert torch.equal(outputs(tmp_path / "back", task), expected)
     assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "t5"
     verified = crosshead.verify(source, tmp_path / "made")["verification"]
-    assert verified["reload"]["checked"] == "logits and text"
+    assert verified["must_equal"] and verified["reload"]["checked"] == "logits and text"
     assert (verified["kv_bytes_per_token_before"] == 0) == (task == "EncoderModel")
 
 
@@ -140,26 +139,18 @@ def test_options_of_parts(source, tmp_path):
     assert all(other == expected for other in others)
     assert list(expected.mixers["decoder"]) == ["mixture", "knocking"]
     assert expected.mixers["decoder"]["mixture"]["active_heads"] == [3, 3, 2]
-    report = crosshead.convert(source, tmp_path / "made", requests[1])
+    report = crosshead.convert(source, tmp_path / "made", requests[1], verify=False)
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made")
     assert {part: list(mixers) for part, mixers in model.config.mixers.items()} == {
         part: list(BY_PART[part]) for part in PARTS
     }
-    assert [attention.SelfAttention.mixers["mixture"].settings["active_heads"] for attention in decoders(model)] == [
-        3,
-        3,
-        2,
-    ]
+    attention = [block.layer[0].SelfAttention for block in model.decoder.block]
+    assert [each.mixers["mixture"].settings["active_heads"] for each in attention] == [3, 3, 2]
     assert report["options"]["choices"]["decoder"]["mixture"]["method"] == "paper"
     assert {name.partition(".mixers.")[0] for name in report["tensors"] if "talking" in name} == {
         *(f"encoder.block.{layer}.layer.0.SelfAttention" for layer in range(2)),
         *(f"decoder.block.{layer}.layer.1.EncDecAttention" for layer in range(3)),
     }
-
-
-def decoders(model):
-    """Self-attention of each layer of the decoder."""
-    return [block.layer[0] for block in model.decoder.block]
 
 
 def test_fewer_component_heads_of_a_part(source, tmp_path):
@@ -171,8 +162,7 @@ def test_fewer_component_heads_of_a_part(source, tmp_path):
     assert keys["decoder.block.2.layer.1.EncDecAttention.v.weight"].shape == (32, 32)
     before, after = (report["verification"][f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
     assert (before, after) == (4 * 8 * 3 * (8 + 8), 4 * 8 * (3 * 8 + (2 + 4) + (2 + 3) + (2 + 2)))
-    report = crosshead.fold(tmp_path / "made", tmp_path / "back")
-    assert report["verification"]["must_equal"]
+    crosshead.fold(tmp_path / "made", tmp_path / "back", verify=False)
     assert torch.allclose(outputs(tmp_path / "back"), outputs(tmp_path / "made"), atol=1e-5)
 
 
@@ -190,16 +180,11 @@ def test_fitted_routers_are_better_than_the_papers(source, tmp_path):
 
 
 def test_bilinear_starts_at_the_source(source, tmp_path):
-    report = crosshead.convert(source, tmp_path / "made", {"bilinear@encoder+cross": {}, "mixture@cross": PAPER})
-    assert not report["verification"]["must_equal"]
-    report = crosshead.convert(source, tmp_path / "made", {"bilinear": {}, "gating": {}}, overwrite=True)
+    report = crosshead.convert(source, tmp_path / "made", {"bilinear": {}, "gating": {}})
     assert report["verification"]["must_equal"] and report["counts"]["dropped"] == 2 * 8
     assert torch.allclose(outputs(tmp_path / "made"), outputs(source), atol=1e-5)
     with pytest.raises(ConversionError, match="'bilinear'"):
         crosshead.fold(tmp_path / "made", tmp_path / "back")
-
-
-PAPER = {"active_heads": 3, "method": "paper", "router": "two_stage"}
 
 
 def test_a_checkpoint_as_the_first_ones_on_the_hub(source, tmp_path):
