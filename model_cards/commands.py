@@ -55,7 +55,7 @@ def _mixers(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _argument(mechanism: str, options: Mapping[str, Any]) -> str:
-    parts = [f"{key}={_value(value)}" for key, value in options.items() if value is not None]
+    parts = [f"{key}={_value(value)}" for key, value in options.items() if value not in (None, [])]
     return mechanism + (":" + ",".join(parts) if parts else "")
 
 

@@ -27,21 +27,15 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def write_t5(
-    folder: Path,
-    task: str = "ForConditionalGeneration",
-    *,
-    is_untied: bool = False,
-    many: bool = False,
-    **changes: Any,
+    folder: Path, task: str = "ForConditionalGeneration", is_untied: bool = False, many: bool = False, **changes: Any
 ) -> Path:
     """A stock T5 as a checkpoint with a tokenizer; untied, its head has weights of its own."""
     model = lopsided(getattr(transformers, f"T5{task}")(stock_config("T5", **changes)))
     if is_untied:
         model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0) + 0.01)
         del model.all_tied_weights_keys["lm_head.weight"]
-    return write_model(
-        model, folder, MANY_SHARDS if many else None, getattr(torch, str(changes.get("dtype", "float32")))
-    )
+    dtype = getattr(torch, str(changes.get("dtype", "float32")))
+    return write_model(model, folder, MANY_SHARDS if many else None, dtype)
 
 
 class Place:

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import crosshead
 import toys
 from crosshead.common.errors import ConversionError
+from crosshead.conversion.architectures.mixer_tensors import starting_values
 from crosshead.conversion.calibration.streamed import stream
 from crosshead.conversion.mixer_parts import read_request
 from crosshead.conversion.options import with_recipe
@@ -110,6 +111,13 @@ def test_streaming_gives_the_models_logits(source):
     with torch.no_grad(), streamed.head() as head:
         expected = model(input_ids=tokens[:, :5], decoder_input_ids=answer).logits
         assert torch.allclose(head(streamed.run(tokens)), expected, atol=1e-6)
+
+
+def test_random_starting_values_have_the_models_spread():
+    config = toys.mixed_config("T5", {"cross": {"mixture": {"active_heads": 3}}})
+    drawn = [starting_values(config, 3, seed)["mixers.mixture.routed.weight"] for seed in range(20)]
+    assert torch.stack(drawn).std() == pytest.approx(config.d_model**-0.5, rel=0.1)
+    assert not starting_values(config, 2, 0)
 
 
 BY_PART = {
