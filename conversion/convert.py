@@ -21,6 +21,7 @@ from .architectures.families import (
     read_config,
     tensor_shapes,
     tied_tensors,
+    without_decoder,
 )
 from .calibration.calibration import Calibration, Observers, observe
 from .calibration.images import calibration_input
@@ -36,7 +37,8 @@ from .compress.convert_layers import (
     routings,
 )
 from .compress.paired_heads import doubled_heads
-from .options import MixerRequest, Options, read_mixers
+from .mixer_parts import read_request
+from .options import MixerRequest, Options
 from .plan import Plan, check_source, make_plan, minimum_size
 from .sources.resolve import Source, open_source
 from .stages import Request, run
@@ -58,7 +60,8 @@ def convert(
 ) -> dict[str, Any]:
     """Add mechanisms to a checkpoint; returns the report, which the folder contains as `conversion.json`.
 
-    `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line. `overwrite`
+    `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line, and a key may
+    name parts of a T5, as in "talking@encoder+cross". `overwrite`
     replaces a model in `out`. A run continues an unfinished run of the same conversion, unless `restart` discards it.
     With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`, and
     `cache`, the part of the KV cache to keep, as in "50%"; for this and for `active`, `mixers` may be empty.
@@ -129,7 +132,7 @@ class MechanismRequest(Request):
     def plan(self) -> Plan:
         """Decide the action for every tensor."""
         target, store = self.target, self.source.store
-        shapes = tensor_shapes(target)
+        shapes = tensor_shapes(target, self.source.store.entries)
         rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
         return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
 
@@ -138,16 +141,16 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     """Check the request, before the source is run or anything is written."""
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
-    dropped = check_source(source.store, tensor_shapes(stock), tied_tensors(stock))
-    request = read_mixers(mixers, _mixed_config(source.config, {"mixers": {}}).layouts())
-    if not request.mixers and given.vocab_size is None:
+    dropped = check_source(source.store, tensor_shapes(stock, source.store.entries), tied_tensors(stock))
+    request = read_request(mixers, _mixed_config(source.config, {"mixers": {}}))
+    if not any(each.mixers for each in request.by_part) and given.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
     device, chooses = given.device or "cpu", (given.budget, given.active) != (None, None)
+    check_limits(Asked(stock, request, given))
     check_auto(request, given.budget, given.active)
     if given.active is not None:
         all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
         request = replace(request, mixers=request.mixers | {"mixture": all_heads})
-    check_limits(Asked(stock, request, given))
     target = _target_config(source.config, stock, request, given)
     is_neutral = starts_neutral(target, given.allow_inexact) and not chooses
     text = calibration_input(given.calibration, source)
@@ -174,8 +177,8 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
         options=given.recorded() | {"mixers": recorded, "choices": request.choices, "calibration": described},
         minimum_bytes=minimum_size(source.store, dropped, given.stored_dtype),
         cached_bytes=0 if text.is_saved else observers.size,
-        computes=runs_source or "explicit" in request.mixers,
-        tolerance=_tolerance(source, target, request, given, bool(wanted)) if is_neutral else None,
+        computes=runs_source or not {"explicit", "bilinear"}.isdisjoint(target.mechanisms()),
+        tolerance=_tolerance(source, target, given, bool(wanted)) if is_neutral else None,
         device=device,
         given=given,
         target=target,
@@ -203,15 +206,13 @@ def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_
         )
 
 
-def _tolerance(
-    source: Source, target: Any, request: MixerRequest, given: Options, needs_statistics: bool
-) -> Tolerance:
-    # Keys and queries are copied, but the output projection is divided by a factor and rounded once more.
-    if "differential" in request.mixers:
+def _tolerance(source: Source, target: Any, given: Options, needs_statistics: bool) -> Tolerance:
+    # The output projection is divided by a factor, or projections are multiplied, and rounded once more.
+    if not {"differential", "bilinear"}.isdisjoint(target.mechanisms()):
         rounded_to = {entry.dtype_in(given.stored_dtype) for entry in source.store.entries.values()} - {None}
         return tolerance(target, rounded_to & ROUNDING.keys())
     # Reordered heads are summed in another order, and keys with a norm are divided at another place.
-    rounded_to = {"F32"} if needs_statistics or "explicit" in request.mixers else set()
+    rounded_to = {"F32"} if needs_statistics or "explicit" in target.mechanisms() else set()
     dtype = given.stored_dtype
     if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in source.store.entries.values()):
         rounded_to.add(dtype)
@@ -222,7 +223,7 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
     """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
     family = FAMILIES[content["model_type"]]
     try:
-        config = family.mixed.from_dict({**without_tokens(content)[0], **changes})
+        config = family.mixed.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})
         config.architectures = [PREFIX.removesuffix("_").capitalize() + architecture_of(config)]
         return config
     except ValueError as error:

@@ -19,13 +19,13 @@ from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
+from .architectures.attention_names import attention_layers, attention_names
 from .architectures.families import (
     FAMILIES,
     PREFIX,
     Shapes,
     architecture_of,
-    attention_layers,
-    attention_names,
+    family_of,
     kind_of,
     read_config,
     tensor_shapes,
@@ -99,6 +99,8 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     mixed = read_config(source.config, "mixed", source.origin["name"])
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
     fields["model_type"] = mixed.model_type.removeprefix(PREFIX)
+    if keep_cache and family_of(mixed).is_encoder:
+        raise ConversionError(f"--keep-cache is not for {fields['model_type']} models: fold without it")
     wide = WideHeads.of(mixed) if keep_cache else None
     if wide is not None:
         fields = wide.config_fields(mixed, fields)
@@ -106,7 +108,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     stock: Any = family.stock.from_dict(fields)
     stock.architectures = mixed.architectures
     stock.architectures = [architecture_of(stock)]  # `wide` may have changed the family
-    shapes, mixed_shapes = tensor_shapes(stock), tensor_shapes(mixed)
+    shapes, mixed_shapes = (tensor_shapes(config, source.store.entries) for config in (stock, mixed))
     dropped = check_source(source.store, mixed_shapes, tied_tensors(mixed))
     dropped |= dropped_biases(source.store, mixed_shapes.keys() - shapes.keys())
     rewrites = fold_layers(source.store, mixed, shapes, wide)
@@ -132,7 +134,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
 def copied(source: Source) -> FoldRequest:
     """A request that copies a stock model."""
     stock = read_config(source.config, "stock", source.origin["name"])
-    shapes = tensor_shapes(stock)
+    shapes = tensor_shapes(stock, source.store.entries)
     dropped = check_source(source.store, shapes, tied_tensors(stock))
     plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))
     return FoldRequest(

@@ -6,7 +6,7 @@ how they are parsed. Options that only a conversion has (`method`, `shared`) are
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +19,9 @@ from crosshead.common.yaml_text import parse_yaml
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
-from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, is_whole, unknown
+from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Number, Option, Subset, unknown
+
+from .mixture_options import check_fitted_router, mixture_defaults, share_half
 
 CALIBRATION_SUFFIX = ".safetensors"
 """Suffix of a saved calibration."""
@@ -120,8 +122,15 @@ class MixerRequest:
 
     mixers: Mixers
     """Options for the config."""
-    choices: dict[str, dict[str, str]]
+    choices: dict[str, dict[str, Any]]
     """Options of the conversion: mechanism -> option -> value."""
+    parts: Mapping[str, "MixerRequest"] = field(default_factory=dict)
+    """Of a T5, the request of each part; `mixers` and `choices` are then those of all, by part."""
+
+    @property
+    def by_part(self) -> list["MixerRequest"]:
+        """The request of each part; of a model without parts, the request itself."""
+        return [*self.parts.values()] or [self]
 
 
 def _part(option: str, given: Any, whole: str) -> float:
@@ -155,8 +164,6 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
-        if name == "bilinear":
-            raise ConversionError("--mixer bilinear: its projections have other shapes, so train it from scratch")
         given = {} if options is None else options
         if not isinstance(given, Mapping):
             raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")
@@ -166,7 +173,7 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
             if key not in own and key not in extra:
                 raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
         if name == "mixture":
-            given = _mixture_defaults(given)
+            given = mixture_defaults(given)
         if name == "differential" and given.get("half_values") in (True, "true"):
             given = {"norm": False} | dict(given)
         try:
@@ -178,8 +185,8 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
         values = {key: _parse(name, key, own[key], given[key], layouts) for key in given if key in own}
         mixers[name] = DEFAULTS.get(name, {}) | values
     if "mixture" in mixers and choices["mixture"]["method"] == "paper":
-        _share_half(mixers["mixture"], layouts[0].query_heads)
-    _check_fitted_router(mixers, choices)
+        share_half(mixers["mixture"], layouts[0].query_heads)
+    check_fitted_router(mixers, choices)
     groups = mixers.get("explicit", {}).get("groups", 1)
     if groups != 1 and choices.get("mixture", {}).get("shared") == "calibrated":
         raise ConversionError(
@@ -187,41 +194,6 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
             "moves heads to other groups: use shared=first"
         )
     return MixerRequest(mixers, choices)
-
-
-def _mixture_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A fitted two_stage router by default, and the paper's method where its options are given."""
-    is_paper = given.get("method") == "paper" or "shared" in given or given.get("router") == "query_norm"
-    own = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
-    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | own | dict(given)
-
-
-def _check_fitted_router(mixers: Mixers, choices: dict[str, dict[str, str]]) -> None:
-    """`ConversionError` if the options of a mixture do not go together with a fitted router."""
-    if choices.get("mixture", {}).get("method") != "calibrated":
-        return
-    for option, value in (("router", "two_stage"), ("gate", "binary")):
-        if mixers["mixture"][option] != value:
-            raise ConversionError(
-                f"mixers.mixture.{option}={mixers['mixture'][option]!r} does not go together with "
-                f"method='calibrated', which fits router='two_stage' with gate='binary': use method=paper"
-            )
-    if "differential" in mixers:
-        raise ConversionError(
-            "mixers.mixture.method='calibrated' does not go together with 'differential', which pairs heads: use "
-            "method=paper and router=two_stage"
-        )
-
-
-def _share_half(options: dict[str, Any], heads: int) -> None:
-    """By default share half of all heads, as in the paper's continued training; at most half of the active heads."""
-    active, half = options.get("active_heads"), heads // 2
-    counts: list[Any] = active if isinstance(active, list) else [active]
-    if "shared_heads" in options or not all(is_whole(count) and count > 0 for count in counts):
-        return  # the config's own check reports wrong counts
-    if max(counts, default=0) > half:
-        shared = [half if count > half else count // 2 for count in counts]
-        options["shared_heads"] = shared if isinstance(active, list) else shared[0]
 
 
 def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:

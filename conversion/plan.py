@@ -6,13 +6,14 @@ from typing import Any
 
 from crosshead.common.errors import ConversionError
 
+from .architectures.attention_names import attention_names
 from .architectures.families import (
+    CROSS_BIAS,
     FUSED_EXPERTS,
     INVERSE_FREQUENCIES,
     NEXT_TOKENS,
     OTHER_HEADS,
     Shapes,
-    attention_names,
 )
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
@@ -70,6 +71,8 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     are allowed.
     """
     dropped = dict.fromkeys(filter(INVERSE_FREQUENCIES.fullmatch, store.entries), "computed from the config")
+    if CROSS_BIAS in store.entries:
+        dropped[CROSS_BIAS] = "of cross-attention, which has no position bias"
     for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
         dropped[name] = "a head that the class in config.json does not have"
     further = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from .facts import PARTS
+
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
 """Options of a conversion with the same value in the record and on the command line."""
 CHOSEN_BY_LAYERS = {"key_heads", "value_heads", "layers", "on"}
@@ -21,8 +23,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
         return shlex.join(words)
     given = {**options, "revision": source.get("revision")}
     layers = options.get("layers") == "auto"
-    for mechanism, settings in options.get("mixers", {}).items():
-        settings = {**settings, **options.get("choices", {}).get(mechanism, {})}
+    for mechanism, settings in _mixers(options):
         if layers and mechanism == "explicit":
             settings = {key: value for key, value in settings.items() if key not in CHOSEN_BY_LAYERS}
         words += ["--mixer", _argument(mechanism, settings)]
@@ -39,8 +40,22 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
     return shlex.join(words)
 
 
+def _mixers(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each mechanism and its options; of a T5 as in `talking@encoder`, unless all parts have the same."""
+    mixers, choices = options.get("mixers", {}), options.get("choices", {})
+    if mixers and mixers.keys() <= PARTS:
+        parts = [(part, mixers[part], choices.get(part, {})) for part in mixers]
+        if len(parts) == len(PARTS) and all(part[1:] == parts[0][1:] for part in parts):
+            parts = [("", *parts[0][1:])]
+    else:
+        parts = [("", mixers, choices)]
+    for part, of_part, chosen in parts:
+        for mechanism, settings in of_part.items():
+            yield mechanism + f"@{part}" * bool(part), {**settings, **chosen.get(mechanism, {})}
+
+
 def _argument(mechanism: str, options: Mapping[str, Any]) -> str:
-    parts = [f"{key}={_value(value)}" for key, value in options.items() if value is not None]
+    parts = [f"{key}={_value(value)}" for key, value in options.items() if value not in (None, [])]
     return mechanism + (":" + ",".join(parts) if parts else "")
 
 

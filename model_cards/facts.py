@@ -15,6 +15,8 @@ from .evaluations import EVALUATION, check_evaluations, model_results
 CONFIG, CONVERSION, TRAINING = "config.json", "conversion.json", "training.json"
 RESULT = "model"
 """The name of the result's folder in every training run."""
+PARTS = {"encoder", "decoder", "cross"}
+"""The parts of a T5, each of which has mechanisms of its own."""
 Json = Mapping[str, Any]
 
 
@@ -44,8 +46,10 @@ class Facts:
 
     @property
     def mixers(self) -> Json:
-        """The mechanisms with their options, in order."""
+        """The mechanisms with their options, in order; of a T5, those of any part, with the options of the last."""
         found: Json = self.config.get("mixers") or {}
+        if found.keys() <= PARTS:
+            found = {name: options for mixers in found.values() for name, options in mixers.items()}
         return found
 
     @property

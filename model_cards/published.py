@@ -16,7 +16,8 @@ from .facts import CONFIG, read_json
 from .tasks import task_of
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
+SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+TOKENIZERS = ({"tokenizer.json"}, *({name} for name in SENTENCEPIECE), {"vocab.json", "merges.txt"})
 """The files of a tokenizer: one of these sets is required."""
 IMAGE_PROCESSOR = "preprocessor_config.json"
 """The file that is required instead where a model reads images."""
@@ -156,7 +157,7 @@ def _check_file(path: Path, name: str, private: Private) -> None:
     raw = path.read_bytes()
     if path.suffix.lower() in PICKLES or raw.startswith(PICKLED):
         raise FolderError(f"{path} may be a pickle, which can run code when it is loaded: remove it")
-    if name == "tokenizer.model" or path.suffix.lower() in BINARY:
+    if name in SENTENCEPIECE or path.suffix.lower() in BINARY:
         return
     try:
         text = raw.decode("utf-8")

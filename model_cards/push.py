@@ -29,7 +29,8 @@ MODEL_FILES = re.compile(
     (model|adapter_model)(-\d{5}-of-\d{5})?\.safetensors | model\.safetensors\.index\.json
     | adapter_config\.json | adapter_model\.bin
     | (tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|chat_template|generation_config)\.json
-    | tokenizer\.model | vocab\.txt | merges\.txt | chat_template\.jinja | additional_chat_templates/[^/]+\.jinja
+    | (tokenizer|spiece)\.model | vocab\.txt | merges\.txt
+    | chat_template\.jinja | additional_chat_templates/[^/]+\.jinja
     | (conversion|training|evaluation)\.json
     | (configuration|modeling)_crosshead\.py
     """,

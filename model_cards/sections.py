@@ -27,7 +27,7 @@ def opening(facts: Facts) -> Iterator[str]:
     """The introduction."""
     kind = str(facts.config["model_type"]).removeprefix("crosshead_")
     yield f"# {facts.name}"
-    noun = "language model" if task_of(facts.config).generates else "encoder"
+    noun = task_of(facts.config).noun
     if facts.mixers:
         names = " and ".join(MECHANISMS[name].title for name in facts.mixers)
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
@@ -49,7 +49,7 @@ def changes(facts: Facts) -> Iterator[str]:
     """The mechanisms with their options, and the number of changed tensors."""
     yield "## Changes"
     if facts.mixers:
-        yield _code("json", json.dumps({"mixers": facts.mixers}, ensure_ascii=False))
+        yield _code("json", json.dumps({"mixers": facts.config["mixers"]}, ensure_ascii=False))
     counts = facts.conversion.get("counts")
     if counts:
         actions = ", ".join(f"{number:,} {action}" for action, number in counts.items())

@@ -5,6 +5,7 @@ from typing import Any
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ENCODER_PROJECTIONS = ("query", "key", "value")
+T5_PROJECTIONS = ("q", "k", "v", "o")
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class Task:
     projections: tuple[str, ...] = ENCODER_PROJECTIONS
     """The projections of attention, for adapters."""
     reads_images: bool = False
+    noun: str = "encoder"
+    """What the model is called."""
 
     @property
     def title(self) -> str:
@@ -31,13 +34,10 @@ class Task:
         return self.pipeline == "text-generation"
 
 
-GENERATION = Task(
-    "AutoModelForCausalLM",
-    "text-generation",
-    "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))",
-    PROJECTIONS,
-)
+GENERATE = "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))"
+GENERATION = Task("AutoModelForCausalLM", "text-generation", GENERATE, PROJECTIONS, noun="language model")
 LOGITS = "print(model(**tokens).logits)"
+LAST_STATES = "print(model({}).last_hidden_state.mean(1))"
 IMAGE_FEATURES = Task(
     "AutoModel", "image-feature-extraction", "print(model(**image).last_hidden_state[:, 0])", PROJECTIONS, True
 )
@@ -52,9 +52,22 @@ TASKS = {
     "ForImageClassification": Task(
         "AutoModelForImageClassification", "image-classification", "print(model(**image).logits)", PROJECTIONS, True
     ),
+    "ForConditionalGeneration": Task(
+        "AutoModelForSeq2SeqLM", "text2text-generation", GENERATE, T5_PROJECTIONS, noun="sequence-to-sequence model"
+    ),
+    "T5EncoderModel": Task(
+        "AutoModelForTextEncoding", "feature-extraction", LAST_STATES.format("**tokens"), T5_PROJECTIONS
+    ),
+    "T5Model": Task(
+        "AutoModel",
+        "feature-extraction",
+        LAST_STATES.format("**tokens, decoder_input_ids=tokens.input_ids"),
+        T5_PROJECTIONS,
+        noun="encoder and decoder",
+    ),
     "ViTModel": IMAGE_FEATURES,
     "DeiTModel": IMAGE_FEATURES,
-    "Model": Task("AutoModel", "feature-extraction", "print(model(**tokens).last_hidden_state.mean(1))"),
+    "Model": Task("AutoModel", "feature-extraction", LAST_STATES.format("**tokens")),
 }
 """The ending of a class's name -> its task; the first that fits counts."""
 

@@ -1,14 +1,17 @@
 """Attention layers of a tiny T5, and inputs for the whole model."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 
 import oracles
 from oracle_arithmetic import LayerShape
 from oracle_layers import additive, oracle_view
-from toys import mixed_model, tokens
+from toy_checkpoints import MANY_SHARDS, write_model
+from toys import lopsided, mixed_model, stock_config, tokens
 
 PARTS = ("encoder", "decoder", "cross")
 MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
@@ -21,6 +24,18 @@ PLACES: dict[str, dict[str, Any]] = {
     "cross": {"others": 7, "padding": True},
 }
 """What is peculiar to each part: a causal mask, keys of another sequence."""
+
+
+def write_t5(
+    folder: Path, task: str = "ForConditionalGeneration", is_untied: bool = False, many: bool = False, **changes: Any
+) -> Path:
+    """A stock T5 as a checkpoint with a tokenizer; untied, its head has weights of its own."""
+    model = lopsided(getattr(transformers, f"T5{task}")(stock_config("T5", **changes)))
+    if is_untied:
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0) + 0.01)
+        del model.all_tied_weights_keys["lm_head.weight"]
+    dtype = getattr(torch, str(changes.get("dtype", "float32")))
+    return write_model(model, folder, MANY_SHARDS if many else None, dtype)
 
 
 class Place:

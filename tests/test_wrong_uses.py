@@ -28,6 +28,7 @@ CASES = {
     "convert source made --mixer knocking": (1, "made"),
     "convert source out --mixer knoking": (1, "'knocking'"),
     "convert source out --mixer knocking:form=mpl": (1, "form='mpl'"),
+    "convert source out --mixer knocking@encoder": (1, "knocking@encoder"),
     "convert source text.txt/out --mixer knocking": (1, "text.txt/out"),
     "convert made out --mixer knocking": (1, "crosshead fold"),
     "fold made": (2, "'out'"),

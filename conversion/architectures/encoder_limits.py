@@ -22,7 +22,7 @@ class Asked:
 
     def has(self, mechanism: str, option: str, value: Any) -> bool:
         """Whether a mechanism has an option with this value."""
-        return self.mixers.mixers.get(mechanism, {}).get(option) == value
+        return any(each.mixers.get(mechanism, {}).get(option) == value for each in self.mixers.by_part)
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,11 @@ LIMITS = (
         "differential with half_values",
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
         lambda asked: asked.has("differential", "half_values", True),
+    ),
+    Limit(
+        "bilinear",
+        "its matrices are products of projections without biases, which a T5 has: train it from scratch",
+        lambda asked: "bilinear" in asked.mixers.mixers and not family_of(asked.stock).stacks,
     ),
     Limit(
         "--vocab-size of vision transformers",

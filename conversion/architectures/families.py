@@ -1,7 +1,7 @@
 """The model families that can be converted, their configurations, and the tensors of their checkpoints."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from operator import attrgetter
@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    T5Config,
     ViTConfig,
 )
 from transformers.core_model_loading import revert_weight_conversion
@@ -35,6 +36,7 @@ from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
 from crosshead.modeling.backbones.qwen3_moe import CrossheadQwen3MoeConfig
+from crosshead.modeling.backbones.t5 import CROSS, DECODER, ENCODER, CrossheadT5Config
 from crosshead.modeling.backbones.vit import CrossheadViTConfig
 
 from .config_fields import check_fields
@@ -57,7 +59,10 @@ class Family:
     """The prefix of the names of a layer's attention tensors."""
     parts: Mapping[str, str] | None = None
     """Names of attention tensors in decoders -> in this family; None if they are the same."""
+    stacks: Mapping[str, str] | None = None
+    """Part of the model with mechanisms of its own -> the prefix, in place of `attention`."""
     is_encoder: bool = False
+    """Whether it has an encoder."""
     reads_images: bool = False
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Whether the projections of a config have biases."""
@@ -111,6 +116,19 @@ FAMILIES: dict[str, Family] = {
     ),
     "vit": Family(ViTConfig, CrossheadViTConfig, "ViTForImageClassification", **_VISION),
     "deit": Family(DeiTConfig, CrossheadDeiTConfig, "DeiTForImageClassification", **_VISION),
+    "t5": Family(
+        T5Config,
+        CrossheadT5Config,
+        "T5ForConditionalGeneration",
+        parts={"q_proj.": "q.", "k_proj.": "k.", "v_proj.": "v.", "o_proj.": "o.", "mixers.": "mixers."},
+        stacks={
+            ENCODER: "encoder.block.{layer}.layer.0.SelfAttention.",
+            DECODER: "decoder.block.{layer}.layer.0.SelfAttention.",
+            CROSS: "decoder.block.{layer}.layer.1.EncDecAttention.",
+        },
+        is_encoder=True,
+        qkv_bias=lambda config: False,
+    ),
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
@@ -120,6 +138,8 @@ OTHER_HEADS = re.compile(
     r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|(\w+\.)?pooler)\..+|(\w+\.)?embeddings\.mask_token"
 )
 """Names of tensors from pretraining, which an encoder's class need not have."""
+CROSS_BIAS = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+"""A tensor of the first T5 checkpoints."""
 NEXT_TOKENS = re.compile(r"(model\.layers\.\d+\.)eh_proj\.weight")
 """The name of a tensor of DeepSeek-V3's layers for further tokens, which follow the decoder layers in a checkpoint."""
 FUSED_EXPERTS = re.compile(r"(model\.layers\.\d+\.mlp\.experts\.)(gate_up_proj|down_proj)")
@@ -146,6 +166,13 @@ def architecture_of(config: Any) -> str:
     return given if family.is_encoder and given in classes_of(family) else family.architecture
 
 
+def without_decoder(content: Mapping[str, Any]) -> dict[str, Any]:
+    """The field of a config that says that a class has the encoder of a T5 alone; empty for other classes."""
+    names = content.get("architectures")
+    is_encoder = isinstance(names, list) and bool(names) and str(names[0]).endswith("T5EncoderModel")
+    return {"is_encoder_decoder": False} if is_encoder else {}
+
+
 def auto_class(config: Any) -> str:
     """The Auto class that loads a checkpoint."""
     mixed, architecture = family_of(config).mixed, architecture_of(config)
@@ -164,48 +191,19 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
-@dataclass(frozen=True)
-class AttentionNames:
-    """The names of one layer's attention tensors; a part is a name without the layer, as decoders have it."""
-
-    prefix: str
-    parts: Mapping[str, str]
-
-    def stored(self, part: str) -> str:
-        """A part's name in the checkpoint."""
-        for decoders, ours in self.parts.items():
-            if part.startswith(decoders):
-                return self.prefix + ours + part.removeprefix(decoders)
-        return self.prefix + part
-
-    def part(self, name: str) -> str | None:
-        """The part with a name in the checkpoint; None if it is no attention tensor of the layer."""
-        local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
-        if local is None or not self.parts:
-            return local
-        found = (each + local.removeprefix(ours) for each, ours in self.parts.items() if local.startswith(ours))
-        return next(found, None)
-
-
-def attention_names(config: Any, layer: int) -> AttentionNames:
-    """The names of a layer's attention tensors."""
-    family = family_of(config)
-    base = "" if architecture_of(config).endswith("Model") else f"{config.model_type.removeprefix(PREFIX)}."
-    group, inner = divmod(layer, getattr(config, "inner_group_num", 1))
-    prefix = family.attention.format(base=base, layer=layer, group=group, inner=inner)
-    return AttentionNames(prefix, family.parts or {})
-
-
-def attention_layers(config: Any) -> range:
-    """The attention layers with weights of their own."""
-    shared = getattr(config, "num_hidden_groups", None)
-    return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)
-
-
 def tied_tensors(config: Any) -> dict[str, str]:
     """Tensors that a checkpoint need not contain -> the equal ones that it does."""
-    is_tied = getattr(config, "tie_word_embeddings", False)
+    is_tied = getattr(config, "tie_word_embeddings", False) and not family_of(config).stacks
     return dict(empty_model(config)._tied_weights_keys or {}) if is_tied else {}
+
+
+def stored_embedding(model: Any, stored: Container[str]) -> tuple[set[str], str]:
+    """The names of a T5's embeddings, its head included, and the one that is stored for those that are not.
+
+    Each may be stored and then counts, whatever the config says: so transformers loads them.
+    """
+    tied = dict.fromkeys(["shared.weight", *model._tied_weights_keys])
+    return set(tied), next((name for name in tied if name in stored), "shared.weight")
 
 
 def stored_names(model: Any) -> dict[str, str]:
@@ -214,8 +212,11 @@ def stored_names(model: Any) -> dict[str, str]:
     return {name: next(iter(revert_weight_conversion(model, {name: tensors[name]}))) for name in tensors}
 
 
-def tensor_shapes(config: Any) -> Shapes:
-    """The names and shapes of the tensors of a stock or crosshead checkpoint."""
+def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
+    """The names and shapes of the tensors of a stock or crosshead checkpoint.
+
+    `stored` are the names that the checkpoint has, on which the embeddings of a T5 depend.
+    """
     model = empty_model(config, attn_implementation="eager")
     if family_of(config).reads_images:
         tensors = model.state_dict()
@@ -230,7 +231,10 @@ def tensor_shapes(config: Any) -> Shapes:
             parts = FUSED[fused[2]]
             names = [f"{fused[1]}{expert}.{part}.weight" for expert in range(experts) for part in parts]
             shapes |= dict.fromkeys(names, (rows // len(parts), columns))
-    tied = tied_tensors(config)
+    tied: Container[str] = tied_tensors(config)
+    if family_of(config).stacks:
+        embeddings, first = stored_embedding(model, stored)
+        tied = {name for name in embeddings - {first} if name not in stored}
     return {name: shape for name, shape in shapes.items() if name not in tied}
 
 
@@ -264,7 +268,7 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
             "remove the field"
         )
     try:
-        config = (family.mixed if kind == "mixed" else family.stock).from_dict(content)
+        config = (family.mixed if kind == "mixed" else family.stock).from_dict(content | without_decoder(content))
         empty_model(config, attn_implementation="eager")  # some values are checked only when a model is created
         return config
     except Exception as error:  # a config may contain anything, and transformers raises many types of errors

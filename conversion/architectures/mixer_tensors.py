@@ -8,12 +8,15 @@ from torch import nn
 
 from crosshead.common.errors import ConversionError
 from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
+from crosshead.modeling.backbones.t5 import ENCODER
 from crosshead.modeling.configuration import shared_layout
 from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout, ParameterModule
 
 from ..sources.tensor_store import TensorStore
-from .families import attention_layers, family_of
+from .attention_names import attention_layers
+from .families import family_of
+from .stacks import parts_of
 
 SEED_STRIDE = 1_000_003
 """Difference between the seeds of two layers, so that runs with neighbouring seeds share no layer's seed."""
@@ -48,8 +51,14 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
         modules = layer_mixers(config, layer)
         for module in modules.modules():
             if isinstance(module, ParameterModule):
-                module.initialise(config.initializer_range)
+                module.initialise(_initial_std(config))
     return {f"mixers.{name}": tensor.detach() for name, tensor in modules.state_dict().items()}
+
+
+def _initial_std(config: Any) -> float:
+    """The standard deviation of random initial values; a T5 derives it from its width."""
+    std: float = getattr(config, "initializer_range", None) or config.initializer_factor * config.d_model**-0.5
+    return std
 
 
 def component_heads(config: Any, layer: int) -> tuple[int, int]:
@@ -59,9 +68,12 @@ def component_heads(config: Any, layer: int) -> tuple[int, int]:
 
 
 def cache_bytes(config: Any, dtype: torch.dtype) -> int:
-    """Bytes of KV cache per token, with weights of this dtype."""
-    numbers = 0
-    for layer in attention_layers(config):
+    """Bytes of KV cache per token, with weights of this dtype.
+
+    Of a T5, for one token of the output and, in cross-attention, one of the input.
+    """
+    numbers, uncached = 0, parts_of(config).get(ENCODER, ())
+    for layer in filter(lambda layer: layer not in uncached, attention_layers(config)):
         layout = mixers_layout(config, layer)
         separate = layout.key_components * layout.head_dim + layout.value_components * layout.value_dim
         latent = config.kv_lora_rank + config.qk_rope_head_dim if family_of(config).latent else 0

@@ -28,7 +28,7 @@ from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
 from .head_statistics import HeadStatistics, fast_products, full_products
-from .streamed_encoder import stream
+from .streamed import stream
 from .streamed_model import StreamedModel
 from .text import Text
 
@@ -283,7 +283,7 @@ def fingerprint_of(store: TensorStore, config: Any, progress: Progress) -> str:
     """A hash of the configuration and of every weight that a calibration depends on."""
     fields = {name: value for name, value in config.to_diff_dict().items() if name not in IGNORED_FIELDS}
     lines = [json.dumps(fields, sort_keys=True, default=str)]
-    names = sorted(name for name in tensor_shapes(config) if name not in ("model.norm.weight", HEAD))
+    names = sorted(name for name in tensor_shapes(config, store.entries) if name not in ("model.norm.weight", HEAD))
     read = Counter(progress, "checking", sum(store.entries[name].size for name in names))
     for name in names:
         entry = store.entries[name]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..architectures.families import PREFIX, AttentionNames, attention_names, family_of, stored_names
-from ..sources.tensor_store import TensorStore
+from ..architectures.attention_names import AttentionNames, attention_names
+from ..architectures.families import PREFIX, family_of, stored_names
 from .streamed_model import StreamedModel
 
 Hook = Callable[..., Any]
@@ -37,12 +37,9 @@ LAYERS: Mapping[str, Callable[[Any, Any], Iterator[tuple[str, Any]]]] = {
 class AttentionView:
     """A stock attention layer of an encoder, as one of a decoder: its projections and the hooks on its inputs."""
 
-    def __init__(self, layer: Any, parts: Mapping[str, str]) -> None:
-        self._module, self._names = layer.attention, AttentionNames("", parts)
-        query = self._names.stored("q_proj.").removesuffix(".")
-        self._reader = layer.attention.get_submodule(query.rpartition(".")[0])
-        outputs = layer.attention.get_submodule(query).out_features
-        self.head_dim = outputs // self._reader.num_attention_heads
+    def __init__(self, attention: Any, parts: Mapping[str, str]) -> None:
+        self._module, self._names = attention, AttentionNames("", parts)
+        self._reader = attention.get_submodule(self._names.stored("q_proj").rpartition(".")[0])
 
     @property
     def o_proj(self) -> Any:
@@ -88,7 +85,7 @@ class StreamedEncoder(StreamedModel):
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
-        return AttentionView(layer, family_of(self.config).parts or {})
+        return AttentionView(layer.attention, family_of(self.config).parts or {})
 
     def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
         """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding."""
@@ -129,7 +126,7 @@ class StreamedImages(StreamedEncoder):
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
-        return AttentionView(layer, {})
+        return AttentionView(layer.attention, {})
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -145,10 +142,3 @@ class StreamedImages(StreamedEncoder):
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
         return super()._stored(self._names[name], shape)
-
-
-def stream(store: TensorStore, config: Any, *arguments: Any, **options: Any) -> StreamedModel:
-    """The decoder or encoder of a config, layer by layer."""
-    family = family_of(config)
-    encoder = StreamedImages if family.reads_images else StreamedEncoder
-    return (encoder if family.is_encoder else StreamedModel)(store, config, *arguments, **options)

@@ -46,6 +46,15 @@ class StreamedModel:
         model = self._model.model
         self._rotary = model.rotary_emb = type(model.rotary_emb)(config=self.config).to(self.device)
 
+    @property
+    def depth(self) -> int:
+        """The number of layers that `run` reports."""
+        return int(self.config.num_hidden_layers)
+
+    def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The tokens of which each output predicts the next one, of those that the model reads (B, T)."""
+        return tokens
+
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) -> hidden states (B, T, hidden). Reads the whole embedding: call it once for all tokens."""
         rows = self._stored(EMBEDDING, self._model.model.embed_tokens.weight.shape)

@@ -19,6 +19,7 @@ from crosshead.common.free_memory import fits_in_memory
 from crosshead.common.progress import Advance, Progress
 
 from ..architectures.families import FAMILIES, family_of
+from ..architectures.stacks import decodes
 from ..options import CALIBRATION_SUFFIX
 from ..sources.model_folder import file_digest
 from ..sources.resolve import Source
@@ -29,6 +30,8 @@ WINDOW_LENGTH = 1024
 WINDOWS = 16
 SENTENCES, SENTENCE_LENGTH = 1024, 32
 """The number and the length of windows for encoders, which read single sentences or short paragraphs."""
+PAIRS, PAIR_LENGTH = 128, 256
+"""The same for an encoder with a decoder: each reads half of a window."""
 DEFAULT_WINDOWS, RANDOM_PART, SAMPLED_SHAPE = 12, 0.3, (128, WINDOW_LENGTH // 8)
 """Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and the
 number and length of sequences that are sampled from the model."""
@@ -121,6 +124,11 @@ def _excerpts(text: str, size: int, count: int) -> str:
     return "".join(text[start : start + size] for start in starts)
 
 
+def within_context(config: Any, length: int) -> int:
+    """The length of a window, at most that of the model's context; a T5 has no maximum."""
+    return min(length, getattr(config, "max_position_embeddings", length))
+
+
 def load_tokenizer(source: Source) -> Any:
     """The source's tokenizer, loaded without remote code."""
     folder = source.files[0].parent
@@ -199,10 +207,12 @@ class Text:
         of the vocabulary, and sampled sequences resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
-        is_encoder = family_of(model.config).is_encoder
+        is_encoder = not decodes(model.config)
         count, length = WINDOWS if self.given is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
         if is_encoder:
-            count, length = SENTENCES, min(SENTENCE_LENGTH, model.config.max_position_embeddings)
+            count, length = SENTENCES, within_context(model.config, SENTENCE_LENGTH)
+        elif family_of(model.config).is_encoder:
+            count, length = PAIRS, PAIR_LENGTH
         text = self.windows(source, length, count, vocabulary, is_encoder)
         if self.given is not None:
             return text

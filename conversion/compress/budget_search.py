@@ -20,7 +20,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Advance
 from crosshead.modeling.mechanisms.base import HeadLayout
 
-from ..architectures.families import attention_names
+from ..architectures.attention_names import attention_names
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..calibration.streamed_model import StreamedModel

@@ -1,17 +1,20 @@
 """Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 from statistics import fmean
 from typing import Any
 
-from ..architectures.families import Shapes, attention_layers, attention_names
+from ..architectures.attention_names import attention_layers, attention_names, places_of
+from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest
 from ..sources.tensor_store import TensorStore
 from .fitted_router import Routing
+from .full_matrices import multiply_projections
 from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .paired_heads import makes_pairs, pair_heads, paired_names
@@ -24,30 +27,41 @@ ORDER_FREE = {"explicit", "knocking", "gating"}
 """Mechanisms that a conversion can combine with any order of heads."""
 
 
+def _choices(config: Any, request: MixerRequest, layer: int) -> Mapping[str, Mapping[str, Any]]:
+    """The options of the conversion for one layer."""
+    places = places_of(config)
+    of_part = request.parts.get(places[layer][0]) if places else request
+    return of_part.choices if of_part else {}
+
+
+def _is_aligned(config: Any, request: MixerRequest, layer: int) -> bool:
+    return _choices(config, request, layer).get("explicit", {}).get("method") == "aligned"
+
+
 def _combines(config: Any, layer: int) -> bool:
     """Whether keys or values of the target have fewer components than heads."""
-    return min(component_heads(config, layer)) < config.num_key_value_heads
+    has_components = "explicit" in config.mixers_of_layer(layer)
+    return has_components and min(component_heads(config, layer)) < config.num_key_value_heads
 
 
 def _counts(config: Any, request: MixerRequest, layer: int, groups: int | None = None) -> Counts:
     """The component heads of a layer; `aligned` assigns heads to groups where nothing depends on their order."""
     mixers = config.mixers_of_layer(layer)
     groups = groups or mixers.get("explicit", {}).get("groups", 1)
-    is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
-    reorders = is_aligned and groups > 1 and mixers.keys() <= ORDER_FREE
+    reorders = _is_aligned(config, request, layer) and groups > 1 and mixers.keys() <= ORDER_FREE
     return Counts(*component_heads(config, layer), groups, reorders)
 
 
 def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
     """Whether the most used heads are to come first."""
     shared = config.mixers_of_layer(layer).get("mixture", {}).get("shared_heads", 0)
-    return shared > 0 and request.choices.get("mixture", {}).get("shared") == "calibrated"
+    return shared > 0 and _choices(config, request, layer).get("mixture", {}).get("shared") == "calibrated"
 
 
 def _routing(config: Any, request: MixerRequest, layer: int) -> Routing | None:
     """The heads of a mixture whose router is fitted; None for other layers."""
     mixture = config.mixers_of_layer(layer).get("mixture")
-    if mixture is None or request.choices["mixture"]["method"] != "calibrated":
+    if mixture is None or _choices(config, request, layer)["mixture"]["method"] != "calibrated":
         return None
     selects = mixture["active_heads"] < config.num_attention_heads
     return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
@@ -78,12 +92,14 @@ def convert_layers(
 def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
     names, parts = attention_names(config, layer), list[str]()
     if _combines(config, layer):
-        method = request.choices["explicit"]["method"]
+        method = _choices(config, request, layer)["explicit"]["method"]
         parts += rewritten_names(config.layout_of_layer(layer), _counts(config, request, layer), method)
     if _reorders(config, request, layer):
         parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
     if _routing(config, request, layer) is not None:
         parts.append("o_proj.weight")
+    if "bilinear" in config.mixers_of_layer(layer):
+        parts += ["q_proj.weight", "o_proj.weight"]
     differential = config.mixers_of_layer(layer).get("differential")
     if makes_pairs(differential):
         parts += paired_names(differential)
@@ -95,8 +111,8 @@ def _rewritten(
     store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
 ) -> Tensors:
     combines, reorders = _combines(config, layer), _reorders(config, request, layer)
-    routing = _routing(config, request, layer)
-    if not (combines or reorders or routing):
+    routing, is_bilinear = _routing(config, request, layer), "bilinear" in config.mixers_of_layer(layer)
+    if not (combines or reorders or routing or is_bilinear):
         return {}
     tensors, layout = read_attention(store, attention_names(config, layer)), config.layout_of_layer(layer)
     if routing is not None:
@@ -105,13 +121,13 @@ def _rewritten(
         tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
     if combines:
         heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
-        method = request.choices["explicit"]["method"]
+        method = _choices(config, request, layer)["explicit"]["method"]
         tensors = rewrite(tensors, heads, layout, _counts(config, request, layer), method)
     if reorders:
         shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
         order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
         tensors = reorder(tensors, order, layout)
-    return tensors
+    return multiply_projections(tensors, layout) if is_bilinear else tensors
 
 
 def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
@@ -120,8 +136,8 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
     `chooses` is true if `--layers auto` is still to choose the component heads.
     """
     layers = attention_layers(config)
-    is_aligned = request.choices.get("explicit", {}).get("method") == "aligned"
-    needed = {"statistics"} if is_aligned and (chooses or any(_combines(config, layer) for layer in layers)) else set()
+    aligned = [layer for layer in layers if _is_aligned(config, request, layer)]
+    needed = {"statistics"} if any(chooses or _combines(config, layer) for layer in aligned) else set()
     needed |= {"use"} if any(_reorders(config, request, layer) for layer in layers) else set()
     return needed | ({"router"} if any(routings(config, request)) else set())
 

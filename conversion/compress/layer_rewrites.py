@@ -9,7 +9,7 @@ from torch import nn
 
 from crosshead.common.errors import ConversionError
 
-from ..architectures.families import AttentionNames
+from ..architectures.attention_names import AttentionNames
 from ..sources.tensor_store import TensorStore
 
 Tensors = dict[str, torch.Tensor]

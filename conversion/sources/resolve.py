@@ -32,7 +32,7 @@ from .tensor_store import TensorStore
 
 _TEXT_SUFFIXES = ("", ".md", ".txt", ".jinja")
 _TEXT_VOCABULARIES = {"vocab.txt", "merges.txt"}
-_TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"vocab.json", "merges.txt"})
+_TOKENIZERS = ({"tokenizer.json"}, {"tokenizer.model"}, {"spiece.model"}, {"vocab.json", "merges.txt"})
 """One of these sets of files is enough for a tokenizer."""
 
 

@@ -21,7 +21,7 @@ def compare_encoders(
     The outputs are logits of image classifiers, else the last hidden states. A cosine is the mean over tokens, and
     over the mean vectors of windows or images, which sentence encoders use as embeddings.
     """
-    total = sum(model.config.num_hidden_layers for model in (source, target))
+    total = source.depth + target.depth
     done = count(1)
     before, after = (model.run(inputs, lambda: advance(next(done), total)) for model in (source, target))
     cosines = {"token_cosine": _cosine(before, after), "embedding_cosine": _cosine(before.mean(1), after.mean(1))}

@@ -67,10 +67,10 @@ def compare(
 
     Additional tokens in the target's vocabulary are ignored. `advance` counts the layers of both models.
     """
-    total = source.config.num_hidden_layers + target.config.num_hidden_layers
+    total = source.depth + target.depth
     done = count(1)
     before, after = (model.run(tokens, lambda: advance(next(done), total)) for model in (source, target))
-    sums = _Sums()
+    sums, tokens = _Sums(), source.predicted(tokens)
     length = tokens.shape[1]
     with source.head() as source_head, target.head() as target_head:
         for window, start in product(range(len(tokens)), range(0, length, POSITIONS)):

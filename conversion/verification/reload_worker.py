@@ -52,13 +52,35 @@ def unloaded(model: Any) -> list[str]:
     return sorted(name for name, tensor in named if tensor.is_meta)
 
 
+def model_inputs(config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What a model reads of sequences (B, T): an encoder and a decoder half each, the latter from its start token."""
+    if not getattr(config, "is_encoder_decoder", False):
+        return {"input_ids": tokens}
+    half = tokens.shape[1] // 2
+    answer = tokens[:, half:].clone()
+    answer[:, 0] = start_token(config)
+    return {"input_ids": tokens[:, :half], "decoder_input_ids": answer}
+
+
+def start_token(config: Any) -> int:
+    """The token that a decoder starts with, by default that of padding."""
+    start = getattr(config, "decoder_start_token_id", None)
+    return int(config.pad_token_id or 0 if start is None else start)
+
+
 @torch.no_grad()
 def continue_greedily(model: Any, tokens: torch.Tensor, new_tokens: int) -> list[list[int]]:
     """Greedy continuations of sequences (B, T)."""
     model.generation_config = GenerationConfig()  # the folder's own may sample, penalise or stop
     options = {"max_new_tokens": new_tokens, "do_sample": False, "pad_token_id": 0}
+    start = tokens.shape[1]
+    if model.config.is_encoder_decoder:
+        tokens, start = model_inputs(model.config, tokens)["input_ids"], 1
+        # transformers makes a cache for as many layers of the decoder as the encoder has.
+        is_cached = model.config.num_hidden_layers >= model.config.num_decoder_layers
+        options |= {"decoder_start_token_id": start_token(model.config), "use_cache": is_cached}
     generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-    return generated[:, tokens.shape[1] :].tolist()
+    return generated[:, start:].tolist()
 
 
 @torch.no_grad()
@@ -75,10 +97,12 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
         )
         return {}
     if not model.can_generate():
-        hidden = [model.base_model(sequence[None]).last_hidden_state for sequence in tokens]
+        inputs = [model_inputs(model.config, sequence[None]) for sequence in tokens]
+        hidden = [model.base_model(**each).last_hidden_state for each in inputs]
         save_file({"logits": torch.cat(hidden)}, logits)
         return {}
-    save_file({"logits": torch.cat([model(sequence[None]).logits for sequence in tokens])}, logits)
+    outputs = [model(**model_inputs(model.config, sequence[None])).logits for sequence in tokens]
+    save_file({"logits": torch.cat(outputs)}, logits)
     continuations = continue_greedily(model, tokens, new_tokens)
     return {"continuations": continuations, "texts": [tokenizer.decode(ids) for ids in continuations]}
 

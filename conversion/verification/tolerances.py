@@ -9,7 +9,8 @@ from crosshead.common.errors import ConversionError
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import Settings
 
-from ..architectures.families import attention_layers, family_of
+from ..architectures.attention_names import attention_layers
+from ..architectures.families import family_of
 from ..architectures.mixer_tensors import mixers_layout
 
 APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
@@ -19,6 +20,7 @@ APPROXIMATE: dict[str, Callable[[Settings], bool]] = {
 """Mechanism -> whether it approximates the source with these settings."""
 EXACT: dict[str, Callable[[Settings], bool]] = {
     "differential": lambda settings: settings["version"] == 2 or (settings["half_values"] and not settings["norm"]),
+    "bilinear": lambda settings: True,
 }
 """Mechanism -> whether a conversion with these settings gives the source's outputs, but a new model does not."""
 

@@ -15,10 +15,11 @@ from crosshead.common.progress import Counter, Progress, silent
 
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
+from ..architectures.stacks import decodes, predicts_tokens
 from ..calibration.images import RANDOM_NAME, random_pixels, read_pixels
-from ..calibration.streamed_encoder import stream
+from ..calibration.streamed import stream
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows
+from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows, within_context
 from ..options import check_device
 from ..plan import check_source
 from ..sources.model_folder import (
@@ -44,7 +45,8 @@ LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
 RELOADED = 1e-5
 """Maximum logit difference between this process and the clean one, relative to the largest logit."""
-KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight")
+KEY_PROJECTIONS = ("k_proj.weight", "kv_a_proj_with_mqa.weight", "Attention.q.weight")
+"""Or, of a T5, which need not have one, the query projection."""
 FAULTS = ("missing", "unexpected", "mismatched", "errors", "unloaded")
 
 
@@ -75,8 +77,8 @@ def read_sample(source: Source, text: Path | None) -> Sample:
             return Sample(random_pixels(config, IMAGES), RANDOM_NAME)
         return Sample(read_pixels(source, config, text, IMAGES), text.resolve().name)
     content = held_out_text() if text is None else read_text(text)
-    is_encoder = family_of(config).is_encoder
-    length = min(LENGTH, config.max_position_embeddings) if is_encoder else LENGTH
+    is_encoder = not decodes(config)
+    length = within_context(config, LENGTH) if is_encoder else LENGTH
     tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, is_encoder)
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
 
@@ -173,16 +175,16 @@ def _compared(
     streamed: _Pair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
     advance = partial(progress, "comparing")
-    if family_of(streamed[0].config).is_encoder:
-        found = compare_encoders(*streamed, sample.tokens, advance)
-    else:
+    if predicts_tokens(streamed[0].config):
         found = asdict(compare(*streamed, sample.tokens, advance))
+    else:
+        found = compare_encoders(*streamed, sample.tokens, advance)
     return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **found}
 
 
 def _needs_eager(config: Any) -> bool:
     """Whether a mechanism replaces the attention function, so that only eager attention gives identical results."""
-    return "talking" in getattr(config, "mixers", ())
+    return hasattr(config, "mixers") and "talking" in config.mechanisms()
 
 
 def folder_of(checkpoint: Source) -> Path | None:
@@ -204,14 +206,14 @@ def refuse_foreign_code(model: Source) -> None:
 def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
     config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
-    shapes = tensor_shapes(config)
+    shapes = tensor_shapes(config, checkpoint.store.entries)
     check_source(checkpoint.store, shapes, tied_tensors(config))
     return config, {"expected": len(shapes), "missing": 0, "unexpected": 0}
 
 
 def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
     """Bytes of KV cache per token, in the dtype of the key projection; an encoder has no cache."""
-    if family_of(config).is_encoder:
+    if not decodes(config):
         return 0
     stored = next(entry.dtype for name, entry in entries.items() if name.endswith(KEY_PROJECTIONS))
     mixed = (
@@ -250,7 +252,7 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
 
 @torch.no_grad()
 def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits (B, T, vocabulary) or (B, classes), or an encoder's hidden states (B, T, hidden)."""
+    """Logits (B, T, vocabulary) or (B, classes), or last hidden states (B, T, hidden)."""
     with model.head() as head:
         return head(model.run(tokens))
 

@@ -68,6 +68,8 @@ def _cost(facts: Any) -> dict[str, Any]:
 
     kind = "mixed" if str(facts.config.get("model_type")).startswith(PREFIX) else "stock"
     config = read_config(dict(facts.config), kind, facts.name)
+    if family_of(config).stacks:  # `crosshead cost` does not count an encoder with a decoder
+        return {}
     if kind == "stock":
         config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
     return cost_report(config, usual_length(config, LENGTH))

@@ -9,7 +9,10 @@ from crosshead_command.screen import progress, show_report
 
 Mixer = Annotated[
     list[str] | None,
-    typer.Option(help="A mechanism: NAME[:key=value,...]; repeatable; join lists by +, as in on=query+key."),
+    typer.Option(
+        help="A mechanism: NAME[:key=value,...]; repeatable; join lists by +, as in on=query+key. For parts of a T5: "
+        "NAME@encoder+decoder+cross."
+    ),
 ]
 Dtype = Annotated[
     str | None, typer.Option(help="Dtype of the weights: float32, float16 or bfloat16; by default the source's.")
@@ -72,9 +75,9 @@ def convert(
     no_verify: NoVerify = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a stock Llama, Qwen, BERT or ViT checkpoint to a crosshead model.
+    """Convert a stock Llama, Qwen, BERT, ViT or T5 checkpoint to a crosshead model.
 
-    Mechanisms: knocking, explicit, mixture, talking, differential, gating. For example:
+    Mechanisms: knocking, explicit, mixture, talking, differential, gating; for T5 also bilinear. For example:
 
     crosshead convert Qwen/Qwen3-0.6B out --mixer knocking:form=linear,on=query+key+value
 

@@ -13,7 +13,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.encoder_limits import LIMITS
-from crosshead.conversion.calibration.streamed_encoder import stream
+from crosshead.conversion.calibration.streamed import stream
 from crosshead.conversion.compress.layer_probe import probe_layers
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
@@ -78,7 +78,8 @@ ASKED = {
     LIMITS[2].what: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
     LIMITS[3].what: ("Albert", {"mixture": {"active_heads": 3}}, {}),
     LIMITS[4].what: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
-    LIMITS[5].what: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
+    LIMITS[5].what: ("Bert", {"bilinear": {}}, {}),
+    LIMITS[6].what: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
 }
 
 

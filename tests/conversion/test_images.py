@@ -13,7 +13,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.images import RANDOM_NAME
-from crosshead.conversion.calibration.streamed_encoder import stream
+from crosshead.conversion.calibration.streamed import stream
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from image_toys import CLASSIFIER, IMAGE_BACKBONES, IMAGES, write_image_model, write_images
 from tiers import grid

@@ -10,6 +10,7 @@ import crosshead
 from broken import run
 from encoder_toys import write_encoder
 from image_toys import write_image_model
+from t5_toys import write_t5
 
 
 @pytest.fixture
@@ -24,6 +25,9 @@ def line(capfd, monkeypatch, tmp_path):
         (write_encoder, "ForMaskedLM", "fill-mask"),
         (write_image_model, "ForImageClassification", "image-classification"),
         (write_image_model, "Model", "image-feature-extraction"),
+        (write_t5, "ForConditionalGeneration", "text2text-generation"),
+        pytest.param(write_t5, "EncoderModel", "feature-extraction", marks=pytest.mark.slow),
+        pytest.param(write_t5, "Model", "feature-extraction", marks=pytest.mark.slow),
     ],
 )
 def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
@@ -34,13 +38,30 @@ def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
         assert line(f"card {folder}")[0] == 0
         text = (tmp_path / folder / "README.md").read_text()
         assert metadata_load(tmp_path / folder / "README.md")["pipeline_tag"] == pipeline
-        assert f"encoder with{'out' * (folder == 'stock')} " in text
+        assert re.search(rf"(encoder|decoder|model) with{'out' * (folder == 'stock')} ", text)
         examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
         exec(compile("\n".join(examples), "README.md", "exec"), names := {})
         assert "lora" in str(names["model"])
         status, out, err = line(f"push {folder} me/{folder} --dry-run")
         assert (status, err) == (0, ""), err
         assert "model.safetensors" in out
+
+
+def test_the_card_of_a_t5_has_the_mechanisms_of_its_parts(line, tmp_path):
+    write_t5(tmp_path / "source")
+    mixers = {"talking@encoder+cross": {}, "mixture@decoder": {"active_heads": 3}}
+    crosshead.convert("source", "made", mixers, verify=False)
+    assert line("card made")[0] == 0
+    text = (tmp_path / "made" / "README.md").read_text()
+    config = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert json.dumps({"mixers": config["mixers"]}) in text
+    assert metadata_load(tmp_path / "made" / "README.md")["tags"][:3] == ["crosshead", "talking", "mixture"]
+    assert "A `t5` sequence-to-sequence model with " in text
+    command = re.search(r"^crosshead (convert source made .*)$", text, re.MULTILINE)[1]
+    assert "--mixer talking@encoder" in command and "active_heads=3" in command and "method=calibrated" in command
+    status, _, err = line(f"{command.replace(' made ', ' again ')} --no-verify")
+    assert status == 0, err
+    assert config == json.loads((tmp_path / "again" / "config.json").read_text())
 
 
 def test_the_card_names_the_images(line, tmp_path):

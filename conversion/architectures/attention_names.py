@@ -1,0 +1,51 @@
+"""The attention layers of a model, and the names of their tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .families import PREFIX, architecture_of, family_of
+from .stacks import places_of
+
+
+@dataclass(frozen=True)
+class AttentionNames:
+    """The names of one layer's attention tensors; a part is a name without the layer, as decoders have it."""
+
+    prefix: str
+    parts: Mapping[str, str]
+
+    def stored(self, part: str) -> str:
+        """A part's name in the checkpoint."""
+        for decoders, ours in self.parts.items():
+            if part.startswith(decoders):
+                return self.prefix + ours + part.removeprefix(decoders)
+        return self.prefix + part
+
+    def part(self, name: str) -> str | None:
+        """The part with a name in the checkpoint; None if it is no attention tensor of the layer."""
+        local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
+        if local is None or not self.parts:
+            return local
+        found = (each + local.removeprefix(ours) for each, ours in self.parts.items() if local.startswith(ours))
+        return next(found, None)
+
+
+def attention_names(config: Any, layer: int) -> AttentionNames:
+    """The names of a layer's attention tensors."""
+    family = family_of(config)
+    if family.stacks:
+        part, inner = places_of(config)[layer]
+        return AttentionNames(family.stacks[part].format(layer=inner), family.parts or {})
+    base = "" if architecture_of(config).endswith("Model") else f"{config.model_type.removeprefix(PREFIX)}."
+    group, inner = divmod(layer, getattr(config, "inner_group_num", 1))
+    prefix = family.attention.format(base=base, layer=layer, group=group, inner=inner)
+    return AttentionNames(prefix, family.parts or {})
+
+
+def attention_layers(config: Any) -> range:
+    """The attention layers with weights of their own; of a T5, in the order of the forward pass."""
+    if places := places_of(config):
+        return range(len(places))
+    shared = getattr(config, "num_hidden_groups", None)
+    return range(config.num_hidden_layers if shared is None else shared * config.inner_group_num)

@@ -1,0 +1,126 @@
+"""A T5 that runs layer by layer, as `StreamedModel` runs decoders.
+
+A layer is one attention: those of the encoder, then self-attention and cross-attention of each layer of the decoder;
+the last one of a block runs with the feed-forward network. The hidden states of both stacks are one tensor (B, T,
+hidden): the encoder reads the first half of each window, the decoder the second.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional
+from transformers.masking_utils import create_causal_mask
+
+from crosshead.modeling.backbones.t5 import CROSS, DECODER, ENCODER
+
+from ..architectures.families import family_of, stored_embedding
+from ..architectures.stacks import decodes, places_of
+from ..verification.reload_worker import model_inputs
+from .streamed_encoder import AttentionView
+from .streamed_model import StreamedModel
+
+
+class AttentionLayer(NamedTuple):
+    """One attention, in the block that holds it."""
+
+    part: str
+    index: int
+    block: Any
+
+
+class StreamedT5(StreamedModel):
+    """A T5 over a store; its outputs are logits, or without a head the last hidden states of the last stack."""
+
+    def _set_up(self) -> None:
+        self._embeddings, self._embedding = stored_embedding(self._model, self._store.entries)
+        self._decodes = decodes(self.config)
+        self._biases: dict[str, torch.Tensor] = {}
+
+    @property
+    def depth(self) -> int:
+        """The number of attention layers."""
+        return len(places_of(self.config))
+
+    def predicted(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The decoder's tokens."""
+        return model_inputs(self.config, tokens)["decoder_input_ids"]
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Token ids (B, T) -> hidden states of both stacks (B, T, hidden)."""
+        rows = self._stored("encoder.embed_tokens.weight", self._model.shared.weight.shape)
+        read = torch.cat([*model_inputs(self.config, tokens.cpu()).values()], dim=1)
+        return functional.embedding(read, rows).to(self.device, self._dtype)
+
+    def layers(self) -> Iterator[tuple[int, Any]]:
+        """Each attention layer with its weights; they are freed after the last one of a block."""
+        parts = {ENCODER: [ENCODER], DECODER: [DECODER, CROSS]}
+        index = 0
+        for name in (ENCODER, DECODER) if self._decodes else (ENCODER,):
+            stack = getattr(self._model, name)
+            norm = f"{name}.final_layer_norm."
+            with self._weights(stack.final_layer_norm, norm):
+                for inner, block in enumerate(stack.block):
+                    with self._weights(block, f"{name}.block.{inner}."):
+                        for part in parts[name]:
+                            yield index, AttentionLayer(part, inner, block)
+                            index += 1
+
+    def attention(self, layer: Any) -> Any:
+        """The attention of one of `layers`."""
+        sublayer = layer.block.layer[int(layer.part == CROSS)]
+        attention = sublayer.EncDecAttention if layer.part == CROSS else sublayer.SelfAttention
+        return AttentionView(attention, family_of(self.config).parts or {})
+
+    def call(self, layer: Any, hidden: torch.Tensor) -> torch.Tensor:
+        """Run one of `layers` on hidden states (B, T, hidden) of complete sequences without padding.
+
+        The first layer of a stack returns the position biases, which the others get. The last one ends with its norm.
+        """
+        half = hidden.shape[1] // 2 if self._decodes else hidden.shape[1]
+        text, answer = hidden[:, :half], hidden[:, half:]
+        bias = self._biases.get(layer.part) if layer.index else None
+        if layer.part == ENCODER:
+            text, self._biases[ENCODER], _ = layer.block(text, None, bias)
+            text = self._ended(layer, text)
+        elif layer.part == DECODER:
+            config = self._model.decoder.config
+            mask = create_causal_mask(config=config, inputs_embeds=answer, attention_mask=None, past_key_values=None)
+            answer, self._biases[DECODER], _ = layer.block.layer[0](answer, attention_mask=mask, position_bias=bias)
+        else:
+            answer = layer.block.layer[1](answer, key_value_states=text)[0]
+            answer = self._ended(layer, layer.block.layer[2](answer))
+        return torch.cat([text, answer], dim=1)
+
+    def _ended(self, layer: AttentionLayer, hidden: torch.Tensor) -> torch.Tensor:
+        """The hidden states after a block; after the last one, those after the norm of the stack."""
+        stack = getattr(self._model, ENCODER if layer.part == ENCODER else DECODER)
+        ended: torch.Tensor = stack.final_layer_norm(hidden) if layer.index == len(stack.block) - 1 else hidden
+        return ended
+
+    def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
+        """Run all layers on token ids (B, T); the hidden states of the last stack."""
+        hidden = super().run(tokens, advance)
+        return hidden[:, tokens.shape[1] // 2 :] if self._decodes else hidden
+
+    @contextmanager
+    def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """A function from the hidden states after the norm to the outputs."""
+        head = getattr(self._model, "lm_head", None)
+        if head is None:
+            yield lambda hidden: hidden
+            return
+        scale = self.config.d_model**-0.5 if self.config.scale_decoder_outputs else 1.0
+        with self._weights(head, "lm_head."):
+            yield lambda hidden: head(hidden * scale)
+
+    @contextmanager
+    def whole(self, resident: bool = True) -> Iterator[Any]:
+        """The model as a module, with all weights in memory within the context."""
+        with self._weights(self._model, ""):
+            yield self._model
+
+    def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
+        is_tied = name in self._embeddings and name not in self._store.entries
+        return super()._stored(self._embedding if is_tied else name, shape)
