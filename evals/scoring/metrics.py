@@ -139,7 +139,7 @@ def _pearson_without(x: Tensor, y: Tensor) -> Tensor:
 def _ranks(values: Tensor) -> Tensor:
     """Ranks from 1 on; equal values share the mean of theirs."""
     _, place, counts = values.unique(return_inverse=True, return_counts=True)
-    return counts.cumsum(0)[place] - (counts[place] - 1) / 2
+    return counts.cumsum(0)[place] - (counts[place] - 1).double() / 2
 
 
 def _spearman_without(x: Tensor, y: Tensor) -> Tensor:
