@@ -41,7 +41,7 @@ class Data(ABC):
 
     @abstractmethod
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """What the model does on some items: (B, numbers of this kind), float64."""
+        """What the model does on some items: (B, numbers of this kind), float64, on the CPU."""
 
     @abstractmethod
     def scores(self, outcomes: Tensor) -> list[Score]:
@@ -57,7 +57,7 @@ class Data(ABC):
         for indices in self._batches(batch_size, model.device.type == "cpu"):
             try:
                 with torch.inference_mode():
-                    found = self.outcomes(model, indices).cpu()
+                    found = self.outcomes(model, indices)
             except RuntimeError as error:  # memory, and sizes that do not fit
                 raise EvalError(
                     f"{self.opened.label} cannot run on a batch of {len(indices)}: {one_line(error)}"
@@ -83,21 +83,21 @@ class Data(ABC):
             order = order[size:]
 
 
-def padded(rows: Sequence[Sequence[int]], value: int, model: Any) -> Tensor:
-    """Rows of numbers (B, T) on the model's device, filled up at the end."""
+def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+    """Rows of numbers (B, T), filled up at the end."""
     length = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], device=model.device)
+    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
 
 
 def text_inputs(rows: Sequence[Mapping[str, Sequence[int]]], padding: int, model: Any) -> dict[str, Tensor]:
-    """The inputs of a model for encoded texts."""
+    """The inputs of a model for encoded texts, on its device."""
     values = {"input_ids": padding}
-    return {name: padded([row[name] for row in rows], values.get(name, 0), model) for name in rows[0]}
+    return {name: padded([row[name] for row in rows], values.get(name, 0)).to(model.device) for name in rows[0]}
 
 
 def label_outcomes(logits: Tensor, labels: Sequence[int], top: int) -> Tensor:
     """Loss, prediction, and 1 where the label is among the `top` likeliest classes, of each item."""
-    logits, targets = logits.double(), torch.tensor(labels, device=logits.device)
+    logits, targets = logits.cpu().double(), torch.tensor(labels)
     losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none")
     likeliest = logits.topk(min(top, logits.shape[-1])).indices
     among = (likeliest == targets[:, None]).any(-1)
@@ -106,7 +106,7 @@ def label_outcomes(logits: Tensor, labels: Sequence[int], top: int) -> Tensor:
 
 def token_outcomes(logits: Tensor, targets: Tensor, rows: Tensor, count: int) -> Tensor:
     """Sums of losses, hits and tokens of each of `count` windows; `rows` has the window of each token."""
-    logits = logits.float()
-    losses = torch.nn.functional.cross_entropy(logits, targets, reduction="none").double()
-    found = torch.stack([losses, (logits.argmax(-1) == targets).double(), torch.ones_like(losses)], dim=1)
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")
+    hits = logits.argmax(-1).cpu() == targets
+    found = torch.stack([losses.cpu().double(), hits.double(), torch.ones(len(hits)).double()], dim=1)
     return found.new_zeros(count, 3).index_add(0, rows, found)

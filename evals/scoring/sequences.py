@@ -57,7 +57,7 @@ class LabelledRows(Data):
         rows = [{name: ids for name, ids in self.encoded[index].items() if name in read} for index in indices]
         logits: Tensor = model(**text_inputs(rows, self.padding or 0, model)).logits
         if self.regression:
-            return logits.double()
+            return logits.cpu().double()
         return label_outcomes(logits, [int(self.labels[index]) for index in indices], 1)
 
     def scores(self, outcomes: Tensor) -> list[Score]:

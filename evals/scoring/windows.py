@@ -86,10 +86,10 @@ class MaskedWindows(Windows):
         """Sums over the masked tokens."""
         places, targets = zip(*(self.places[index] for index in indices), strict=True)
         counts = torch.tensor([len(each) for each in places])
-        rows = torch.arange(len(indices)).repeat_interleave(counts).to(model.device)
+        rows = torch.arange(len(indices)).repeat_interleave(counts)
         inputs = text_inputs([self.encoded[index] for index in indices], self.opened.config.pad_token_id or 0, model)
-        logits = model(**inputs).logits[rows, torch.cat(places).to(model.device)]
-        return token_outcomes(logits, torch.cat(targets).to(model.device), rows, len(indices))
+        logits = model(**inputs).logits[rows, torch.cat(places)]
+        return token_outcomes(logits, torch.cat(targets), rows, len(indices))
 
 
 class CorruptedWindows(Windows):
@@ -114,8 +114,9 @@ class CorruptedWindows(Windows):
         """Sums over the tokens of the answer, with sentinels and the end token, as in training."""
         pairs = [self.pairs[index] for index in indices]
         inputs = [{"input_ids": pair.inputs, "attention_mask": [1] * len(pair.inputs)} for pair in pairs]
-        labels = padded([pair.answer for pair in pairs], IGNORED, model)
-        logits = model(**text_inputs(inputs, self.opened.config.pad_token_id or 0, model), labels=labels).logits
+        labels = padded([pair.answer for pair in pairs], IGNORED)
+        encoded = text_inputs(inputs, self.opened.config.pad_token_id or 0, model)
+        logits = model(**encoded, labels=labels.to(model.device)).logits
         rows, places = (labels != IGNORED).nonzero(as_tuple=True)
         return token_outcomes(logits[rows, places], labels[rows, places], rows, len(indices))
 

@@ -12,7 +12,7 @@ import toys
 import transnext_toys
 from broken import run
 from crosshead import CrossheadViTConfig, CrossheadViTForImageClassification
-from image_toys import ViTImageProcessorPil, write_image_model
+from image_toys import CLASSIFIER, ViTImageProcessorPil, write_image_model
 from scoring_toys import write_class_folders
 
 
@@ -43,11 +43,11 @@ def chances_of(folder, files):
         )
 
 
-@pytest.mark.parametrize("backbone", ["ViT", "DeiT"])
-def test_accuracies_and_loss(backbone, line, tmp_path):
+@pytest.mark.parametrize(("backbone", "task"), [("ViT", CLASSIFIER), ("DeiT", f"{CLASSIFIER}WithTeacher")])
+def test_accuracies_and_loss(backbone, task, line, tmp_path):
     """Folders are named by names or numbers of classes; their order is another one than that of the classes."""
     names = {index: f"kind {7 - index}" for index in range(7)}
-    write_image_model(tmp_path / "model", backbone, num_labels=7, id2label=names)
+    write_image_model(tmp_path / "model", backbone, task, num_labels=7, id2label=names)
     folders = {"kind 1": 6, "kind 2": 5, "kind 5": 2, "3": 3}
     write_class_folders(tmp_path / "images", list(folders), each=6)
     (tmp_path / "images" / "kind 5" / "notes.txt").write_text("no image")
