@@ -23,7 +23,7 @@ class Opened:
 
     name: str
     config: Any
-    tokenizer: Any
+    tokenizer: Any = None
     trust_remote_code: bool = False
 
     @property
@@ -32,35 +32,38 @@ class Opened:
         return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
 
 
-def open_config(name: str, trust_remote_code: bool = False) -> Opened:
-    """Open the configuration of a directory or a Hub id; there is no tokenizer yet."""
-    path = Path(name).expanduser()
-    if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or name.count("/") > 1):
-        raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise EvalError(f"{name} is not a model directory: config.json is missing")
-    found = str(path) if path.is_dir() else name
-    config = _from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
-    return Opened(found, config, None, trust_remote_code)
-
-
 def open_model(name: str, trust_remote_code: bool = False) -> Opened:
-    """Open a directory or a Hub id. Code that is not crosshead's runs only with `trust_remote_code`."""
+    """Open a causal language model in a directory or on the Hub.
+
+    Code that is not crosshead's runs only with `trust_remote_code`.
+    """
     opened = open_config(name, trust_remote_code)
     # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     classes = opened.config.architectures or []
     if classes and not any(each in known or each.endswith(CAUSAL) for each in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
-    return with_tokenizer(opened)
+    return replace(opened, tokenizer=open_tokenizer(opened))
 
 
-def with_tokenizer(opened: Opened) -> Opened:
-    """The same with its tokenizer; `EvalError` if its files are missing."""
-    tokenizer = _from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
+def open_config(name: str, trust_remote_code: bool = False) -> Opened:
+    """Open a model of any kind, without its tokenizer."""
+    path = Path(name).expanduser()
+    if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or name.count("/") > 1):
+        raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise EvalError(f"{name} is not a model directory: config.json is missing")
+    found = str(path) if path.is_dir() else name
+    config = from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    return Opened(found, config, trust_remote_code=trust_remote_code)
+
+
+def open_tokenizer(opened: Opened) -> Any:
+    """The tokenizer of a model, which must have a vocabulary."""
+    tokenizer = from_pretrained(AutoTokenizer, opened.name, "tokenizer", opened.trust_remote_code)
     if not tokenizer.encode("a word", add_special_tokens=False):
         raise EvalError(f"{opened.name} has no tokenizer with a vocabulary: copy the tokenizer's files into it")
-    return replace(opened, tokenizer=tokenizer)
+    return tokenizer
 
 
 def check_backbone(opened: Opened) -> None:
@@ -83,26 +86,27 @@ def check_tokens(tokens: Sequence[int], vocabulary: int, tokenizer: str = "the t
         )
 
 
-def load_model(opened: Opened, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
+def load_model(opened: Opened, auto_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """The model in its own dtype, and on the accelerators if there are any, unless `options` differ."""
     defaults = {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
     loading = {**defaults, "use_safetensors": True, "output_loading_info": True, **options}
-    model, report = _from_pretrained(model_class, opened.name, "model", opened.trust_remote_code, **loading)
+    model, report = from_pretrained(auto_class, opened.name, "model", opened.trust_remote_code, **loading)
     missing = sorted(report["missing_keys"])
     if missing:
         raise EvalError(f"{opened.name} is incomplete: {len(missing)} tensors are missing, the first is {missing[0]}")
     return model.eval()
 
 
-def parameter_count(opened: Opened) -> int:
+def parameter_count(opened: Opened, auto_class: Any = AutoModelForCausalLM) -> int:
     """The number of parameters, without loading the weights."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(deepcopy(opened.config), trust_remote_code=opened.trust_remote_code)
+        model = auto_class.from_config(deepcopy(opened.config), trust_remote_code=opened.trust_remote_code)
     count: int = model.num_parameters()
     return count
 
 
-def _from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
+def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
+    """A part of a model, loaded by its Auto class; `EvalError` with one line for any failure."""
     try:
         return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways

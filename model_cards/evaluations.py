@@ -9,6 +9,8 @@ from .errors import CardError
 EVALUATION = "evaluation.json"
 """The file in the model's folder with the scores on its card, without paths of a machine."""
 SHARED = ("suite", "limit", "versions", "confidence")
+OPTIONAL = ("data",)
+"""Only in a report on a user's data."""
 OWN = ("fingerprint", "dtype", "device", "context", "parameters", "scores", "average", "task_versions")
 ROW = {"name", "task", "metric", "filter", "shots", "score", "standard_error", "items", "items_cut"}
 
@@ -27,7 +29,8 @@ def model_results(
     if len(matches) != 1:
         raise CardError(f"{path} {_mismatch(models, folder, len(matches))}")
     index, model = matches[0], models[matches[0]]
-    found = {key: report.get(key) for key in SHARED} | {key: model.get(key) for key in OWN}
+    found = {key: report.get(key) for key in SHARED} | {key: report[key] for key in OPTIONAL if key in report}
+    found |= {key: model.get(key) for key in OWN}
     comparisons = report.get("compared") or ()  # of each later model with the first
     if 0 < index <= len(comparisons):
         first, comparison = models[0], comparisons[index - 1]

@@ -89,9 +89,14 @@ def _short(run: Json) -> str:
 
 def _scores(evaluation: Json, name: str) -> Iterator[str]:
     suite, limit, compared = evaluation["suite"], evaluation["limit"], evaluation.get("compared")
-    part = "" if limit is None else f", at most {limit} items of each task"
-    tool = evaluation["versions"].get("lm_eval", "")
-    yield f"Scores ± standard errors of lm-evaluation-harness {tool}, suite `{suite['name']}`{part}:"
+    data, end = evaluation.get("data"), "beginning"
+    if data:
+        part, end = "" if limit is None else f", {limit} items", "end"
+        yield f"Scores ± standard errors of {suite['name']} on `{data['name']}`{part}:"
+    else:
+        part = "" if limit is None else f", at most {limit} items of each task"
+        tool = evaluation["versions"].get("lm_eval", "")
+        yield f"Scores ± standard errors of lm-evaluation-harness {tool}, suite `{suite['name']}`{part}:"
     heads = ["task", "metric", "shots", "items", name]
     rows = [[row["name"], _metric(row), _shots(row), f"{row['items']:,}", _score(row)] for row in evaluation["scores"]]
     if compared:
@@ -105,7 +110,7 @@ def _scores(evaluation: Json, name: str) -> Iterator[str]:
     for row in evaluation["scores"]:
         if row["items_cut"]:
             truncated = f"{row['items_cut']} of {row['items']} items"
-            yield f"{row['name']}: {truncated} were too long, and their beginning was removed."
+            yield f"{row['name']}: {truncated} were too long, and their {end} was removed."
     if suite.get("missing"):
         yield f"Benchmarks of the suite {NOT_MEASURED}: {', '.join(suite['missing'])}."
 

@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from .commands import datasets
 from .facts import Facts, Json
 from .papers import MECHANISMS
-from .tasks import GENERATION, task_of
+from .tasks import GENERATION, Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
 HELD_OUT = ("held-out", "held-out part of the training data")
@@ -41,7 +41,7 @@ def tags(facts: Facts) -> list[str]:
 def results(facts: Facts) -> Iterator[EvalResult]:
     """The results that were measured on this model."""
     for evaluation in facts.evaluations:
-        yield from (_score(row, evaluation) for row in evaluation["scores"])
+        yield from (_score(row, evaluation, task_of(facts.config)) for row in evaluation["scores"])
     loss = facts.training.get("metrics", {}).get("eval_loss")
     if isinstance(loss, int | float):
         yield EvalResult(
@@ -54,20 +54,21 @@ def results(facts: Facts) -> Iterator[EvalResult]:
         )
 
 
-def _score(row: Json, evaluation: Json) -> EvalResult:
+def _score(row: Json, evaluation: Json, task: Task) -> EvalResult:
     """Few-shot examples and the limit are arguments, so that results with others are different results."""
     arguments: dict[str, Any] = {} if row["shots"] is None else {"num_few_shot": row["shots"]}
     if evaluation["limit"] is not None:
         arguments["limit"] = evaluation["limit"]
+    source = (None, None) if evaluation.get("data") else HARNESS
     return EvalResult(
-        task_type=GENERATION.pipeline,
-        task_name=GENERATION.title,
+        task_type=task.pipeline,
+        task_name=task.title,
         dataset_type=row["task"],
         dataset_name=row["name"],
         dataset_args=arguments or None,
         metric_type=row["metric"],
         metric_name=row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})",
         metric_value=row["score"],
-        source_name=HARNESS[0],
-        source_url=HARNESS[1],
+        source_name=source[0],
+        source_url=source[1],
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import crosshead
 from hub_server import serving
+from scoring_toys import labelled, write_classifier, write_rows
 from toy_data import write_jsonl
 from toy_eval import write_scorable
 from toys import stock_model
@@ -42,6 +43,7 @@ COMMANDS = {
     "train recipe.yaml": 0,
     "train recipe.yaml --set model.path=source --set model.tokenizer=ours --set output=stock": 0,
     "eval source made --suite offline --limit 2 --compare": 0,
+    "eval classifier --data rows.tsv --out rows.json": 0,
     "inspect source made --text 'a quick brown fox' --out page.html": 0,
     f"probe heads made --draws 1 {SMALL}": 0,
     f"probe layers source --method svd {SMALL}": 0,
@@ -111,6 +113,8 @@ def run_chain(folder: Path) -> Chain:
     for name in LEFT_WITH_IT:
         plant(folder / name)
     (folder / "recipe.yaml").write_text(RECIPE)
+    write_classifier(folder / "classifier", num_labels=2)
+    write_rows(folder / "rows.tsv", labelled([0, 1, 1]))
     (folder / "text.txt").write_text(TEXT * 12)
     write_jsonl(folder / "text.jsonl", ["a quick brown fox, " * 20])
     for name in ("temporary", "pages", "hub"):

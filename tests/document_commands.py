@@ -10,6 +10,7 @@ import toys
 from gguf_tokenizers import characters
 from image_toys import write_image_model, write_images
 from rules import ROOT, project_files
+from scoring_toys import labelled, write_class_folders, write_classifier, write_rows
 from toy_checkpoints import write_model
 from toy_eval import write_scorable
 
@@ -58,6 +59,9 @@ PLACEHOLDERS = {
     "IMAGES": "images",
     "IMAGE.png": "images/0.png",
     "DIT": "dit",
+    "CLASSIFIER": "classifier",
+    "ROWS.tsv": "rows.tsv",
+    "CLASSES": "classes",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -146,11 +150,17 @@ def prepare(folder: Path) -> None:
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it
+    masked = characters()
+    masked.mask_token = "*"
+    masked.save_pretrained(folder / "bert")
     write_model(toys.stock_model("T5", num_heads=8), folder / "t5")
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
     (folder / "dit").mkdir()
     (folder / "dit" / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "num_layers": 1}')
+    write_classifier(folder / "classifier", num_labels=2)
+    write_rows(folder / "rows.tsv", labelled([0, 1, 1]))
+    write_class_folders(folder / "classes", ["LABEL_0", "LABEL_1"])
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)

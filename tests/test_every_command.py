@@ -122,10 +122,10 @@ def test_measurements_have_the_fields_that_are_named(chain, report):
     costs = json.loads(chain.said("cost made --json")[0])
     figures = {f"{phase}_{unit}" for phase in SPEED for unit in ("flops", "multiplications")}
     assert costs.keys() <= named and costs["cost"].keys() - figures <= named
-    scores = report("eval.json")
-    for each in (scores, *scores["models"], *scores["compared"]):
-        assert each.keys() <= named
-        assert all(row.keys() <= named for row in each.get("scores", ()))
+    for scores in (report("eval.json"), report("rows.json")):
+        for each in (scores, *scores["models"], *scores["compared"], scores.get("data", {})):
+            assert each.keys() <= named
+            assert all(row.keys() <= named for row in each.get("scores", ()))
     page = report("page.json")
     for model in page["models"]:
         for each in (

@@ -3,31 +3,42 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-QUICK = "quick"
+QUICK, HF = "quick", "hf"
+HARNESS_DEFAULTS = {"include_path": None, "backend": HF, "confirm_run_unsafe_code": False}
+
+SuiteOption = Annotated[
+    str | None,
+    typer.Option(
+        help="Benchmarks to run: moh-llm, moh-llama3, mea, mea-reasoning, kha, quick (default), or offline, which "
+        "needs no network."
+    ),
+]
+DataOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="Your own data instead of a suite: rows (TSV or JSON lines) for a classifier, text for a masked language "
+        "model or T5, or a folder of images."
+    ),
+]
 
 
 def evaluate(
     models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids.")],
-    suite: Annotated[
-        str | None,
-        typer.Option(
-            help="Benchmarks to run: moh-llm, moh-llama3, mea, mea-reasoning, kha, quick (default), or offline, which "
-            "needs no network."
-        ),
-    ] = None,
+    suite: SuiteOption = None,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness instead of a suite, separated by commas.")
     ] = None,
     include_path: Annotated[Path | None, typer.Option(help="A directory with your own tasks as YAML files.")] = None,
+    data: DataOption = None,
     limit: Annotated[
         int | None, typer.Option(help="Items of each task, from the first. Default: all, or 200 with quick.")
     ] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto: the largest that fits into memory.")] = "auto",
-    backend: Annotated[str, typer.Option(help="hf (transformers), or vllm, installed in this environment.")] = "hf",
+    backend: Annotated[str, typer.Option(help="hf (transformers), or vllm, installed in this environment.")] = HF,
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare each later model with the first, item by item.")
     ] = False,
@@ -42,33 +53,44 @@ def evaluate(
         bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks that run code which the model writes.")
     ] = False,
 ) -> None:
-    """Score models with lm-evaluation-harness, on the benchmarks of a paper or on your own tasks.
+    """Score models with lm-evaluation-harness on benchmarks or your own tasks, or with --data on your own data.
 
     crosshead eval models/mine --suite offline
+
+    crosshead eval models/classifier --data dev.tsv
 
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
     from crosshead.common.atomic_write import check_targets, write_whole
-    from crosshead.evals.harness.evaluate import evaluate as run
 
-    if suite is not None and tasks is not None:
-        raise typer.BadParameter("give --suite or --tasks, not both")
+    tools: dict[str, Any] = {
+        "include_path": include_path,
+        "backend": backend,
+        "confirm_run_unsafe_code": confirm_run_unsafe_code,
+    }
+    _check_source(suite, tasks, data, tools)
     check_targets([out], overwrite)
-    run(
-        models,
-        suite or QUICK,
-        tasks=_names(tasks),
-        include_path=include_path,
-        limit=limit,
-        batch_size=int(batch_size) if batch_size.isdigit() else batch_size,
-        backend=backend,
-        compared=compare,
-        trust_remote_code=trust_remote_code,
-        confirm_run_unsafe_code=confirm_run_unsafe_code,
-        progress=_show_progress,
-        save=lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"}),
-    )
+    options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdigit() else batch_size}
+    options |= {"compared": compare, "trust_remote_code": trust_remote_code, "progress": _show_progress}
+    options["save"] = lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"})
+    if data is not None:
+        from crosshead.evals.scoring.evaluate import score_data
+
+        score_data(models, data, **options)
+    else:
+        from crosshead.evals.harness.evaluate import evaluate as run
+
+        run(models, suite or QUICK, tasks=_names(tasks), **tools, **options)
     _show(out, as_json)
+
+
+def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools: dict[str, Any]) -> None:
+    """Usage errors for options that exclude each other."""
+    given = {"--suite": suite, "--tasks": tasks, "--data": data}
+    if sum(value is not None for value in given.values()) > 1:
+        raise typer.BadParameter(f"give only one of {', '.join(given)}")
+    if data is not None and tools != HARNESS_DEFAULTS:
+        raise typer.BadParameter("--include-path, --backend and --confirm-run-unsafe-code do not apply to --data")
 
 
 def _names(tasks: str | None) -> list[str]:

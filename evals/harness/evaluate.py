@@ -44,7 +44,9 @@ def evaluate(
     """
     chosen = suite_of_tasks(tasks) if tasks else read_suite(suite)
     limit = limit if limit is not None else chosen.limit
-    _check_options(models, limit, batch_size, compared, backend)
+    check_options(models, limit, batch_size, compared)
+    if backend not in BACKENDS:
+        raise EvalError(f"backend={backend!r} is not allowed: use {' or '.join(BACKENDS)}")
     with quiet():
         opened = [open_model(name, trust_remote_code) for name in models]
         for each in opened:
@@ -76,11 +78,8 @@ def evaluate(
     return report
 
 
-def _check_options(
-    models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool, backend: str
-) -> None:
-    if backend not in BACKENDS:
-        raise EvalError(f"backend={backend!r} is not allowed: use {' or '.join(BACKENDS)}")
+def check_options(models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool) -> None:
+    """`EvalError` for values that make no sense."""
     if compared and len(models) < 2:
         raise EvalError("a comparison needs two models or more")
     if limit is not None and limit < 1:

@@ -14,9 +14,10 @@ def eval_lines(report: Report) -> Iterator[str]:
     for model in report["models"]:
         for row in model["scores"]:
             if row["items_cut"]:
+                part = "end" if "data" in report else "beginning"
                 yield (
                     f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "
-                    f"{model['model']} ({model['context']} tokens): their beginning was removed"
+                    f"{model['model']} ({model['context']} tokens): their {part} was removed"
                 )
     if report["suite"]["missing"]:
         yield f"not in the harness: {', '.join(report['suite']['missing'])}"

@@ -30,12 +30,14 @@ class Items:
     weights: list[float]
     exponential: bool
     """True if the score is the exponential of the ratio."""
+    answers: list[float] | None = None
+    """The model's answers, for a score whose values depend on the other items, such as a correlation."""
 
     @property
     def binary(self) -> bool:
         """True if each item is right or wrong."""
         pairs = zip(self.values, self.weights, strict=True)
-        return not self.exponential and all(value in (0, weight) for value, weight in pairs)
+        return not self.exponential and self.answers is None and all(value in (0, weight) for value, weight in pairs)
 
     def standard_error(self) -> float:
         """The standard error of the score."""
@@ -152,7 +154,8 @@ def difference(first: Items, second: Items, higher_is_better: bool) -> Row:
     bounds = interval(changes, first.weights, first.binary and second.binary)
     if first.exponential:
         change, *bounds = (math.expm1(min(each, MAXIMUM_LOG)) for each in (change, *bounds))
-    differing = sum(each != 0 for each in changes)
+    answers = zip(first.answers or first.values, second.answers or second.values, strict=True)
+    differing = sum(before != after for before, after in answers)
     return {
         "scale": "part of the first" if first.exponential else "difference",
         "change": change,

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import prod
@@ -12,7 +13,7 @@ import torch
 
 from crosshead.modeling.mechanisms.base import Mechanism
 
-from ..open_model import Opened, load_model, open_config, with_tokenizer
+from ..open_model import Opened, load_model, open_config, open_tokenizer
 from .backbones import IMAGE, Backbone, Part, backbone_of, head_size, key_value_heads, model_class
 from .inputs import MAXIMUM_TOKENS, Inputs, Sample, read_samples
 from .layer import TOP, LayerStates, layer_record, record_states
@@ -36,7 +37,7 @@ def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> 
     opened = [open_config(name) for name in names]
     backbones = [backbone_of(each) for each in opened]
     opened = [
-        each if IMAGE in backbone.reads else with_tokenizer(each)
+        each if IMAGE in backbone.reads else replace(each, tokenizer=open_tokenizer(each))
         for each, backbone in zip(opened, backbones, strict=True)
     ]
     read = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]

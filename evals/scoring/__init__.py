@@ -1,0 +1,1 @@
+"""Scores on a user's own data of models that lm-evaluation-harness does not score."""

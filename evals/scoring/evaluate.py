@@ -1,0 +1,175 @@
+"""Scores models on a user's data: which kind of scores follows from the class that a model's config names."""
+
+import gc
+import math
+import platform
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import EvalError
+from crosshead.common.fingerprint import model_fingerprint
+
+from ..harness.evaluate import check_options
+from ..harness.lm_eval_model import quiet
+from ..harness.scores import CONFIDENCE, Items, Row, compare
+from ..open_model import Opened, load_model, open_config, open_tokenizer, parameter_count
+from .data import Data
+from .files import digest
+from .images import LabelledImages
+from .metrics import Score
+from .sequences import LabelledRows
+from .windows import CorruptedWindows, MaskedWindows, Windows
+
+KINDS: dict[str, type[Data]] = {
+    "ForSequenceClassification": LabelledRows,
+    "ForMaskedLM": MaskedWindows,
+    "T5ForConditionalGeneration": CorruptedWindows,
+    "ForImageClassification": LabelledImages,
+    "ForImageClassificationWithTeacher": LabelledImages,
+}
+"""The ending of a class's name -> how its models are scored."""
+PACKAGES = ("crosshead", "transformers", "torch")
+"""Scores depend on their versions, and on Python's."""
+
+
+def score_data(
+    models: Sequence[str],
+    path: Path,
+    *,
+    limit: int | None = None,
+    batch_size: int | str = "auto",
+    compared: bool = False,
+    trust_remote_code: bool = False,
+    progress: Callable[[str], None] = lambda message: None,
+    save: Callable[[dict[str, Any]], None] = lambda report: None,
+) -> dict[str, Any]:
+    """Score each model on a file or a folder; with `compared`, compare each later model with the first.
+
+    The report is that of `harness.evaluate`, with the name and the digest of the data; `save` is called with the
+    present one after each model and each comparison.
+    """
+    check_options(models, limit, batch_size, compared)
+    if not path.exists():
+        raise EvalError(f"--data {path}: there is no such file or folder")
+    with quiet():
+        data = _open(models, path, limit, trust_remote_code)
+        if compared:
+            _check_comparable(data)
+        parameters = [parameter_count(each.opened, each.auto_class) for each in data]
+        name = path.resolve().name
+        report: dict[str, Any] = {
+            "suite": {"name": data[0].title, "source": name, "missing": []},
+            "data": {"name": name, "sha256": digest(data[0].files)},
+            "limit": limit,
+            "batch_size": batch_size,
+            "backend": "hf",
+            "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
+            "models": [],
+            "confidence": CONFIDENCE,
+            "compared": [],
+        }
+        items: list[list[Items]] = []
+        for each, count in zip(data, parameters, strict=True):
+            progress(f"scoring {each.opened.name}")
+            model, found = _score(each, name, batch_size)
+            report["models"].append(model | {"parameters": count})
+            items.append(found)
+            save(report)  # before the comparison, which may fail
+            if compared and len(items) > 1:
+                changes = compare(report["models"][0]["scores"], items[0], found)
+                report["compared"].append({"first": data[0].opened.name, "second": each.opened.name, **changes})
+                save(report)
+    return report
+
+
+def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
+    """The data as each model reads it; all of one kind."""
+    opened = [open_config(name, trust_remote_code) for name in models]
+    kinds = [_kind(each) for each in opened]
+    for each, kind in zip(opened, kinds, strict=True):
+        if kind is not kinds[0]:
+            raise EvalError(
+                f"{opened[0].name} is a model for {kinds[0].title}, and {each.name} for {kind.title}: "
+                "score them separately"
+            )
+    if kinds[0].reads_text:
+        opened = [replace(each, tokenizer=open_tokenizer(each)) for each in opened]
+    contexts = [_context(each) for each in opened]
+    if issubclass(kinds[0], Windows):  # the same windows for each
+        contexts = [min(contexts)] * len(contexts)
+    return [kinds[0](each, path, limit, context) for each, context in zip(opened, contexts, strict=True)]
+
+
+def _kind(opened: Opened) -> type[Data]:
+    classes = opened.config.architectures or ["model without `architectures` in its config.json"]
+    kind = next((kind for ending, kind in KINDS.items() if classes[0].endswith(ending)), None)
+    if kind is None:
+        raise EvalError(
+            f"{opened.name} is a {classes[0]}, which --data does not score: it scores *{', *'.join(KINDS)}; for a "
+            "causal language model use --suite or --tasks"
+        )
+    return kind
+
+
+def _context(opened: Opened) -> int:
+    """The tokens that the model and its tokenizer allow; `sys.maxsize` if neither has a limit."""
+    limits = (
+        getattr(opened.config.get_text_config(), "max_position_embeddings", None),
+        getattr(opened.tokenizer, "model_max_length", None),  # a very large number if it has none
+    )
+    return min(int(limit) for limit in (*limits, sys.maxsize) if limit is not None)
+
+
+def _check_comparable(data: Sequence[Data]) -> None:
+    for each in data:
+        if each.comparable() != data[0].comparable():
+            raise EvalError(
+                f"{data[0].opened.name} and {each.opened.name} have different tokens for this text: leave out "
+                "--compare"
+            )
+
+
+def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items]]:
+    """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
+    folder = Path(data.opened.name)
+    fingerprint = model_fingerprint(folder) if folder.is_dir() else None
+    model = load_model(data.opened, data.auto_class)
+    scores = data.run(model, batch_size)
+    report = {
+        "model": data.opened.name,
+        "fingerprint": fingerprint,
+        "model_type": data.opened.config.model_type,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "context": data.context,
+        "scores": [_row(data, name, score) for score in scores],
+        "average": None,
+        "task_versions": {},
+    }
+    del model
+    gc.collect()
+    return report, [score.items for score in scores]
+
+
+def _row(data: Data, name: str, score: Score) -> Row:
+    try:
+        value, error = score.value, score.items.standard_error()
+    except OverflowError as overflow:
+        raise EvalError("a perplexity is too large to be a number: the model's weights are broken") from overflow
+    return {
+        "name": name,
+        "task": re.sub(r"[^\w.-]+", "_", name),  # the Hub allows few characters
+        "metric": score.metric,
+        "filter": "none",
+        "shots": None,
+        "score": value,
+        "standard_error": None if math.isnan(error) else error,
+        "items": len(score.items.values),
+        "items_cut": data.cut,
+        "higher_is_better": score.higher_is_better,
+    }

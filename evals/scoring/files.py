@@ -1,0 +1,146 @@
+"""Reads the files of a user: rows with labels, plain text, and folders of images; errors name the file and the row."""
+
+import json
+from collections.abc import Sequence
+from hashlib import file_digest, sha256
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import EvalError, nearest
+
+TEXT_COLUMNS = (
+    ("sentence1", "sentence2"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("premise", "hypothesis"),
+    ("#1 String", "#2 String"),
+    ("sentence",),
+)
+"""The texts of a row in the tasks of GLUE, in its own files and in those of the Hub; the first ones found count."""
+LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+SUFFIXES = (".tsv", ".jsonl", ".json")
+IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
+TOLD = 4
+"""The names of classes in a message."""
+Row = tuple[str, tuple[str, ...], Any]
+"""Where a row is, its texts, and its label."""
+
+
+def read_rows(path: Path, limit: int | None) -> list[Row]:
+    """The rows of a file with tab-separated values, which are never quoted, or with JSON lines."""
+    if path.suffix not in SUFFIXES or not path.is_file():
+        raise EvalError(
+            f"{path} is not a file with rows: a sequence classifier reads {', '.join(SUFFIXES)} (JSON lines)"
+        )
+    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    header = lines[0].split("\t") if path.suffix == ".tsv" else None
+    first = 0 if header is None else 1
+    numbered = [(number, line) for number, line in enumerate(lines[first:], first + 1) if line.strip()]
+    rows = [_row(f"{path}, line {number}", line, header) for number, line in numbered[:limit]]
+    if not rows:
+        raise EvalError(f"{path} has no rows")
+    return rows
+
+
+def _row(where: str, line: str, header: list[str] | None) -> Row:
+    """Columns are looked for in each row, because lines of JSON may differ."""
+    fields = _json_fields(where, line) if header is None else _fields(where, line, header)
+    names = next((names for names in TEXT_COLUMNS if all(name in fields for name in names)), None)
+    label = next((name for name in LABEL_COLUMNS if name in fields), None)
+    for found, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
+        if found is None:
+            wanted = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise EvalError(f"{where}: no column {wanted}; the columns are {', '.join(map(repr, fields))}")
+    texts = tuple(fields[name] for name in names or ())
+    for name, text in zip(names or (), texts, strict=True):
+        if not isinstance(text, str) or not text.strip():
+            raise EvalError(f"{where}: {name} is {text!r}, not a text")
+    return where, texts, fields[label or ""]
+
+
+def _fields(where: str, line: str, header: list[str]) -> dict[str, Any]:
+    values = line.split("\t")
+    if len(values) != len(header):
+        raise EvalError(f"{where} has {len(values)} columns, but the header has {len(header)}")
+    return dict(zip(header, values, strict=True))
+
+
+def _json_fields(where: str, line: str) -> dict[str, Any]:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise EvalError(f"{where} is not JSON: {' '.join(str(error).split())[:100]}") from None
+    if not isinstance(fields, dict):
+        raise EvalError(f"{where} is not a JSON object")
+    return fields
+
+
+def read_text(path: Path) -> str:
+    """The content of a text file; `EvalError` for other files."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise EvalError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise EvalError(f"{path} is not UTF-8 text (at byte {error.start})") from error
+    if "\0" in text:
+        raise EvalError(f"{path} is a binary file (it contains zero bytes)")
+    if not text.strip():
+        raise EvalError(f"{path} is empty")
+    return text
+
+
+def text_files(path: Path) -> list[Path]:
+    """A file, or the .txt files in a folder and its subfolders."""
+    if not path.is_dir():
+        return [path]
+    found = sorted(file for file in path.rglob("*.txt") if file.is_file())
+    if not found:
+        raise EvalError(f"{path} has no .txt files")
+    return found
+
+
+def class_folders(path: Path) -> dict[Path, list[Path]]:
+    """The images in each subfolder of a folder; a subfolder without images is left out."""
+    if not path.is_dir():
+        raise EvalError(
+            f"{path} is not a folder: an image classifier reads a folder with one subfolder for each class"
+        )
+    loose = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES)
+    if loose:
+        raise EvalError(f"{loose[0]} lies in no subfolder: put each image into the subfolder of its class")
+    folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    files = {folder: sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES) for folder in folders}
+    if not any(files.values()):
+        raise EvalError(f"{path} has no images in subfolders: give {', '.join(sorted(IMAGES))} files")
+    return {folder: images for folder, images in files.items() if images}
+
+
+def class_of(config: Any, label: Any, where: str) -> int:
+    """A model's class by its name or its number; `EvalError` if it has none, or two of that name."""
+    names = {int(index): str(name) for index, name in config.id2label.items()}
+    found = [index for index, name in names.items() if name == label]
+    if not found and isinstance(label, str) and label.isascii() and label.isdigit():
+        label = int(label)
+    if not found and isinstance(label, int) and not isinstance(label, bool) and label in names:
+        found = [label]
+    if len(found) > 1:
+        raise EvalError(
+            f"{where}: the model has {len(found)} classes {label!r}: use the class's number, such as {found[0]}"
+        )
+    if not found:
+        classes = ", ".join(list(names.values())[:TOLD]) + (", ..." if len(names) > TOLD else "")
+        raise EvalError(
+            f"{where}: unknown class {label!r}: the model has the classes 0 to {len(names) - 1}, named {classes}"
+            f"{nearest(str(label), names.values())}"
+        )
+    return found[0]
+
+
+def digest(files: Sequence[Path]) -> str:
+    """A sha256 of the digests of files, in their order."""
+    found = sha256()
+    for file in files:
+        with file.open("rb") as content:
+            found.update(file_digest(content, "sha256").digest())
+    return found.hexdigest()

@@ -1,0 +1,68 @@
+"""Image classifiers on a folder with one subfolder for each class."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageClassification
+from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+
+from crosshead.common.errors import EvalError, one_line
+
+from ..open_model import Opened, from_pretrained
+from .data import Data, label_outcomes
+from .files import class_folders, class_of
+from .metrics import TOP, Score, image_scores
+
+
+class LabelledImages(Data):
+    """Images with the class that their folder names; with a limit, evenly spaced ones."""
+
+    auto_class = AutoModelForImageClassification
+    title = "image classification"
+    reads_text = False
+
+    def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
+        """Find the images; they are read when the model runs."""
+        self.opened = opened
+        folders = class_folders(path)
+        labelled = [
+            (file, label)
+            for label, files in ((class_of(opened.config, each.name, str(each)), folders[each]) for each in folders)
+            for file in files
+        ]
+        self.files = [file for file, _ in labelled]
+        count = min(limit or len(labelled), len(labelled))
+        self.images = [labelled[index * len(labelled) // count] for index in range(count)]
+        self.lengths = [1] * count
+        self.processor = from_pretrained(AutoImageProcessor, opened.name, "image processor", opened.trust_remote_code)
+        self.channels = opened.config.num_channels
+
+    def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
+        """Losses, predicted classes, and whether the class is among the five likeliest."""
+        pixels = [self._pixels(self.images[index][0]) for index in indices]
+        if len({each.shape for each in pixels}) > 1:
+            raise EvalError(f"the image processor of {self.opened.label} gives images of different sizes")
+        logits = model(pixel_values=torch.cat(pixels).to(model.device, model.dtype)).logits
+        return label_outcomes(logits, [self.images[index][1] for index in indices], TOP)
+
+    def scores(self, outcomes: Tensor) -> list[Score]:
+        """Accuracy, top-5 accuracy where there are more classes, and loss."""
+        labels = torch.tensor([label for _, label in self.images])
+        scores = image_scores(outcomes[:, 0], outcomes[:, 1].long(), labels, outcomes[:, 2])
+        return scores if self.opened.config.num_labels > TOP else [scores[0], scores[-1]]
+
+    def _pixels(self, file: Path) -> Tensor:
+        try:
+            from PIL import Image
+        except ImportError:
+            raise EvalError("images are read with Pillow, which is not installed: pip install pillow") from None
+        try:
+            with Image.open(file) as image:
+                pixels = self.processor(image.convert("L" if self.channels == 1 else "RGB"), return_tensors="pt")
+        except Exception as error:  # Pillow and processors raise many types of errors
+            raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from error
+        found: Tensor = pixels["pixel_values"]
+        return found

@@ -1,0 +1,171 @@
+"""Masked language models and T5 on plain text: the same masks and spans for every model with the same tokenizer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Generator, Tensor
+from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
+
+from crosshead.common.errors import EvalError
+
+from ..open_model import Opened, check_tokens
+from .data import Data, padded, text_inputs, token_outcomes
+from .files import read_text, text_files
+from .metrics import Score, token_scores
+
+SEED = 0
+RATE, SPAN = 0.15, 3
+"""The part of the tokens that a model has to find, and the mean length of a span of T5."""
+LENGTH = 512
+"""The tokens of a window, if the model's context is long enough."""
+IGNORED = -100
+"""Marks what is no label in transformers."""
+
+
+class Windows(Data):
+    """Windows of a text that do not overlap, and never reach from one file into the next."""
+
+    tokens: list[list[int]]
+    """Of each window, without special tokens."""
+
+    def read(self, opened: Opened, path: Path, limit: int | None, length: int) -> None:
+        """Cut the text into windows of `length` tokens."""
+        self.opened, self.tokens, self.files = opened, [], text_files(path)
+        for file in self.files:
+            ids = opened.tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+            check_tokens(ids, opened.config.vocab_size)
+            windows = [ids[start : start + length] for start in range(0, len(ids), length)]
+            self.tokens += [window for window in windows if len(window) > 1]
+        if not self.tokens:
+            raise EvalError(f"{path} is too short: a window needs 2 tokens or more")
+        self.tokens = self.tokens[:limit]
+
+    def comparable(self) -> Any:
+        """The tokens, and so the masks."""
+        return self.tokens
+
+    def scores(self, outcomes: Tensor) -> list[Score]:
+        """Loss, perplexity and accuracy."""
+        return token_scores(*outcomes.unbind(1))
+
+
+class MaskedWindows(Windows):
+    """Windows in which the mask token replaces tokens at random places."""
+
+    auto_class = AutoModelForMaskedLM
+    title = "masked language modelling"
+
+    def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
+        """Each window has the special tokens that the tokenizer puts around a text."""
+        encoded = opened.tokenizer("a", return_special_tokens_mask=True)
+        pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
+        start, end = ([token for token, _ in takewhile(lambda pair: pair[1], each)] for each in (pairs, pairs[::-1]))
+        self.context = min(context, LENGTH)
+        self.read(opened, path, limit, self.context - len(start) - len(end))
+        mask = opened.tokenizer.mask_token_id
+        if mask is None:
+            raise EvalError(f"the tokenizer of {opened.label} has no mask_token")
+        check_tokens([mask, *start, *end], opened.config.vocab_size)
+        generator = Generator().manual_seed(SEED)
+        self.places, self.encoded = [], []
+        for window in self.tokens:
+            chosen = (
+                torch.randperm(len(window), generator=generator)[: max(1, round(RATE * len(window)))].sort().values
+            )
+            ids = torch.tensor([*start, *window, *end[::-1]])
+            ids[chosen + len(start)] = mask
+            self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
+            self.encoded.append({"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)})
+        self.lengths = [len(each["input_ids"]) for each in self.encoded]
+
+    def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
+        """Sums over the masked tokens."""
+        places, targets = zip(*(self.places[index] for index in indices), strict=True)
+        counts = torch.tensor([len(each) for each in places])
+        rows = torch.arange(len(indices)).repeat_interleave(counts)
+        inputs = text_inputs([self.encoded[index] for index in indices], self.opened.config.pad_token_id or 0, model)
+        logits = model(**inputs).logits[rows, torch.cat(places)]
+        return token_outcomes(logits, torch.cat(targets), rows, len(indices))
+
+
+class CorruptedWindows(Windows):
+    """Windows in which sentinels replace spans, which T5 has to write after their sentinels."""
+
+    auto_class = AutoModelForSeq2SeqLM
+    title = "span corruption"
+
+    def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
+        """As in T5's training: spans lie between other tokens, and the last one ends the window."""
+        self.context = min(context, LENGTH)
+        self.read(opened, path, limit, self.context)
+        generator = Generator().manual_seed(SEED)
+        self.pairs = []
+        for window in self.tokens:
+            spans = noise_spans(len(window), generator)
+            sentinels = [_token(opened, f"<extra_id_{index}>") for index in range(len(spans))]
+            self.pairs.append(corrupted(window, spans, sentinels, _token(opened, opened.tokenizer.eos_token)))
+        self.lengths = [len(pair.inputs) for pair in self.pairs]
+
+    def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
+        """Sums over the tokens of the answer, with sentinels and the end token, as in training."""
+        pairs = [self.pairs[index] for index in indices]
+        inputs = [{"input_ids": pair.inputs, "attention_mask": [1] * len(pair.inputs)} for pair in pairs]
+        labels = padded([pair.answer for pair in pairs], IGNORED)
+        encoded = text_inputs(inputs, self.opened.config.pad_token_id or 0, model)
+        logits = model(**encoded, labels=labels.to(model.device)).logits
+        rows, places = (labels != IGNORED).nonzero(as_tuple=True)
+        return token_outcomes(logits[rows, places], labels[rows, places], rows, len(indices))
+
+
+def _token(opened: Opened, word: str | None) -> int:
+    """The id of a special token, which the model must have."""
+    tokenizer = opened.tokenizer
+    found = None if word is None else tokenizer.convert_tokens_to_ids(word)
+    if found is None or (found == tokenizer.unk_token_id and word != tokenizer.unk_token):
+        raise EvalError(
+            f"the tokenizer of {opened.label} has no token {word or 'eos_token'}, which span corruption needs"
+        )
+    check_tokens([found], opened.config.vocab_size)
+    return int(found)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A corrupted window and its answer."""
+
+    inputs: list[int]
+    answer: list[int]
+
+
+def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
+    """Begin and end of the spans of a window, `RATE` of its tokens in spans of `SPAN` on average."""
+    noise = min(max(1, round(RATE * length)), length - 1)
+    count = max(1, round(noise / SPAN))
+    spans, place = [], 0
+    for kept, removed in zip(_parts(length - noise, count, generator), _parts(noise, count, generator), strict=True):
+        spans.append((place + kept, place + kept + removed))
+        place += kept + removed
+    return spans
+
+
+def _parts(total: int, count: int, generator: Generator) -> list[int]:
+    """Random positive numbers with a sum; every choice of them is equally likely."""
+    inner = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
+    bounds = [0, *inner.tolist(), total]
+    return [after - before for before, after in pairwise(bounds)]
+
+
+def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int) -> Pair:
+    """The window with a sentinel for each span, and the spans after their sentinels."""
+    inputs: list[int] = []
+    answer: list[int] = []
+    place = 0
+    for (begin, stop), sentinel in zip(spans, sentinels, strict=True):
+        inputs += [*window[place:begin], sentinel]
+        answer += [sentinel, *window[begin:stop]]
+        place = stop
+    return Pair([*inputs, *window[place:], end], [*answer, end])

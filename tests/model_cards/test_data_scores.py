@@ -1,0 +1,80 @@
+"""A card shows the scores of a model on a user's own data."""
+
+import json
+
+import pytest
+from huggingface_hub import ModelCard
+
+import crosshead
+import scoring_toys
+from broken import run
+from image_toys import write_image_model
+from scoring_toys import labelled, write_class_folders, write_rows
+
+
+@pytest.fixture
+def line(capfd, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def ask(command):
+        status, out, err = run(capfd, monkeypatch, command)
+        assert (status, err) == (0, ""), err
+        return out
+
+    return ask
+
+
+def results(folder):
+    """By metric, as the Hub reads them."""
+    return {each.metric_type: each for each in ModelCard.load(folder / "README.md").data.eval_results}
+
+
+def rows(folder):
+    """The cells of the table of scores: metric and the rest."""
+    lines = [line.strip("| ").split(" | ") for line in (folder / "README.md").read_text().splitlines() if "| " in line]
+    return {cells[1]: cells for cells in lines if len(cells) > 4}
+
+
+def test_a_classifier_beside_its_source(line, tmp_path):
+    scoring_toys.write_classifier(tmp_path / "source", num_labels=2, max_position_embeddings=8)
+    crosshead.convert("source", "made", {"knocking": {}}, verify=False)
+    write_rows(tmp_path / "my+rows.tsv", labelled(scoring_toys.classes(24, 2)))
+    line("eval source made --data my+rows.tsv --compare --limit 20")
+    report = json.loads((tmp_path / "eval.json").read_text())
+    line("card made --eval eval.json")
+    text = (tmp_path / "made" / "README.md").read_text()
+    assert "sequence classification on `my+rows.tsv`, 20 items:" in text and "lm-evaluation-harness" not in text
+    assert "their end was removed" in text
+    found = results(tmp_path / "made")
+    accuracy = report["models"][1]["scores"][0]
+    assert found["accuracy"].metric_value == accuracy["score"]
+    assert found["accuracy"].task_type == "text-classification"
+    assert (found["accuracy"].dataset_type, found["accuracy"].dataset_name) == ("my_rows.tsv", "my+rows.tsv")
+    assert found["accuracy"].dataset_args == {"limit": 20} and found["accuracy"].source_name is None
+    assert found.keys() == {"accuracy", "f1", "matthews_correlation", "loss"}
+    cells = rows(tmp_path / "made")["accuracy"]
+    assert cells[4].startswith(f"{accuracy['score']:.4f} ± ") and cells[-1].endswith("equal")
+    kept = json.loads((tmp_path / "made" / "evaluation.json").read_text())["evaluations"][0]
+    assert kept["data"] == report["data"] and kept["scores"] == report["models"][1]["scores"]
+    line("card made")  # from the kept scores
+
+
+def test_an_image_classifier(line, tmp_path):
+    write_image_model(tmp_path / "source")
+    crosshead.convert("source", "made", {"talking": {}}, verify=False)
+    write_class_folders(tmp_path / "images", ["0", "1", "2"])
+    line("eval made --data images")
+    line("card made --eval eval.json")
+    found = results(tmp_path / "made")
+    assert found["accuracy"].task_type == "image-classification" and found.keys() == {"accuracy", "loss"}
+    assert "image classification on `images`:" in (tmp_path / "made" / "README.md").read_text()
+
+
+def test_a_masked_language_model(line, tmp_path):
+    scoring_toys.write_masked(tmp_path / "source")
+    crosshead.convert("source", "made", {"gating": {}}, verify=False)
+    scoring_toys.write_prose(tmp_path / "text.txt", 60)
+    line("eval made --data text.txt")
+    line("card made --eval eval.json")
+    assert results(tmp_path / "made").keys() == {"loss", "perplexity", "accuracy"}
+    line("push made me/made --dry-run")
