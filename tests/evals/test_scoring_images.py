@@ -43,7 +43,10 @@ def chances_of(folder, files):
         )
 
 
-@pytest.mark.parametrize(("backbone", "task"), [("ViT", CLASSIFIER), ("DeiT", f"{CLASSIFIER}WithTeacher")])
+@pytest.mark.parametrize(
+    ("backbone", "task"),
+    [pytest.param("ViT", CLASSIFIER, marks=pytest.mark.slow), ("DeiT", f"{CLASSIFIER}WithTeacher")],
+)
 def test_accuracies_and_loss(backbone, task, line, tmp_path):
     """Folders are named by names or numbers of classes; their order is another one than that of the classes."""
     names = {index: f"kind {7 - index}" for index in range(7)}

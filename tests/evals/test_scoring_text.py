@@ -49,7 +49,7 @@ def logits_of(folder, *texts):
         return torch.cat([model.eval()(**each).logits for each in encoded])
 
 
-@pytest.mark.parametrize("suffix", ["tsv", "jsonl"])
+@pytest.mark.parametrize("suffix", ["tsv", pytest.param("jsonl", marks=pytest.mark.slow)])
 def test_a_classifier(suffix, line, tmp_path):
     scoring_toys.write_classifier(tmp_path / "model", num_labels=2)
     labels = classes(COUNT, 2)
@@ -106,7 +106,7 @@ def test_a_regression(line, tmp_path):
         assert row["interval"][0] < row["change"] < row["interval"][1]
 
 
-@pytest.mark.parametrize("padding", [0, None])
+@pytest.mark.parametrize("padding", [0, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_decoder(padding, line, tmp_path):
     """Its last token counts, which it finds by the padding token."""
     config = toys.mixed_config("Llama", {"talking": {}}, num_labels=3, pad_token_id=padding)
@@ -136,7 +136,7 @@ def opened(folder):
     return windows.Opened(found.name, found.config, open_tokenizer(found))
 
 
-@pytest.mark.parametrize("backbone", ["Bert", "Albert"])
+@pytest.mark.parametrize("backbone", [pytest.param("Bert", marks=pytest.mark.slow), "Albert"])
 def test_masked_tokens(backbone, line, tmp_path):
     scoring_toys.write_masked(tmp_path / "model", backbone)
     (tmp_path / "texts" / "more").mkdir(parents=True)
@@ -183,7 +183,7 @@ def test_masks_are_the_same_for_every_model(line, tmp_path):
 PINNED = {"places": [19, 20, 27, 34, 41, 46, 51, 56, 60], "spans": [(40, 41), (46, 53), (59, 60)]}
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_span_corruption(ours, line, tmp_path):
     mixers = {"encoder": {"mixture": {"active_heads": 3}}}
     model = toys.mixed_model("T5", mixers, vocab_size=100) if ours else None

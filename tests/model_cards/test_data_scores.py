@@ -59,6 +59,7 @@ def test_a_classifier_beside_its_source(line, tmp_path):
     line("card made")  # from the kept scores
 
 
+@pytest.mark.slow
 def test_an_image_classifier(line, tmp_path):
     write_image_model(tmp_path / "source")
     crosshead.convert("source", "made", {"talking": {}}, verify=False)
@@ -70,6 +71,7 @@ def test_an_image_classifier(line, tmp_path):
     assert "image classification on `images`:" in (tmp_path / "made" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_masked_language_model(line, tmp_path):
     scoring_toys.write_masked(tmp_path / "source")
     crosshead.convert("source", "made", {"gating": {}}, verify=False)
