@@ -10,6 +10,7 @@ import toys
 from gguf_tokenizers import characters
 from image_toys import write_image_model, write_images
 from rules import ROOT, project_files
+from t5_toys import write_t5
 from toy_eval import write_scorable
 
 GENERATED = "model_cards"
@@ -143,7 +144,7 @@ def prepare(folder: Path) -> None:
     for name, (backbone, sizes) in TOYS.items():
         write_scorable(toys.stock_model(backbone, max_position_embeddings=512, **sizes), folder / name)
         characters().save_pretrained(folder / name)  # a GGUF file can hold it
-    toys.stock_model("T5", num_heads=8).save_pretrained(folder / "t5")
+    write_t5(folder / "t5", num_heads=8)
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
