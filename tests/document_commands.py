@@ -11,7 +11,7 @@ from gguf_tokenizers import characters
 from image_toys import write_image_model, write_images
 from rules import ROOT, project_files
 from scoring_toys import labelled, write_class_folders, write_classifier, write_rows
-from toy_checkpoints import write_model
+from t5_toys import write_t5
 from toy_eval import write_scorable
 
 GENERATED = "model_cards"
@@ -153,7 +153,7 @@ def prepare(folder: Path) -> None:
     masked = characters()
     masked.mask_token = "*"
     masked.save_pretrained(folder / "bert")
-    write_model(toys.stock_model("T5", num_heads=8), folder / "t5")
+    write_t5(folder / "t5", num_heads=8)
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
     (folder / "dit").mkdir()

@@ -26,7 +26,7 @@ class AttentionLayer(NamedTuple):
     """One attention, in the block that holds it."""
 
     part: str
-    index: int
+    inner: int
     block: Any
 
 
@@ -80,7 +80,7 @@ class StreamedT5(StreamedModel):
         """
         half = hidden.shape[1] // 2 if self._decodes else hidden.shape[1]
         text, answer = hidden[:, :half], hidden[:, half:]
-        bias = self._biases.get(layer.part) if layer.index else None
+        bias = self._biases.get(layer.part) if layer.inner else None
         if layer.part == ENCODER:
             text, self._biases[ENCODER], _ = layer.block(text, None, bias)
             text = self._ended(layer, text)
@@ -96,7 +96,7 @@ class StreamedT5(StreamedModel):
     def _ended(self, layer: AttentionLayer, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states after a block; after the last one, those after the norm of the stack."""
         stack = getattr(self._model, ENCODER if layer.part == ENCODER else DECODER)
-        ended: torch.Tensor = stack.final_layer_norm(hidden) if layer.index == len(stack.block) - 1 else hidden
+        ended: torch.Tensor = stack.final_layer_norm(hidden) if layer.inner == len(stack.block) - 1 else hidden
         return ended
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:

@@ -6,9 +6,10 @@ from math import gcd
 from statistics import fmean
 from typing import Any
 
-from ..architectures.attention_names import attention_layers, attention_names, places_of
+from ..architectures.attention_names import attention_layers, attention_names
 from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
+from ..architectures.stacks import places_of
 from ..calibration.calibration import Calibration
 from ..calibration.head_statistics import HeadStatistics
 from ..options import MixerRequest

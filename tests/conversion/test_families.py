@@ -23,7 +23,7 @@ def saved_shapes(model, folder):
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "+".join(variant) or "plain")
-@pytest.mark.parametrize("backbone", toys.BACKBONES)
+@pytest.mark.parametrize("backbone", [*toys.BACKBONES, "T5"])
 def test_stock_table_is_what_is_saved(backbone, variant, tmp_path):
     model = toys.stock_model(backbone, **variant)
     assert tensor_shapes(model.config) == saved_shapes(model, tmp_path)
