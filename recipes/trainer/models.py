@@ -72,7 +72,7 @@ def load_model(recipe: Recipe, processor: Any) -> Any:
 
 def _remove_tokens(model: Any) -> None:
     """Access tokens in its configurations, which checkpoints contain and trackers receive."""
-    for config in filter(None, (model.config, model.generation_config)):
+    for config in filter(None, (model.config, getattr(model, "generation_config", None))):
         content = config.to_dict()
         clean, _ = without_tokens(content)
         for name, value in content.items():
