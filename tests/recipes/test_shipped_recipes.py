@@ -178,4 +178,4 @@ def test_accelerate_understands_its_configurations(path):
 
 
 def test_there_are_recipes_of_every_kind():
-    assert len(SHIPPED) == 25 and len(ACCELERATE) == 4
+    assert len(SHIPPED) == 29 and len(ACCELERATE) == 4
