@@ -43,7 +43,7 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
 def _mixers(options: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Each mechanism and its options; of a T5 as in `talking@encoder`, unless all parts have the same."""
     mixers, choices = options.get("mixers", {}), options.get("choices", {})
-    if mixers and mixers.keys() <= PARTS:
+    if any(part in mixers for part in PARTS):
         parts = [(part, mixers[part], choices.get(part, {})) for part in mixers]
         if len(parts) == len(PARTS) and all(part[1:] == parts[0][1:] for part in parts):
             parts = [("", *parts[0][1:])]

@@ -15,9 +15,17 @@ from .evaluations import EVALUATION, check_evaluations, model_results
 CONFIG, CONVERSION, TRAINING = "config.json", "conversion.json", "training.json"
 RESULT = "model"
 """The name of the result's folder in every training run."""
-PARTS = {"encoder", "decoder", "cross"}
-"""The parts of a T5, each of which has mechanisms of its own."""
 Json = Mapping[str, Any]
+PARTS = ("encoder", "decoder", "cross")
+"""The parts of a T5, each of which has mechanisms of its own."""
+
+
+def mechanisms(config: Json) -> Json:
+    """The mechanisms that a config has anywhere, with the options of the first part that has them."""
+    found: Json = config.get("mixers") or {}
+    if not any(part in found for part in PARTS):
+        return found
+    return {name: options for part in reversed(PARTS) for name, options in found.get(part, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -46,11 +54,8 @@ class Facts:
 
     @property
     def mixers(self) -> Json:
-        """The mechanisms with their options, in order; of a T5, those of any part, with the options of the last."""
-        found: Json = self.config.get("mixers") or {}
-        if found.keys() <= PARTS:
-            found = {name: options for mixers in found.values() for name, options in mixers.items()}
-        return found
+        """The mechanisms with their options, in order."""
+        return mechanisms(self.config)
 
     @property
     def remote_code(self) -> bool:
