@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -134,7 +133,7 @@ def open_images(
     root = Path(expand_home(options.cache))
 
     def read(source: ImageSource, place: str) -> list[str]:
-        return digests(source, place, root, partial(progress, place))
+        return digests(source, place, root, progress)
 
     training, evaluation, content = [], [], []
     for source, place in zip(inputs.sources, options.sources, strict=True):

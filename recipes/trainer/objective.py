@@ -77,6 +77,11 @@ class Objective(ABC):
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The predictions of a micro batch, the main kind first."""
 
+    @property
+    def collator(self) -> Any:
+        """What makes a batch of samples; None for transformers' own."""
+        return None
+
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model reads."""
         return {name: value for name, value in inputs.items() if name not in TARGETS}
