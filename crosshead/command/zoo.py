@@ -57,31 +57,35 @@ def entries(place: Path) -> list[dict[str, Any]]:
 
 
 def _order(entry: dict[str, Any]) -> Iterator[Any]:
+    from crosshead.model_cards.facts import mechanisms
     from crosshead.modeling.mechanisms import MECHANISMS
 
-    mixers = entry["config"]["mixers"]
-    yield not mixers, [list(MECHANISMS).index(name) for name in mixers]
+    names = list(mechanisms(entry["config"]))
+    yield not names, [list(MECHANISMS).index(name) for name in names]
     yield entry["config"]["model_type"]
     yield entry["cost"]["cost"]["parameters"]
 
 
 def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
+    from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
     from crosshead.recipes.schema.model_config import model_config
 
     config = model_config(recipe.model.config, recipe.objective)
     config.dtype = DTYPE
+    config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
+    told = {"architectures": config.architectures, "mixers": config.mixers}
     commands = _commands(recipe.model.convert or "")
     return {
         "recipe": name,
         "base_model": _source(commands),
-        "config": {"model_type": config.model_type, **recipe.model.config, "mixers": config.mixers},
+        "config": {"model_type": config.model_type, **recipe.model.config, **told},
         "convert": commands,
         "train": f"crosshead train {name}",
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
-        "cost": cost_report(config, min(LENGTH, config.max_position_embeddings)),
+        "cost": cost_report(config, usual_length(config, LENGTH)),
         "measured": measurements(place, name) | _short_run(place, name),
     }
 

@@ -60,7 +60,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     return replace(
         recipe,
         output=str(folder / "run"),
-        model=ModelOptions(path=path, config=config, tokenizer=tokenizer and str(tokenizer)),
+        model=ModelOptions(path=path, config=config, tokenizer=str(tokenizer) if tokenizer else None),
         data=_toy_data(recipe.data, folder, recipe.counts_tokens),
         train=_toy_train(recipe.train),
         distillation=distillation,

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from crosshead.common.access_tokens import without_tokens
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import RecipeError, one_line
 
 from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
@@ -48,7 +48,11 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
                 )
     if recipe.train.checkpoint_activations:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable()
+        try:
+            enable()
+        except ValueError as error:  # of the library's ALBERT
+            reason = one_line(error)
+            raise RecipeError(f"train.checkpoint_activations=true is not possible with this model: {reason}") from None
     set_seed(recipe.train.seed)
     return set_trainable(model, recipe.train), teacher
 

@@ -33,7 +33,7 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import read_sharding
 from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
-from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.model_config import DECODERS, model_config, model_types
 from rules import ROOT
 
 PAGES = ROOT / "modeling" / "docs"
@@ -212,9 +212,9 @@ def cost_table(mechanism: str) -> str:
     )
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: |"]
     for name in shipped_recipes():
-        content = load_recipe(name).model.config or {}
-        if name.startswith("small/") and mechanism in content["mixers"]:
-            lines.append(_cost_row(name, mechanism, content))
+        told = load_recipe(name).model.config or {}
+        if name.startswith("small/") and told["model_type"] in model_types(DECODERS) and mechanism in told["mixers"]:
+            lines.append(_cost_row(name, mechanism, told))
     return "\n".join(lines) + "\n"
 
 
