@@ -77,6 +77,11 @@ class Objective(ABC):
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The predictions of a micro batch, the main kind first."""
 
+    @property
+    def collator(self) -> Any:
+        """What makes a batch of samples; None for transformers' own."""
+        return None
+
     @abstractmethod
     def example(self, config: Any, rows: int) -> dict[str, Any]:
         """What the model reads, in the shape of a micro batch with so many samples."""

@@ -1,10 +1,16 @@
 """The objectives of a training by their names in a recipe."""
 
 from ..schema.recipe import Recipe
+from .image_objective import Classes
 from .objective import Objective
 from .text_objectives import MaskedTokens, NextToken, Spans
 
-OBJECTIVES: dict[str, type[Objective]] = {"next_token": NextToken, "masked_tokens": MaskedTokens, "spans": Spans}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "next_token": NextToken,
+    "masked_tokens": MaskedTokens,
+    "spans": Spans,
+    "classes": Classes,
+}
 
 
 def objective_of(recipe: Recipe) -> Objective:

@@ -1,0 +1,164 @@
+"""The training and evaluation data of an image classifier: augmented images in sampling order, and held-out ones."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import ConcatDataset, Dataset
+
+from crosshead.common.errors import RecipeError
+from crosshead.common.progress import Progress, silent
+
+from ..schema.sections import DataOptions, DataSource
+from .augmentation import Augmentation
+from .image_mixing import MIXING
+from .image_sources import ClassFolders, DatasetImages, ImageSource, decoded, digests
+from .readers import expand_home
+from .training_data import Draws, Sample, TrainingData
+
+FOLDERS, HUB = "images", "hub"
+"""The kinds of sources with images."""
+
+
+@dataclass(frozen=True)
+class ImageInputs:
+    """The sources of images, which are not read yet, and what makes pixel values of them."""
+
+    processor: Any
+    """An image processor of transformers."""
+    channels: int
+    sources: tuple[ImageSource, ...]
+    evaluation: tuple[ImageSource, ...]
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """The names of the classes, the same in all sources."""
+        return self.sources[0].classes
+
+    def pixels(self, image: Any, **options: Any) -> torch.Tensor:
+        """Pixel values (channels, height, width)."""
+        values: torch.Tensor = self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
+        return values.float()
+
+    def save_pretrained(self, folder: str) -> None:
+        """Save the image processor."""
+        self.processor.save_pretrained(folder)
+
+
+def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, channels: int) -> ImageInputs:
+    """The sources with their classes; `columns` are those of the image and its class in a dataset of the Hub."""
+
+    def found(source: DataSource) -> ImageSource:
+        images: ImageSource = ClassFolders(source) if source.kind == FOLDERS else DatasetImages(source, *columns)
+        if inputs:
+            check_classes(source.path, images.classes, options.sources[0].path, inputs[0].classes)
+        inputs.append(images)
+        return images
+
+    inputs: list[ImageSource] = []
+    training = tuple(map(found, options.sources))
+    return ImageInputs(processor, channels, training, tuple(map(found, options.evaluation)))
+
+
+def check_classes(place: str, found: Sequence[str], other: str, expected: Sequence[str]) -> None:
+    """`RecipeError` if two sources have different classes."""
+    if len(found) != len(expected):
+        raise RecipeError(f"{place} has {len(found)} classes, but {other} has {len(expected)}: use the same classes")
+    for own, wanted in zip(found, expected, strict=True):
+        if own != wanted:
+            raise RecipeError(
+                f"{place} has the class {own!r}, but {other} has {wanted!r} in its place: use the same classes"
+            )
+
+
+class Images(Dataset[dict[str, Any]]):
+    """Some of the images of a source, decoded, with their classes."""
+
+    def __init__(self, source: ImageSource, indices: list[int], channels: int) -> None:
+        self.source, self.indices, self._channels = source, indices, channels
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        index = self.indices[place]
+        label = torch.tensor(self.source.labels[index])
+        return {"image": decoded(self.source, index, self._channels), "labels": label}
+
+
+@dataclass(frozen=True)
+class Augmented:
+    """Makes a sample of a training from an image."""
+
+    inputs: ImageInputs
+    augmentation: Augmentation
+
+    def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
+        """Pixel values, the class, and a random number."""
+        image = self.augmentation.image(sample["image"], draws)
+        pixels = self.inputs.pixels(image, do_resize=False, do_center_crop=False)
+        pixels = self.augmentation.pixels(pixels, draws)
+        return {"pixel_values": pixels, "labels": sample["labels"], MIXING: torch.tensor(int(draws.integers(2**63)))}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Makes a sample of an evaluation, as the image processor prepares it."""
+
+    inputs: ImageInputs
+
+    def __call__(self, sample: dict[str, Any], draws: Draws) -> Sample:
+        """Pixel values and the class."""
+        return {"pixel_values": self.inputs.pixels(sample["image"]), "labels": sample["labels"]}
+
+
+def image_processor(size: int, channels: int) -> Any:
+    """For a model from scratch: a central crop of 7/8 of the shorter side, and pixel values from -1 to 1."""
+    from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
+
+    half = [0.5] * channels
+    return ConvNextImageProcessorPil(
+        size={"shortest_edge": size}, crop_pct=7 / 8, image_mean=half, image_std=half, do_convert_rgb=channels == 3
+    )
+
+
+def open_images(
+    options: DataOptions, inputs: ImageInputs, augmentation: Augmentation, progress: Progress = silent
+) -> TrainingData:
+    """Read the sources: all images are decoded once, unless the cache shows that they have been."""
+    root = Path(expand_home(options.cache))
+
+    def read(source: ImageSource, place: str) -> list[str]:
+        return digests(source, place, root, progress)
+
+    training, evaluation, content = [], [], []
+    for source, place in zip(inputs.sources, options.sources, strict=True):
+        contents = read(source, place.path)
+        held_out = [is_held_out(digest, options.held_out) for digest in contents]
+        parts = [[index for index, held in enumerate(held_out) if held == kind] for kind in (False, True)]
+        if not parts[0]:
+            raise RecipeError(f"{place.path} has no images left to train on: add some, or hold less out")
+        training.append(Images(source, parts[0], inputs.channels))
+        evaluation.append(Images(source, parts[1], inputs.channels))
+        content.append([place.weight, [(contents[index], source.labels[index]) for index in parts[0]]])
+    for source, place in zip(inputs.evaluation, options.evaluation, strict=True):
+        read(source, place.path)
+        evaluation.append(Images(source, list(range(len(source.labels))), inputs.channels))
+    evaluation = [images for images in evaluation if len(images)]
+    if not evaluation and (options.held_out or options.evaluation):
+        raise RecipeError(f"data.held_out={options.held_out} gives no image to evaluate on: hold more out")
+    return TrainingData(
+        sources=tuple(training),
+        weights=tuple(source.weight for source in options.sources),
+        evaluation=ConcatDataset(evaluation) if evaluation else None,
+        fingerprint=blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
+    ).prepared(Augmented(inputs, augmentation), Plain(inputs))
+
+
+def is_held_out(digest: str, share: float) -> bool:
+    """Whether an image is used for evaluation, decided by its content alone: copies stay together."""
+    return int(digest[:16], 16) < share * 2**64
