@@ -37,6 +37,7 @@ PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "moments": "Adam's moments",
+    "average": "averaged weights",
     "working_copies": "working copies of weights, estimated",
     "gradient_buckets": "gradient buckets",
     "teacher": "the teacher",
@@ -52,6 +53,8 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     """The report, for scripts and for `dry_run_lines`."""
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
+    if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
+        raise RecipeError(f"train.average={recipe.train.average:g} is not possible with {sharding.kind}: leave it out")
     config, counted_from = _model(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)

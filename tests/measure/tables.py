@@ -53,7 +53,7 @@ PLANS = (
     ("papers/kha_dense_0.61b", "", "fsdp2_8_gpus"),
 )
 """Runs: a recipe, a change of it, and accelerate's file."""
-HELD = ("weights", "gradients", "moments")
+HELD = ("weights", "gradients", "moments", "average")
 BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
 Rows = Iterator[tuple[str, str]]  # what was measured, and the result
 
