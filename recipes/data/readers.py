@@ -60,7 +60,7 @@ def source_files(source: DataSource) -> list[Path]:
     if place.is_file():
         return [place]
     if place.is_dir():
-        files, suffix = _files_in(place, SUFFIXES[source.kind]), SUFFIXES[source.kind]
+        files, suffix = files_in(place, SUFFIXES[source.kind]), SUFFIXES[source.kind]
         advice = f"no {suffix} file at any depth: name its files by a pattern, such as {source.path}/**/*"
     else:
         for part in (place, *place.parents):
@@ -81,7 +81,8 @@ def expand_home(place: str) -> str:
     return path
 
 
-def _files_in(folder: Path, suffix: str) -> list[Path]:
+def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
+    """The files at any depth whose names end so, sorted."""
     paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=_refuse) for name in names)
     return sorted(path for path in paths if path.name.endswith(suffix) and path.is_file())
 
@@ -111,7 +112,7 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
     content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
     if source.kind == "hub":
         path = expand_home(source.path)
-        files = _files_in(Path(path), "") if os.path.isdir(path) else []
+        files = files_in(Path(path), "") if os.path.isdir(path) else []
         content |= {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
     else:
         files = source_files(source)
@@ -179,7 +180,7 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Documen
     try:
         with parquet.ParquetFile(path) as table:
             if column not in table.schema_arrow.names:
-                raise _missing_column(str(path), column, table.schema_arrow.names)
+                raise missing_column(str(path), column, table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=ROWS, columns=[column]):
                 for row, value in enumerate(batch.column(0).to_pylist(), done + 1):
                     yield [_checked_text({column: value}, column, f"{path} row {row}")]
@@ -198,15 +199,21 @@ def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Document]:
     except ImportError as error:
         raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
-    path = expand_home(source.path)
+    with reading_hub(source):
+        rows = load_dataset(expand_home(source.path), source.subset, **options)
+        if rows.column_names is not None and source.column in rows.column_names:
+            rows = rows.select_columns([source.column])  # others may be images
+        for number, row in enumerate(rows, 1):
+            yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
+            advance(1)
+
+
+@contextmanager
+def reading_hub(source: DataSource) -> Iterator[None]:
+    """`RecipeError` for all errors of datasets, in one line."""
     try:
         with _silent_datasets():
-            rows = load_dataset(path, source.subset, **options)
-            if rows.column_names is not None and source.column in rows.column_names:
-                rows = rows.select_columns([source.column])  # others may be images
-            for number, row in enumerate(rows, 1):
-                yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
-                advance(1)
+            yield
     except RecipeError:
         raise
     except Exception as error:  # of the library, the network or a file format
@@ -235,14 +242,15 @@ def _silent_datasets() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
+def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
+    """The error for a column that a table does not have."""
     return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
 
 
 def _checked_text(row: dict[str, Any], column: str, place: str) -> str:
     """The text of a document, empty for null."""
     if column not in row:
-        raise _missing_column(place, column, row)
+        raise missing_column(place, column, row)
     value = row[column]
     if value is None:
         return ""

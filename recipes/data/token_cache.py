@@ -89,7 +89,7 @@ def open_cache(
         return found
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{folder.name}.lock") as is_locked:
+        with locked(root / f"{folder.name}.lock") as is_locked:
             if is_locked:
                 for partial in root.glob(f".{folder.name}.*partial"):  # of a killed process
                     shutil.rmtree(partial)
@@ -148,13 +148,13 @@ def _build(
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[bool]:
+def locked(path: Path) -> Iterator[bool]:
     """Lock a file until the block or the process ends; false on a disk without locks."""
     with path.open("a") as file:
         try:
             is_locked = lock_file(file, path.parent)
         except BlockingIOError:
-            logger.warning("another process is tokenising into %s: waiting", path.parent)
+            logger.warning("another process writes to %s: waiting", path.parent)
             is_locked = lock_file(file, path.parent, wait=True)
         yield is_locked
 

@@ -48,7 +48,13 @@ class Section:
 
 
 HUB_OPTIONS = ("subset", "split", "revision", "streaming")
-UNUSED_OPTIONS = {"text": ("column", *HUB_OPTIONS), "jsonl": HUB_OPTIONS, "parquet": HUB_OPTIONS, "hub": ()}
+UNUSED_OPTIONS = {
+    "text": ("column", *HUB_OPTIONS),
+    "jsonl": HUB_OPTIONS,
+    "parquet": HUB_OPTIONS,
+    "hub": (),
+    "images": ("column", "max_tokens", *HUB_OPTIONS),
+}
 """Kind of source -> options without an effect on it."""
 
 
@@ -59,8 +65,9 @@ class DataSource(Section):
     path: str
     """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`; of the kind
     "hub" the name of a dataset on the Hub, or a folder with a copy of one."""
-    kind: Literal["text", "jsonl", "parquet", "hub"] = "text"
-    """text (each file is a document), jsonl (each line), parquet (each row) or hub (each row)."""
+    kind: Literal["text", "jsonl", "parquet", "hub", "images"] = "text"
+    """text (each file is a document), jsonl (each line), parquet (each row), hub (each row), or for the classification
+    of images, images (a folder with a folder of images for each class)."""
     column: str = "text"
     """The field of a line or row that contains the document."""
     weight: Positive = 1.0

@@ -1,0 +1,126 @@
+"""Random changes of images in training: crops, flips, RandAugment and random erasing.
+
+Each function draws from a `random.Random` of its own sample, never from a global state: a resumed run makes the same
+images.
+"""
+
+from dataclasses import dataclass
+from math import exp, log, sqrt
+from random import Random
+from typing import Any
+
+import torch
+
+TRIES = 10
+"""Boxes that are drawn before an image is used as a whole, or not erased."""
+CROP_RATIOS = (3 / 4, 4 / 3)
+"""Width to height of random crops (Szegedy et al., Going Deeper with Convolutions, 2015)."""
+ERASED_AREAS, ERASED_RATIOS = (0.02, 1 / 3), (0.3, 1 / 0.3)
+"""Of the erased box (Zhong et al., Random Erasing Data Augmentation, 2020)."""
+HIGHEST_MAGNITUDE = 10.0
+ROTATION, SHEAR, TRANSLATION, ENHANCEMENT = 30.0, 0.3, 0.45, 0.9
+"""RandAugment at the highest magnitude: degrees, slope, share of the width or height, change of a factor of 1."""
+BITS = 4
+"""That `posterize` removes at the highest magnitude."""
+
+Box = tuple[int, int, int, int]
+"""Left, top, right and bottom."""
+
+
+def random_box(width: int, height: int, area: float, ratio: float, draws: Random) -> Box | None:
+    """A box of this area, in pixels, and this ratio at a random place; None if it is larger than the image."""
+    wide, high = round(sqrt(area * ratio)), round(sqrt(area / ratio))
+    if not (0 < wide <= width and 0 < high <= height):
+        return None
+    left, top = draws.randint(0, width - wide), draws.randint(0, height - high)
+    return left, top, left + wide, top + high
+
+
+def crop_box(width: int, height: int, smallest: float, draws: Random) -> Box:
+    """A random crop with at least a share of the area; if none fits, the largest central one of an allowed ratio."""
+    low, high = CROP_RATIOS
+    for _ in range(TRIES):
+        area, ratio = draws.uniform(smallest, 1.0) * width * height, exp(draws.uniform(log(low), log(high)))
+        box = random_box(width, height, area, ratio, draws)
+        if box is not None:
+            return box
+    wide, tall = min(width, round(height * high)), min(height, round(width / low))
+    left, top = (width - wide) // 2, (height - tall) // 2
+    return left, top, left + wide, top + tall
+
+
+@dataclass(frozen=True)
+class Augmentation:
+    """The random changes of each image."""
+
+    size: tuple[int, int]
+    """Height and width of the result."""
+    smallest_crop: float
+    flip: bool
+    operations: int
+    """Of RandAugment on each image."""
+    magnitude: float
+    erasing: float
+    """The probability that a box is erased."""
+
+    def image(self, image: Any, draws: Random) -> Any:
+        """A random crop of an image of Pillow, changed by RandAugment."""
+        from PIL import Image
+
+        box = crop_box(*image.size, self.smallest_crop, draws)
+        image = image.resize(self.size[::-1], Image.Resampling.BICUBIC, box=box)
+        if self.flip and draws.random() < 0.5:
+            image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        for _ in range(self.operations):
+            image = changed(image, draws.choice(OPERATIONS), self.magnitude / HIGHEST_MAGNITUDE, draws)
+        return image
+
+    def pixels(self, pixels: torch.Tensor, draws: Random) -> torch.Tensor:
+        """Normalised pixel values (channels, height, width), a box of them possibly replaced by noise."""
+        if draws.random() >= self.erasing:
+            return pixels
+        height, width = self.size
+        low, high = map(log, ERASED_RATIOS)
+        for _ in range(TRIES):
+            area = draws.uniform(*ERASED_AREAS) * width * height
+            box = random_box(width, height, area, exp(draws.uniform(low, high)), draws)
+            if box is not None:
+                left, top, right, bottom = box
+                noise = torch.Generator().manual_seed(draws.getrandbits(63))
+                pixels = pixels.clone()
+                pixels[:, top:bottom, left:right] = torch.randn(
+                    len(pixels), bottom - top, right - left, generator=noise
+                )
+                return pixels
+        return pixels
+
+
+OPERATIONS = (
+    *("identity", "autocontrast", "equalize", "rotate", "solarize", "color", "posterize", "contrast"),
+    *("brightness", "sharpness", "shear_x", "shear_y", "translate_x", "translate_y"),
+)
+"""Those of RandAugment (Cubuk et al., 2020)."""
+
+
+def changed(image: Any, operation: str, strength: float, draws: Random) -> Any:
+    """One operation of RandAugment with a strength from 0 to 1, in a random direction."""
+    from PIL import Image, ImageEnhance, ImageOps
+
+    signed = strength * draws.choice((-1, 1))
+    matrices = {
+        "shear_x": (1, signed * SHEAR, 0, 0, 1, 0),
+        "shear_y": (1, 0, 0, signed * SHEAR, 1, 0),
+        "translate_x": (1, 0, signed * TRANSLATION * image.width, 0, 1, 0),
+        "translate_y": (1, 0, 0, 0, 1, signed * TRANSLATION * image.height),
+    }
+    if operation in matrices:
+        return image.transform(image.size, Image.Transform.AFFINE, matrices[operation], Image.Resampling.BICUBIC)
+    if operation in ("color", "contrast", "brightness", "sharpness"):
+        return getattr(ImageEnhance, operation.capitalize())(image).enhance(1 + signed * ENHANCEMENT)
+    if operation == "rotate":
+        return image.rotate(signed * ROTATION, Image.Resampling.BICUBIC)
+    if operation == "solarize":
+        return ImageOps.solarize(image, round(256 * (1 - strength)))
+    if operation == "posterize":
+        return ImageOps.posterize(image, 8 - round(BITS * strength))
+    return image if operation == "identity" else getattr(ImageOps, operation)(image)

@@ -1,0 +1,201 @@
+"""Images with a class each: a folder of images for each class, or a dataset of the Hub.
+
+The first run decodes each image of a source once, so that a damaged one is found before the training, and records the
+digests of their contents in the cache folder:
+
+    <digest>.images   named by a fingerprint of the source's files: a line for each image
+    <digest>.lock     held by the process that reads the images, while others wait
+"""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from hashlib import blake2b
+from io import BytesIO
+from pathlib import Path
+from typing import Any, Protocol
+
+from crosshead.common.atomic_write import write_whole
+from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.progress import Counter, Progress, silent
+
+from ..schema.sections import DataSource
+from .readers import expand_home, files_in, missing_column, reading_hub
+from .token_cache import locked
+
+SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+BLOCK = 1024
+"""Images that are read at a time when a source is checked."""
+FORMAT = 1
+"""Incremented when the same images get other digests."""
+MODES = {1: "L", 3: "RGB"}
+"""The channels of a model -> Pillow's name for such images."""
+
+
+class ImageSource(Protocol):
+    """Encoded images with a class each."""
+
+    classes: tuple[str, ...]
+    """The names of the classes, in the order of their numbers."""
+    labels: list[int]
+    """The class of each image."""
+
+    def content(self, index: int) -> bytes:
+        """The encoded image."""
+
+    def place(self, index: int) -> str:
+        """The image's place, for errors."""
+
+    def state(self) -> list[Any]:
+        """Everything that the images depend on, in JSON types."""
+
+
+class ClassFolders:
+    """Images in a folder for each class, whose name is that of the class, at any depth."""
+
+    def __init__(self, source: DataSource) -> None:
+        root = Path(expand_home(source.path))
+        try:
+            folders = sorted(path for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        except OSError as error:
+            raise RecipeError(
+                f"the images {source.path} cannot be read: {error.strerror}: give a folder with a folder of images "
+                "for each class"
+            ) from None
+        self.classes = tuple(folder.name for folder in folders)
+        self.labels: list[int] = []
+        self._files: list[Path] = []
+        for label, folder in enumerate(folders):
+            found = files_in(folder, (*SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)))
+            if not found:
+                raise RecipeError(
+                    f"the class folder {folder} has no images: add some ({', '.join(SUFFIXES)}), or remove it"
+                )
+            self._files += found
+            self.labels += [label] * len(found)
+        if len(folders) < 2:
+            raise RecipeError(
+                f"the images {source.path} have {len(folders)} class folders: give a folder with a folder of images "
+                "for each of two or more classes"
+            )
+
+    def content(self, index: int) -> bytes:
+        """The encoded image."""
+        return self._files[index].read_bytes()
+
+    def place(self, index: int) -> str:
+        """The path of the file."""
+        return str(self._files[index])
+
+    def state(self) -> list[Any]:
+        """The files."""
+        return file_states(self._files)
+
+
+class DatasetImages:
+    """The images of a dataset of the Hub, or of a local copy."""
+
+    def __init__(self, source: DataSource, image: str, label: str) -> None:
+        try:
+            import datasets
+        except ImportError:
+            raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from None
+        self._source, self._image = source, image
+        path = expand_home(source.path)
+        with reading_hub(source):
+            rows: Any = datasets.load_dataset(path, source.subset, split=source.split, revision=source.revision)
+            for column in (image, label):
+                if column not in rows.column_names:
+                    raise missing_column(f"the Hub dataset {source.path}", column, rows.column_names)
+            values, kind = rows[label][:], rows.features[label]
+            self._rows = rows.select_columns([image]).cast_column(image, datasets.Image(decode=False))
+            self._files = [Path(file["filename"]) for file in rows.cache_files]
+        if isinstance(kind, datasets.ClassLabel):
+            self.classes, self.labels = tuple(kind.names), values
+        else:
+            names = sorted({value for value in values if value is not None})
+            numbers = {name: number for number, name in enumerate(names)}
+            self.classes, self.labels = tuple(map(str, names)), [numbers.get(value, -1) for value in values]
+        for index, value in enumerate(self.labels):
+            if not 0 <= value < len(self.classes):
+                raise RecipeError(f"{self.place(index)} has no class in {label!r}: choose another split or column")
+        if len(self.classes) < 2:
+            raise RecipeError(
+                f"the Hub dataset {source.path} has {len(self.classes)} class in {label!r}: two or more are needed"
+            )
+
+    def content(self, index: int) -> bytes:
+        """The encoded image."""
+        value = self._rows[index][self._image]
+        if value is None:
+            raise ValueError("there is no image")
+        found: bytes = Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
+        return found
+
+    def place(self, index: int) -> str:
+        """The number of the row, counted from 1."""
+        return f"row {index + 1} of the Hub dataset {self._source.path}"
+
+    def state(self) -> list[Any]:
+        """The files of the prepared dataset."""
+        return [self._image, len(self.labels), *file_states(self._files)]
+
+
+def file_states(files: list[Path]) -> list[Any]:
+    """What changes when a file is written."""
+    states = ((path, path.stat()) for path in files)
+    return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
+
+
+def decoded(source: ImageSource, index: int, channels: int, content: bytes | None = None) -> Any:
+    """An image of Pillow with 1 or 3 channels, upright; `RecipeError` if it cannot be read."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise RecipeError("images are read with Pillow, which is not installed: pip install pillow") from None
+    try:
+        with Image.open(BytesIO(source.content(index) if content is None else content)) as image:
+            ImageOps.exif_transpose(image, in_place=True)
+            return image.convert(MODES[channels])
+    except Exception as error:  # Pillow raises many types
+        raise RecipeError(
+            f"{source.place(index)} cannot be read as an image: {one_line(error)}: remove or replace it"
+        ) from error
+
+
+def digests(source: ImageSource, name: str, root: Path, progress: Progress = silent) -> list[str]:
+    """The digest of each image's content, from the cache folder or written there; each image can be decoded."""
+    try:
+        key = json.dumps([FORMAT, source.state()])
+        path = root / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.images"
+        root.mkdir(parents=True, exist_ok=True)
+        with locked(path.with_suffix(".lock")):
+            found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            if len(found) != len(source.labels):
+                found = list(_checked(source, Counter(progress, name, len(source.labels))))
+                write_whole({path: "".join(f"{digest}\n" for digest in found)})
+        return found
+    except OSError as error:
+        raise RecipeError(
+            f"{name} cannot be read, or the cache {root} not written: {error.strerror or one_line(error)}"
+        ) from error
+
+
+def _checked(source: ImageSource, counter: Counter) -> Iterator[str]:
+    """Decode each image, in threads since Pillow releases Python's lock."""
+    count = len(source.labels)
+    with ThreadPoolExecutor() as pool:
+        for begin in range(0, count, BLOCK):
+            block = range(begin, min(count, begin + BLOCK))
+            yield from pool.map(partial(_digest, source), block)
+            counter.add(len(block))
+
+
+def _digest(source: ImageSource, index: int) -> str:
+    try:
+        content = source.content(index)
+    except (OSError, ValueError) as error:
+        raise RecipeError(f"{source.place(index)} cannot be read: {one_line(error)}") from None
+    decoded(source, index, 3, content)
+    return blake2b(content, digest_size=16).hexdigest()

@@ -1,0 +1,236 @@
+"""Images with classes: sources, errors, the held-out share, and samples that depend on seed and number alone."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from crosshead.common.errors import RecipeError
+from crosshead.recipes.data import image_sources
+from crosshead.recipes.data.augmentation import Augmentation
+from crosshead.recipes.data.images import image_processor, open_images
+from crosshead.recipes.data.toy_images import write_toy_images
+from crosshead.recipes.schema.sections import DataOptions, DataSource
+
+COLUMNS = ("image", "label")
+PLAIN = Augmentation((8, 8), smallest_crop=1.0, flip=False, operations=0, magnitude=9, erasing=0.0)
+FULL = replace(PLAIN, smallest_crop=0.2, flip=True, operations=2, erasing=0.5)
+SIZE = (20, 12)
+
+
+def picture(number: int, size: tuple[int, int] = SIZE) -> Image.Image:
+    """Random pixels."""
+    pixels = np.random.default_rng(number).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def write_classes(folder: Path, counts: dict[str, int]) -> Path:
+    """Random images in a folder for each class."""
+    number = 0
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for index in range(count):
+            picture(number := number + 1).save(folder / name / f"{index:02}.png")
+    return folder
+
+
+def options_of(tmp_path: Path, **changes):
+    sources = (DataSource(str(tmp_path / "data"), "images"),)
+    return replace(DataOptions(sources, cache=str(tmp_path / "cache")), **changes)
+
+
+def opened(options, channels=3):
+    return open_images(options, COLUMNS, image_processor(8, channels), channels)
+
+
+@pytest.fixture
+def options(tmp_path):
+    write_classes(tmp_path / "data", {"cat": 9, "ant": 7, "bee": 8})
+    return options_of(tmp_path)
+
+
+def test_folders_are_classes_in_the_order_of_their_names(options, tmp_path):
+    nested = tmp_path / "data" / "bee" / "more"
+    nested.mkdir()
+    picture(99).save(nested / "last.JPEG")
+    (tmp_path / "data" / "ant" / "notes.txt").write_text("no image")
+    (tmp_path / "data" / ".hidden").mkdir()
+    data = opened(options)
+    assert data.classes == ("ant", "bee", "cat")
+    (images,) = data.sources
+    assert Counter(map(images.label, range(len(images)))) == {0: 7, 1: 9, 2: 9}
+    assert images.source.place(15) == str(nested / "last.JPEG") and images.label(15) == 1
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+def test_held_out_images_are_prepared_as_the_image_processor_does(options, channels):
+    """A central crop of 7/8 of the shorter side, bicubic, from -1 to 1."""
+    data = opened(replace(options, evaluation=options.sources), channels)
+    sample = data.evaluation[0]
+    image = Image.open(data.sources[0].source.place(0)).convert("L" if channels == 1 else "RGB")
+    wide = image.resize((15, 9), Image.Resampling.BICUBIC)  # 9 is 8 / (7/8) rounded down
+    pixels = torch.from_numpy(np.array(wide)).float().view(9, 15, channels).permute(2, 0, 1) / 127.5 - 1
+    places = [(top, left) for top in (0, 1) for left in (3, 4)]  # half a pixel may be left out on either side
+    assert any(torch.allclose(sample["pixel_values"], pixels[:, y : y + 8, x : x + 8], atol=1e-6) for y, x in places)
+    assert int(sample["labels"]) == 0 and len(data.evaluation) == 24
+
+
+def test_each_image_comes_once_an_epoch_and_the_same_seed_gives_the_same_samples(options):
+    data = opened(options)
+    samples = data.samples(FULL, 60, seed=1)
+    assert Counter(int(samples[number]["labels"]) for number in range(24)) == {0: 7, 1: 8, 2: 9}
+    first = [samples[number]["pixel_values"] for number in range(48)]
+    random.seed(0)
+    torch.manual_seed(0)
+    np.random.seed(0)
+    state = (random.getstate(), torch.get_rng_state())
+    again = opened(options).samples(FULL, 60, seed=1)
+    for number in (47, 3, 0):
+        assert torch.equal(again[number]["pixel_values"], first[number])
+    assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
+    assert not torch.equal(data.samples(FULL, 60, seed=2)[0]["pixel_values"], first[0])
+    plain = [data.samples(PLAIN, 48, seed=1)[number]["pixel_values"] for number in range(48)]
+    place = next(number for number in range(24, 48) if torch.equal(plain[number], plain[0]))
+    assert not torch.equal(first[place], first[0])  # the same image, changed in another way in the next epoch
+    with pytest.raises(IndexError):
+        samples[60]
+
+
+def test_the_held_out_share_is_chosen_by_content(options, tmp_path):
+    def paths(parts):
+        return {images.source.place(index) for images in parts for index in images.indices}
+
+    before = opened(replace(options, held_out=0.3))
+    held_out = paths(before.held_out)
+    assert 2 <= len(held_out) <= 14 and not held_out & paths(before.sources)
+    assert len(held_out | paths(before.sources)) == 24
+    copied = Path(sorted(held_out)[0])
+    (tmp_path / "data" / "cat" / "copy.png").write_bytes(copied.read_bytes())
+    picture(77).save(tmp_path / "data" / "ant" / "00a.png")
+    after = opened(replace(options, held_out=0.3))
+    new = {str(tmp_path / "data" / "cat" / "copy.png"), str(tmp_path / "data" / "ant" / "00a.png")}
+    assert paths(after.held_out) - new == held_out
+    assert str(tmp_path / "data" / "cat" / "copy.png") in paths(after.held_out)
+    assert after.fingerprint != before.fingerprint
+
+
+def test_images_are_read_once_until_a_file_changes(options, tmp_path, monkeypatch):
+    first = opened(options)
+    read = []
+    digest = image_sources._digest
+    monkeypatch.setattr(image_sources, "_digest", lambda *given: read.append(given) or digest(*given))
+    assert opened(options).fingerprint == first.fingerprint and not read
+    picture(98).save(tmp_path / "data" / "bee" / "00.png")
+    assert opened(options).fingerprint != first.fingerprint and len(read) == 24
+
+
+def test_toy_images_differ_between_classes(tmp_path):
+    write_toy_images(tmp_path / "data")
+    data = opened(options_of(tmp_path), channels=1)
+    assert data.classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
+    (images,) = data.sources
+    changes = []  # between neighbours: upright stripes change along rows
+    for place in range(len(images)):
+        pixels = np.asarray(images.image(place, 1)).astype(float)
+        along, down = (np.abs(np.diff(pixels, axis=axis)).mean() for axis in (1, 0))
+        changes.append((images.label(place), along / down))
+    upright, flat = ([ratio for label, ratio in changes if label == kind] for kind in (0, 3))
+    assert len(upright) == len(flat) == 12 and min(upright) > 1.5 > 1 / 1.5 > max(flat)
+
+
+def write_dataset(tmp_path: Path, **columns) -> DataOptions:
+    """A local copy of a dataset of the Hub."""
+    features = {"image": datasets.Image(), "label": datasets.ClassLabel(names=["ant", "bee", "cat"])}
+    content = {"image": [picture(number) for number in range(6)], "label": [2, 0, 1, 2, 0, 1]} | columns
+    kinds = datasets.Features({name: features.get(name, datasets.Value("string")) for name in content})
+    (tmp_path / "copy").mkdir()
+    datasets.Dataset.from_dict(content, kinds).to_parquet(tmp_path / "copy" / "train.parquet")
+    return DataOptions((DataSource(str(tmp_path / "copy"), "hub"),), cache=str(tmp_path / "cache"))
+
+
+def test_datasets_have_the_classes_of_their_labels(tmp_path):
+    data = opened(write_dataset(tmp_path))
+    (images,) = data.sources
+    assert data.classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
+    assert images.image(3, 3).tobytes() == picture(3).tobytes()
+    assert images.source.place(3) == f"row 4 of the Hub dataset {tmp_path / 'copy'}"
+
+
+def test_labels_of_datasets_may_be_words(tmp_path):
+    options = write_dataset(tmp_path, kind=["b", "a", "b", "a", "c", "b"])
+    data = open_images(options, ("image", "kind"), image_processor(8, 3), 3)
+    assert data.classes == ("a", "b", "c") and data.sources[0].source.labels == [1, 0, 1, 0, 2, 1]
+
+
+def damaged(folder: Path) -> None:
+    path = folder / "ant" / "00.png"
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def empty_class(folder: Path) -> None:
+    (folder / "dog").mkdir()
+
+
+def one_class(folder: Path) -> None:
+    (folder / "ant").rename(folder / "cat" / "more")
+    (folder / "bee").rename(folder / "cat" / "others")
+
+
+def no_classes(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+    folder.mkdir()
+
+
+def no_folder(folder: Path) -> None:
+    folder.rename(folder.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (damaged, "ant/00.png"),
+        (empty_class, "data/dog has no images"),
+        (one_class, "data have 1 class folders"),
+        (no_classes, "data have 0 class folders"),
+        (no_folder, "data cannot be read"),
+    ],
+)
+def test_folders_that_cannot_be_used_are_errors_in_one_line(options, tmp_path, change, words):
+    change(tmp_path / "data")
+    with pytest.raises(RecipeError) as error:
+        opened(options)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_sources_with_other_classes_are_refused(options, tmp_path):
+    write_classes(tmp_path / "other", {"ant": 2, "bee": 2, "dog": 2})
+    for places in ("sources", "evaluation"):
+        changed = (*getattr(options, places), DataSource(str(tmp_path / "other"), "images"))
+        with pytest.raises(RecipeError, match=r"other has the class 'dog'.*'cat'"):
+            opened(replace(options, **{places: changed}))
+
+
+def test_data_of_which_nothing_is_left_is_an_error(options):
+    with pytest.raises(RecipeError, match="no image to evaluate on"):
+        opened(replace(options, held_out=1e-9))
+    with pytest.raises(RecipeError, match="no images left to train on"):
+        opened(replace(options, held_out=1 - 1e-9))
+
+
+@pytest.mark.parametrize(
+    ("columns", "content", "words"),
+    [
+        (("picture", "label"), {}, "no column 'picture'.*'image', 'label'"),
+        (("image", "label"), {"label": [0, 1, 2, -1, 0, 1]}, "row 4 .* has no class in 'label'"),
+        (("image", "label"), {"image": [None, *map(picture, range(5))]}, "row 1 .*no image"),
+    ],
+)
+def test_datasets_that_cannot_be_used_are_errors(tmp_path, columns, content, words):
+    with pytest.raises(RecipeError, match=words):
+        open_images(write_dataset(tmp_path, **content), columns, image_processor(8, 3), 3)
