@@ -29,6 +29,7 @@ ENCODER_CLASSES = {
     "AutoModelForSequenceClassification": "ForSequenceClassification",
     "AutoModelForTokenClassification": "ForTokenClassification",
     "AutoModelForQuestionAnswering": "ForQuestionAnswering",
+    "AutoModelForPreTraining": "ForPreTraining",
 }
 """The Auto classes of text encoders -> the ending of our class's name."""
 IMAGE_CLASSES = {"AutoModel": "Model", "AutoModelForImageClassification": "ForImageClassification"}

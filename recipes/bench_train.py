@@ -32,7 +32,7 @@ from .schema.sections import CheckpointOptions, DataOptions, DataSource, ModelOp
 from .schema.toy import write_text, write_tokenizer
 from .train import train
 from .trainer.callbacks import ReportProgress
-from .trainer.models import load_tokenizer
+from .trainer.loading import load_tokenizer
 from .trainer.training_arguments import training_arguments
 
 LENGTH, SEQUENCES, MICRO_BATCH, LOG_EVERY = 512, 4, 2, 5
@@ -186,7 +186,7 @@ def _train_stock(recipe: Recipe, data: TrainingData, end_step: EndStep) -> None:
             model=AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **SHAPE), dtype=torch.float32),
             args=training_arguments(replace(recipe, output=output)),
             train_dataset=data.samples(recipe.steps * recipe.batch_size, recipe.train.seed),
-            callbacks=[ReportProgress(_on_new_step(end_step), recipe.train.batch_tokens)],
+            callbacks=[ReportProgress(_on_new_step(end_step), recipe.per_step)],
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()

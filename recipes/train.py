@@ -14,12 +14,13 @@ from crosshead.common.errors import RecipeError
 from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 
-from .data.training_data import TrainingData, open_data
+from .data.training_data import TrainingData
 from .schema.recipe import Recipe
 from .trainer import checkpoints
 from .trainer.callbacks import ReportProgress, StopOnSignal
 from .trainer.metrics import MetricsFile
-from .trainer.models import copied_files, load_models, load_tokenizer
+from .trainer.models import copied_files, load_models
+from .trainer.objectives import objective_of
 from .trainer.process_group import is_main_process, main_process_first
 from .trainer.run_trainer import RunTrainer
 from .trainer.teacher_logits import WithTeacher, run_key
@@ -57,10 +58,11 @@ def train(recipe: Recipe, progress: Progress = silent) -> Outcome:
 
 def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     output = Path(recipe.output)
-    tokenizer = load_tokenizer(recipe)
-    model, teacher = load_models(recipe, tokenizer)
+    objective = objective_of(recipe)
+    processor = objective.load_processor()
+    model, teacher = load_models(recipe, processor)
     extra_files = copied_files(recipe.model)
-    data = open_data(recipe.data, tokenizer, model.config.vocab_size, progress)
+    data = objective.open_data(processor, model.config, progress)
     with checkpoints.writable(output):
         main_process_first(partial(checkpoints.claim_output, output, fingerprint(recipe, data)))
     if is_main_process():
@@ -74,9 +76,9 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
             newest,
             model=model,
             args=arguments,
-            train_dataset=_samples(recipe, data, model.config.vocab_size),
+            train_dataset=_samples(recipe, data, model.config),
             eval_dataset=data.evaluation,
-            callbacks=[on_signal, ReportProgress(progress, recipe.train.batch_tokens)],
+            callbacks=[on_signal, ReportProgress(progress, recipe.per_step, recipe.objective.unit)],
         )
         with on_signal.listening():
             # Also from a checkpoint of the last step: each kind of sharding has its own way to load it.
@@ -84,7 +86,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
         step = trainer.state.global_step
         if step < recipe.steps:
             return Outcome(step, recipe.steps, on_signal.signal, None, MetricsFile.last(output))
-        _save(recipe, trainer, tokenizer, extra_files)
+        _save(recipe, trainer, processor, extra_files)
     return Outcome(recipe.steps, recipe.steps, None, output / checkpoints.MODEL, MetricsFile.last(output))
 
 
@@ -112,21 +114,21 @@ def _newest_checkpoint(output: Path) -> Path | None:
     return newest
 
 
-def _samples(recipe: Recipe, data: TrainingData, vocabulary: int) -> Any:
+def _samples(recipe: Recipe, data: TrainingData, config: Any) -> Any:
     samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
     if recipe.distillation is None or recipe.distillation.logits is None:
         return samples
-    return WithTeacher(samples, recipe.distillation, run_key(recipe, data), vocabulary)
+    return WithTeacher(samples, recipe.distillation, run_key(recipe, data), config.vocab_size)
 
 
-def _save(recipe: Recipe, trainer: RunTrainer, tokenizer: Any, extra_files: Sequence[Path]) -> None:
+def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequence[Path]) -> None:
     """Write the result next to the checkpoints."""
     output = Path(recipe.output)
     partial_model = output / checkpoints.PARTIAL / checkpoints.MODEL
     with checkpoints.writing("the model", output):
         trainer.save_result(partial_model)
         if trainer.is_world_process_zero():
-            tokenizer.save_pretrained(str(partial_model))
+            processor.save_pretrained(str(partial_model))
             for path in extra_files:
                 shutil.copyfile(path, partial_model / path.name)
             leave_out_tokens(partial_model / name for name in CONFIGS if (partial_model / name).is_file())

@@ -9,7 +9,8 @@ import crosshead
 from command_chain import FILES, PLANTED, plant
 from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.models import load_model, load_tokenizer
+from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.models import load_model
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, toy_run
 from toys import mixed_config

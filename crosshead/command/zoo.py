@@ -70,7 +70,7 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
     from crosshead.model_cards.zoo import measurements
     from crosshead.recipes.schema.model_config import model_config
 
-    config = model_config(recipe.model.config)
+    config = model_config(recipe.model.config, recipe.objective)
     config.dtype = DTYPE
     commands = _commands(recipe.model.convert or "")
     return {
@@ -79,7 +79,7 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
         "config": {"model_type": config.model_type, **recipe.model.config, "mixers": config.mixers},
         "convert": commands,
         "train": f"crosshead train {name}",
-        "tokens": recipe.train.tokens,
+        "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
         "cost": cost_report(config, min(LENGTH, config.max_position_embeddings)),
         "measured": measurements(place, name) | _short_run(place, name),

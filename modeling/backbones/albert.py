@@ -1,6 +1,7 @@
 """ALBERT with mechanisms in its attention, whose weights all layers share."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import transformers.models.albert.modeling_albert as stock
@@ -18,6 +19,7 @@ from ..encoder import (
     CrossheadTokenClassifierOutput,
     EncoderAttention,
     IndexedAttention,
+    RouterOutput,
     alias,
     recording_forward,
     task_forward,
@@ -30,6 +32,7 @@ from ..options import Count, refuse
 __all__ = [
     "CrossheadAlbertConfig",
     "CrossheadAlbertForMaskedLM",
+    "CrossheadAlbertForPreTraining",
     "CrossheadAlbertForQuestionAnswering",
     "CrossheadAlbertForSequenceClassification",
     "CrossheadAlbertForTokenClassification",
@@ -100,6 +103,18 @@ class CrossheadAlbertForMaskedLM(CrossheadTask, CrossheadAlbertPreTrainedModel, 
 
     backbone_class = CrossheadAlbertModel
     forward = task_forward(stock.AlbertForMaskedLM.forward, CrossheadMaskedLMOutput)
+
+
+@dataclass
+class CrossheadAlbertForPreTrainingOutput(RouterOutput, stock.AlbertForPreTrainingOutput):
+    """The output for masked tokens and the order of sentences, and what the head routers did."""
+
+
+class CrossheadAlbertForPreTraining(CrossheadTask, CrossheadAlbertPreTrainedModel, stock.AlbertForPreTraining):
+    """Its model for pretraining: a masked language model with a second head."""
+
+    backbone_class = CrossheadAlbertModel
+    forward = task_forward(stock.AlbertForPreTraining.forward, CrossheadAlbertForPreTrainingOutput)
 
 
 class CrossheadAlbertForSequenceClassification(

@@ -1,6 +1,7 @@
 """BERT with mechanisms in its attention, as an encoder."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import transformers.models.bert.modeling_bert as stock
@@ -17,6 +18,7 @@ from ..encoder import (
     CrossheadSequenceClassifierOutput,
     CrossheadTask,
     CrossheadTokenClassifierOutput,
+    RouterOutput,
     alias,
     recording_forward,
     task_forward,
@@ -27,6 +29,7 @@ from ..options import refuse
 __all__ = [
     "CrossheadBertConfig",
     "CrossheadBertForMaskedLM",
+    "CrossheadBertForPreTraining",
     "CrossheadBertForQuestionAnswering",
     "CrossheadBertForSequenceClassification",
     "CrossheadBertForTokenClassification",
@@ -85,6 +88,18 @@ class CrossheadBertForMaskedLM(CrossheadTask, CrossheadBertPreTrainedModel, stoc
 
     backbone_class = CrossheadBertModel
     forward = task_forward(stock.BertForMaskedLM.forward, CrossheadMaskedLMOutput)
+
+
+@dataclass
+class CrossheadBertForPreTrainingOutput(RouterOutput, stock.BertForPreTrainingOutput):
+    """The output for masked tokens and the next sentence, and what the head routers did."""
+
+
+class CrossheadBertForPreTraining(CrossheadTask, CrossheadBertPreTrainedModel, stock.BertForPreTraining):
+    """Its model for pretraining: a masked language model with a second head."""
+
+    backbone_class = CrossheadBertModel
+    forward = task_forward(stock.BertForPreTraining.forward, CrossheadBertForPreTrainingOutput)
 
 
 class CrossheadBertForSequenceClassification(

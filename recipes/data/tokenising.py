@@ -84,14 +84,17 @@ class TokenEncoder:
     """A copy of a tokenizer, whose tokens are checked against the model's vocabulary."""
 
     def __init__(self, tokenizer: Any, vocabulary: int) -> None:
-        if tokenizer.eos_token_id is None:
-            raise RecipeError("the tokenizer has no eos_token, which separates documents: set one in its folder")
+        separator = tokenizer.sep_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        if separator is None:
+            raise RecipeError(
+                "the tokenizer has no eos_token or sep_token, which separate documents: set one in its folder"
+            )
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         content |= {"truncation": None, "padding": None}  # settings of its last call
         self._text, self._vocabulary = json.dumps(content), vocabulary
         self._tokenizer = Tokenizer.from_str(self._text)
         self.dtype = np.dtype(np.uint16 if vocabulary <= 1 << 16 else np.uint32)
-        self.separator = self._checked([tokenizer.eos_token_id])
+        self.separator = self._checked([separator])
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the tokens of a text depend on."""

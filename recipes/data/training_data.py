@@ -9,8 +9,8 @@ The library separates documents by their positions alone, and only without an at
 """
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -66,7 +66,7 @@ class Windows(Dataset[Sample]):
 class RunSamples(Dataset[Sample]):
     """All samples of a run, over all its epochs: to be read in order, never shuffled."""
 
-    def __init__(self, sources: Sequence[Windows], weights: Sequence[float], seed: int, count: int) -> None:
+    def __init__(self, sources: Sequence[Any], weights: Sequence[float], seed: int, count: int) -> None:
         self._sources, self._count = sources, count
         self._order = SampleOrder([len(source) for source in sources], weights, seed)
 
@@ -75,27 +75,56 @@ class RunSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         source, window = self._order.sample(range(self._count)[index])
-        return self._sources[source][window]
+        sample: Sample = self._sources[source][window]
+        return sample
+
+
+Prepare = Callable[[Sample, np.random.Generator], Sample]
+"""Changes a sample by random draws."""
+
+
+class Prepared(Dataset[Sample]):
+    """Samples that are changed at random: the draws for sample n follow from a key and n alone."""
+
+    def __init__(self, samples: Any, prepare: Prepare, key: str) -> None:
+        self._samples, self._prepare, self._key = samples, prepare, key
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        digest = blake2b(f"{self._key} {index}".encode(), digest_size=16).digest()
+        return self._prepare(self._samples[index], np.random.default_rng(int.from_bytes(digest, "big")))
 
 
 @dataclass(frozen=True)
 class TrainingData:
-    """Tokenised sources, cut into windows."""
+    """The samples of all sources: with text, windows of tokens."""
 
-    sources: tuple[Windows, ...]
+    sources: tuple[Any, ...]
     weights: tuple[float, ...]
     evaluation: Dataset[Sample] | None
     fingerprint: str
     """Equal if the same seed gives the same samples."""
+    prepare: Prepare | None = None
+    """The change of each sample."""
 
     @property
     def windows(self) -> int:
         """Of all sources: with one source, the samples of an epoch."""
         return sum(len(source) for source in self.sources)
 
-    def samples(self, count: int, seed: int) -> RunSamples:
+    def samples(self, count: int, seed: int) -> Dataset[Sample]:
         """The samples of a run."""
-        return RunSamples(self.sources, self.weights, seed, count)
+        found = RunSamples(self.sources, self.weights, seed, count)
+        return found if self.prepare is None else Prepared(found, self.prepare, f"training {seed}")
+
+    def prepared(self, prepare: Prepare, evaluation: Prepare | None = None) -> "TrainingData":
+        """The same data with changed samples; for evaluation, by default in the same way, and equal for all seeds."""
+        found = self.evaluation
+        if found is not None:
+            found = Prepared(found, evaluation or prepare, "evaluation")
+        return replace(self, prepare=prepare, evaluation=found)
 
 
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:

@@ -13,7 +13,8 @@ from crosshead.evals.cost.model import model_cost, on_meta
 
 from ..schema.model_config import CONFIGS, check_expert_bias, model_config
 from ..schema.recipe import Recipe
-from ..trainer.models import TEACHER_WITH_ZERO3, check_expected, load_config
+from ..trainer.loading import load_config
+from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
 from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
@@ -64,7 +65,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
         found = memory(recipe, config, sharding, teacher)
-    steps, tokens = recipe.steps, recipe.steps * recipe.train.batch_tokens
+    steps, tokens = recipe.steps, recipe.steps * recipe.per_step
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
@@ -74,7 +75,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "trainable_parameters": sum(sizes.values()),
         "new_parameters": cost.new_parameters,
         "sequences_per_step": recipe.batch_size,
-        "tokens_per_step": recipe.train.batch_tokens,
+        "tokens_per_step": recipe.per_step,
         "micro_batches_per_step": accumulation_steps(recipe, sharding.processes),
         "steps": steps,
         "tokens": tokens,
@@ -107,10 +108,10 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     """The configuration of the model to train, and its source."""
     path, expected = recipe.model.path, recipe.model.config
     if expected is not None and (path is None or not Path(path).exists()):
-        return model_config(expected), RECIPE
+        return model_config(expected, recipe.objective), RECIPE
     found = load_config(str(path), "model.path")
     if expected is not None:
-        check_expected(found, model_config(expected))
+        check_expected(found, model_config(expected, recipe.objective))
     return found, CONFIG
 
 

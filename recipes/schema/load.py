@@ -12,6 +12,7 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.yaml_text import NULL, parse_yaml
 from crosshead.modeling.options import unknown
 
+from .objectives import OBJECTIVES
 from .recipe import Recipe
 
 PACKAGE = Path(__file__).parents[1]
@@ -66,12 +67,17 @@ def _find(name: str) -> Path:
 def _message(errors: ValidationError) -> str:
     """The first error in one line: the key, its value, and what is expected; unknown keys come first."""
     error: Any = min(errors.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
-    *section, key = map(str, error["loc"] or [""])
+    *path, key = map(str, error["loc"] or [""])
+    section = [part for part in path if part not in OBJECTIVES]
     name = ".".join(section) or "the recipe"
     if error["type"] == "value_error":  # of a section's own check
         return ".".join([*section, key, str(error["ctx"]["error"])]).removeprefix(".")
     if error["type"] == "unexpected_keyword_argument":
-        return str(unknown(name, "key", key, _keys(section)))
+        return str(unknown(name, "key", key, _keys(path)))
+    if error["type"] == "union_tag_invalid":
+        return str(unknown(key, "name", error["ctx"]["tag"], list(OBJECTIVES)))
+    if error["type"] == "union_tag_not_found":
+        return f"{key}={error['input']!r:.100}: give a mapping with the key 'name', one of {', '.join(OBJECTIVES)}"
     if error["type"] == "missing":
         return f"{name} lacks the key {key!r}, which has no default"
     expected = EXPECTED.get(error["type"], error["msg"][0].lower() + error["msg"][1:])
@@ -82,7 +88,9 @@ def _keys(section: Sequence[str]) -> list[str]:
     """The keys of a section."""
     kind: Any = Recipe
     for part in section:
-        if not part.isdecimal():
+        if part in OBJECTIVES:
+            kind = OBJECTIVES[part]
+        elif not part.isdecimal():
             kind = get_type_hints(kind)[part]
             kind = next((each for each in get_args(kind) if is_dataclass(each)), kind)
     return [field.name for field in fields(kind)]

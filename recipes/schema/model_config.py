@@ -12,16 +12,19 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
-CONFIGS: dict[str, type[Any]] = {
-    config.model_type: config for config in BACKBONES if "AutoModelForCausalLM" in config.auto_classes
-}
-"""Allowed values of `model_type`, those of decoders -> configuration class."""
+from .objectives import NEXT_TOKEN, ObjectiveOptions
+
+DECODERS = "AutoModelForCausalLM"
+CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
+"""Values of `model_type` -> configuration class."""
 UNDECLARED = {"head_dim"}
-"""Understood by every family, but declared by some only."""
+"""Understood by every family of decoders, but declared by some only."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
     *("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
+    *("embedding_size", "type_vocab_size", "num_hidden_groups", "inner_group_num"),
+    *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
 )
 """Whole numbers of at least 1, if given."""
 ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
@@ -29,15 +32,37 @@ ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "
 """Above 0, if the type of RoPE uses them."""
 
 
-def model_config(content: Mapping[str, Any]) -> Any:
+def model_types(auto_class: str) -> list[str]:
+    """The values of `model_type` that an Auto class loads."""
+    return [name for name, config in CONFIGS.items() if auto_class in config.auto_classes]
+
+
+def known_keys(kind: type[Any]) -> list[str]:
+    """The keys of `model.config` that a configuration class takes."""
+    undeclared = UNDECLARED if DECODERS in kind.auto_classes else set()
+    return sorted(set(kind.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__) | undeclared)
+
+
+def check_model_type(name: Any, objective: ObjectiveOptions) -> None:
+    """`RecipeError` for a family of ours, converted or stock, without the head that the objective trains."""
+    allowed, family = model_types(objective.auto_class), f"crosshead_{str(name).removeprefix('crosshead_')}"
+    if family in CONFIGS and family not in allowed:
+        raise RecipeError(
+            f"the objective {objective.name} cannot train a model of model_type={name!r}: use one of "
+            f"{', '.join(allowed)}, or another objective"
+        )
+
+
+def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_TOKEN) -> Any:
     """The configuration; `RecipeError` for an unknown key or an impossible value."""
     fields = {key: value for key, value in content.items() if key != "model_type"}
     name = content.get("model_type")
     if not isinstance(name, str) or name not in CONFIGS:
-        raise RecipeError(str(unknown("model.config", "model_type", name, list(CONFIGS))))
+        raise RecipeError(str(unknown("model.config", "model_type", name, model_types(objective.auto_class))))
+    check_model_type(name, objective)
     kind = CONFIGS[name]
     # The library accepts any key, and a misspelt one would have no effect.
-    known = sorted(set(kind.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__) | UNDECLARED)
+    known = known_keys(kind)
     for key in fields:
         if key not in known:
             raise RecipeError(str(unknown("model.config", "key", key, known)))
@@ -60,6 +85,18 @@ def named_model_config() -> Iterator[None]:
 
 def _check(config: Any) -> None:
     """Values that the library accepts, although no model can be trained with them."""
+    if DECODERS in config.auto_classes:
+        _check_decoder(config)
+    if hasattr(config, "hidden_act"):
+        Choice(tuple(ACT2FN)).parse("hidden_act", config.hidden_act, 0)
+    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout <= 1:
+        raise refuse("attention_dropout", config.attention_dropout, "use a number from 0 to 1")
+    last, padding = getattr(config, "vocab_size", 0) - 1, getattr(config, "pad_token_id", None)
+    if padding is not None and not 0 <= padding <= last:
+        raise refuse("pad_token_id", padding, f"use a token of the vocabulary, from 0 to {last}, or leave it out")
+
+
+def _check_decoder(config: Any) -> None:
     heads = config.layout_of_layer(0)
     if heads.query_heads % heads.key_value_heads:
         allowed = f"use a number that divides num_attention_heads={heads.query_heads}"
@@ -72,14 +109,8 @@ def _check(config: Any) -> None:
         value = config.rope_parameters.get(key, 1)
         if not _is_number(value) or value <= 0:
             raise refuse(f"rope_parameters.{key}", value, "use a number above 0")
-    Choice(tuple(ACT2FN)).parse("hidden_act", config.hidden_act, 0)
     for layer_type in getattr(config, "layer_types", None) or ():
         Choice(("full_attention", "sliding_attention")).parse("layer_types", layer_type, 0)
-    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout <= 1:
-        raise refuse("attention_dropout", config.attention_dropout, "use a number from 0 to 1")
-    last, padding = config.vocab_size - 1, config.pad_token_id
-    if padding is not None and not 0 <= padding <= last:
-        raise refuse("pad_token_id", padding, f"use a token of the vocabulary, from 0 to {last}, or leave it out")
     experts = getattr(config, "num_experts", None)
     if experts is not None and config.num_experts_per_tok > experts:
         raise refuse("num_experts_per_tok", config.num_experts_per_tok, f"use at most num_experts={experts}")

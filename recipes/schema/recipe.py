@@ -1,9 +1,10 @@
 """A whole recipe: its sections, and the rules between them.
 
-The loss is always the next-token loss, with the balance losses that the model's own configuration asks for. Paths are
+The loss is that of the objective, with the balance losses that the model's own configuration asks for. Paths are
 relative to the working directory.
 """
 
+import sys
 from dataclasses import dataclass, field
 
 from crosshead.common.errors import RecipeError
@@ -11,6 +12,7 @@ from crosshead.common.errors import RecipeError
 from ..data.sampling_order import SourceOrder
 from . import sections
 from .model_config import check_expert_bias, model_config
+from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, check_unit
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,8 @@ class Recipe(sections.Section):
     model: sections.ModelOptions
     data: sections.DataOptions
     train: sections.TrainOptions
+    objective: AnyObjective = NEXT_TOKEN
+    """What the model learns to predict."""
     distillation: sections.Distillation | None = None
     watch: sections.WatchOptions = field(default_factory=sections.WatchOptions)
     checkpoints: sections.CheckpointOptions = field(default_factory=sections.CheckpointOptions)
@@ -29,6 +33,7 @@ class Recipe(sections.Section):
     sweep: sections.SweepOptions | None = None
 
     def __post_init__(self) -> None:
+        self._check_objective()
         self._check_steps()
         if self.watch.evaluate_every and not self.evaluates:
             raise RecipeError(
@@ -38,20 +43,39 @@ class Recipe(sections.Section):
         SourceOrder([source.weight for source in self.data.sources])  # refuses weights before the tokenisation
         if self.model.config is None:
             return
-        config = model_config(self.model.config)
+        config = model_config(self.model.config, self.objective)
         check_expert_bias(config, self.train.expert_bias_rate)
-        if self.data.length > config.max_position_embeddings:
+        if self.data.length > getattr(config, "max_position_embeddings", sys.maxsize):
             raise RecipeError(
                 f"data.length={self.data.length} is more than model.config.max_position_embeddings="
                 f"{config.max_position_embeddings}: lower it, or raise that"
             )
 
+    def _check_objective(self) -> None:
+        """Other sections fit the objective."""
+        name, train = self.objective.name, self.train
+        amounts = ("tokens", "batch_tokens", "samples", "batch_samples")
+        check_unit(self.objective, {key: getattr(train, key) for key in amounts})
+        if self.counts_tokens and self.model.path is None and self.model.tokenizer is None:
+            raise RecipeError("model.tokenizer is missing: a model from scratch has none")
+        if name == NEXT_TOKEN.name:
+            return
+        for key, is_given in {
+            "distillation": self.distillation is not None,
+            "data.separate_documents": self.data.separate_documents,
+            "train.lora": train.lora is not None,
+        }.items():
+            if is_given:
+                raise RecipeError(
+                    f"{key} is for the objective {NEXT_TOKEN.name} alone, and this is {name}: leave it out"
+                )
+
     def _check_steps(self) -> None:
         train, length = self.train, self.data.length
-        if train.batch_tokens % length:
-            nearest = max(1, (train.batch_tokens + length // 2) // length) * length
+        if self.counts_tokens and self.per_step % length:
+            nearest = max(1, (self.per_step + length // 2) // length) * length
             raise RecipeError(
-                f"train.batch_tokens={train.batch_tokens} is not a multiple of data.length={length}: "
+                f"train.batch_tokens={self.per_step} is not a multiple of data.length={length}: "
                 f"the nearest is {nearest}"
             )
         if self.batch_size % train.micro_batch:
@@ -59,20 +83,36 @@ class Recipe(sections.Section):
                 f"train.micro_batch={train.micro_batch} does not divide the {self.batch_size} sequences of a step"
             )
         if train.warmup and self.warmup_steps >= self.steps:
+            unit = self.objective.unit
             raise RecipeError(
-                f"train.warmup={train.warmup:g} leaves no steps after it: train.tokens={train.tokens} are "
-                f"{self.steps} steps of train.batch_tokens={train.batch_tokens}"
+                f"train.warmup={train.warmup:g} leaves no steps after it: train.{unit}={self.total} are "
+                f"{self.steps} steps of train.batch_{unit}={self.per_step}"
             )
 
     @property
+    def counts_tokens(self) -> bool:
+        """Whether the objective counts tokens, rather than samples."""
+        return self.objective.unit == TOKENS
+
+    @property
+    def total(self) -> int:
+        """Tokens or samples of the whole training."""
+        return (self.train.tokens if self.counts_tokens else self.train.samples) or 0
+
+    @property
+    def per_step(self) -> int:
+        """Tokens or samples per step."""
+        return (self.train.batch_tokens if self.counts_tokens else self.train.batch_samples) or 0
+
+    @property
     def batch_size(self) -> int:
-        """Sequences per step."""
-        return self.train.batch_tokens // self.data.length
+        """Sequences, or samples, per step."""
+        return self.per_step // self.data.length if self.counts_tokens else self.per_step
 
     @property
     def steps(self) -> int:
         """Of the whole training."""
-        return -(-self.train.tokens // self.train.batch_tokens)
+        return -(-self.total // self.per_step)
 
     @property
     def warmup_steps(self) -> int:

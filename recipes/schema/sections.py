@@ -132,8 +132,6 @@ class ModelOptions(Section):
     def __post_init__(self) -> None:
         if self.path is None and self.config is None:
             raise RecipeError("path is missing: name a model to continue, or give `config` to start one from scratch")
-        if self.path is None and self.tokenizer is None:
-            raise RecipeError("tokenizer is missing: a model from scratch has none")
 
 
 @dataclass(frozen=True)
@@ -161,10 +159,14 @@ class TrainOptions(Section):
 
     learning_rate: Positive
     """The highest."""
-    tokens: Count
+    tokens: Count | None = None
     """Of the whole training; if the data have fewer, they are used for several epochs."""
-    batch_tokens: Count
+    batch_tokens: Count | None = None
     """Per step, over all processes and accumulated micro batches: a multiple of `data.length`."""
+    samples: Count | None = None
+    """Instead of tokens, for an objective that counts samples."""
+    batch_samples: Count | None = None
+    """Per step."""
     micro_batch: Count = 1
     """Sequences of one process in one forward pass."""
     trainable: Literal["all", "mixers", "mixers+lora"] = "all"

@@ -12,13 +12,15 @@ from pydoc_data.topics import topics
 from typing import Any
 
 import torch
+import transformers
 
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
-from .model_config import model_config, named_model_config
+from .model_config import known_keys, model_config, named_model_config
+from .objectives import NEXT_TOKEN, ObjectiveOptions
 from .recipe import Recipe
 from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
 
@@ -28,6 +30,12 @@ LENGTH = 64
 SEQUENCES = 4
 HELD_OUT = 0.1
 END = "<end>"
+NO_TOKENS: Mapping[str, Any] = {}
+SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
+    "masked_tokens": {"pad_token": "<pad>", "cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"},
+    "spans": {"pad_token": "<pad>", "extra_special_tokens": [f"<extra_id_{number}>" for number in range(LENGTH)]},
+}
+"""Objective -> tokens of its toy tokenizer."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -36,13 +44,14 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.model.config is None:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = folder / "tokenizer"
-    config = toy_config(recipe.model.config, write_tokenizer(tokenizer))
+    tokenizer, objective = folder / "tokenizer", recipe.objective
+    words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {}))
+    config = toy_config(recipe.model.config, words, objective)
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
-        path = _write_model(config, folder / "model", recipe.train.seed)
+        path = _write_model(config, folder / "model", recipe.train.seed, objective)
     if distillation is not None and distillation.logits is None:
-        teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed)
+        teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed, objective)
         steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
         distillation = replace(distillation, teacher=teacher, **steps)
     return replace(
@@ -58,20 +67,40 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
-def toy_config(content: Mapping[str, Any], vocabulary: int) -> dict[str, Any]:
+def toy_config(
+    content: Mapping[str, Any], vocabulary: int, objective: ObjectiveOptions = NEXT_TOKEN
+) -> dict[str, Any]:
     """The same heads, mechanisms in the same share of layers, and small sizes otherwise."""
-    large = model_config(content)
+    large = model_config(content, objective)
+    count = min(TOY_LAYERS, large.num_hidden_layers)
     sizes = {
         "vocab_size": vocabulary,
         "hidden_size": 4 * large.num_attention_heads,
+        "embedding_size": 16,
         "intermediate_size": 64,
+        "d_ff": 64,
         "head_dim": 8,
-        "num_hidden_layers": min(TOY_LAYERS, large.num_hidden_layers),
+        "num_hidden_layers": count,
+        "num_decoder_layers": count,
     }
-    count = sizes["num_hidden_layers"]
-    layers = [index * large.num_hidden_layers // count for index in range(count)]
-    mixers = {name: _toy_options(name, options, layers) for name, options in large.mixers.items()}
-    return dict(content) | sizes | (EXPERTS if "num_experts" in content else {}) | {"mixers": mixers}
+    known, fields = known_keys(type(large)), type(large).attribute_map
+    sizes = {fields.get(name, name): size for name, size in sizes.items() if fields.get(name, name) in known}
+    return (
+        dict(content) | sizes | (EXPERTS if "num_experts" in content else {}) | {"mixers": _toy_mixers(large, count)}
+    )
+
+
+def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
+    """The mechanisms in some of the layers; a model with encoder and decoder has some for each part."""
+
+    def small(mixers: Mapping[str, Any], layers: int) -> dict[str, Any]:
+        kept = [index * layers // count for index in range(count)]
+        return {name: _toy_options(name, options, kept) for name, options in mixers.items()}
+
+    if not large.is_encoder_decoder:
+        return small(large.mixers, large.num_hidden_layers)
+    layers = {"encoder": large.num_layers}
+    return {part: small(mixers, layers.get(part, large.num_decoder_layers)) for part, mixers in large.mixers.items()}
 
 
 def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> dict[str, Any]:
@@ -104,35 +133,40 @@ def write_text(path: Path) -> str:
 
 def _toy_train(train: TrainOptions) -> TrainOptions:
     """Two micro batches a step, in float32; any warmup becomes one step."""
-    batch = SEQUENCES * LENGTH
+    counted = {"tokens": train.tokens, "samples": train.samples}
+    amounts = {"tokens": SEQUENCES * LENGTH, "samples": SEQUENCES}
+    amounts = {unit: batch for unit, batch in amounts.items() if counted[unit] is not None}
     return replace(
         train,
-        tokens=STEPS * batch,
-        batch_tokens=batch,
+        **{unit: STEPS * batch for unit, batch in amounts.items()},
+        **{f"batch_{unit}": batch for unit, batch in amounts.items()},
         micro_batch=SEQUENCES // 2,
         warmup=1.0 if train.warmup else 0.0,
         dtype="float32",
     )
 
 
-def write_tokenizer(folder: Path) -> int:
-    """A token for each byte and one for the end of a document; returns the number of tokens."""
+def write_tokenizer(folder: Path, special: Mapping[str, Any] = NO_TOKENS) -> int:
+    """A token for each byte and one for the end of a document; returns the number of tokens.
+
+    `special` are further tokens by their role, as an argument of the library's class.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END]
+    more = [token for value in special.values() for token in ([value] if isinstance(value, str) else value)]
+    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END, *more]
     byte_level = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     byte_level.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token=END).save_pretrained(str(folder))
+    PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token=END, **special).save_pretrained(str(folder))
     return len(letters)
 
 
-def _write_model(content: Mapping[str, Any], folder: Path, seed: int) -> str:
+def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective: ObjectiveOptions) -> str:
     """Write a model with random weights; the global random state stays the same."""
-    from transformers import AutoModelForCausalLM
-
+    kind = getattr(transformers, objective.auto_class)
     with named_model_config(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        AutoModelForCausalLM.from_config(model_config(content)).save_pretrained(str(folder))
+        kind.from_config(model_config(content, objective)).save_pretrained(str(folder))
     return str(folder)

@@ -77,7 +77,7 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
     if kind == TRAINING:
         points = dict(enumerate(MetricsFile.losses(Path(run.output), run.steps), 1))
     after = sorted((step, loss) for step, loss in points.items() if step > curve_start(run))
-    return LossCurve(tuple(step * run.train.batch_tokens for step, _ in after), tuple(loss for _, loss in after))
+    return LossCurve(tuple(step * run.per_step for step, _ in after), tuple(loss for _, loss in after))
 
 
 def count_spikes(run: Recipe) -> int:

@@ -70,6 +70,8 @@ def sweep(recipe: Recipe, progress: Progress = silent) -> dict[str, Any]:
     """Train the runs that are not finished, and write `sweep.json` and `sweep.svg` into the recipe's output."""
     import matplotlib  # noqa: F401  # a missing package is an error before the training
 
+    if not recipe.counts_tokens:
+        raise RecipeError(f"sweep fits curves over tokens, and the objective {recipe.objective.name} counts samples")
     runs, kind = sweep_runs(recipe), curves.loss_kind(recipe)
     steps = recipe.steps - curves.curve_start(recipe)
     if steps < curves.MIN_POINTS:
@@ -160,7 +162,7 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
     chosen, lower = choose(attempts)
     return {
         "loss": kind,
-        "tokens": recipe.steps * recipe.train.batch_tokens,
+        "tokens": recipe.steps * recipe.per_step,
         "chosen": chosen.learning_rate if chosen else None,
         "lower": lower.learning_rate if lower else None,
         "runs": [each.as_dict() for each in attempts],

@@ -82,8 +82,8 @@ def _maximum(number: int, args: Any) -> int:
 class ReportProgress(TrainerCallback):
     """Reports each step, with the last logged loss and the speed since the start."""
 
-    def __init__(self, progress: Progress, tokens_per_step: int) -> None:
-        self._progress, self._tokens = progress, tokens_per_step
+    def __init__(self, progress: Progress, per_step: int, unit: str = "tokens") -> None:
+        self._progress, self._per_step, self._unit = progress, per_step, unit
         self._message = ""
         self._start: tuple[float, int] | None = None
 
@@ -97,8 +97,8 @@ class ReportProgress(TrainerCallback):
         start, first = self._start or (0.0, 0)
         for name, label in (("loss", "loss"), ("eval_loss", "held-out loss")):
             if logs and name in logs:
-                speed = (state.global_step - first) * self._tokens / max(time.perf_counter() - start, 1e-9)
-                self._message = f"{label} {logs[name]:.4f}, {speed:,.0f} tokens/s"
+                speed = (state.global_step - first) * self._per_step / max(time.perf_counter() - start, 1e-9)
+                self._message = f"{label} {logs[name]:.4f}, {speed:,.0f} {self._unit}/s"
                 self.on_step_end(args, state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

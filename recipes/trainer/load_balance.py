@@ -17,48 +17,64 @@ from transformers import TrainerCallback
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.backbones.qwen3_moe import BiasedRouter
 from crosshead.modeling.mechanisms.mixture import balance_loss
-from crosshead.modeling.model import share_of_batch
 
 
 class HeadRouting:
     """The routers of heads in one model."""
 
     def __init__(self, config: Any) -> None:
-        mixers = {layer: config.mixers_of_layer(layer) for layer in range(config.num_hidden_layers)}
+        mixers = {layer: config.mixers_of_layer(layer) for layer in range(len(config.layouts()))}
         options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
-        self.layers = tuple(options)
-        """Layers with a router."""
-        self._weight = config.mixers["mixture"]["balance_weight"]
-        self._selected = [settings["active_heads"] - settings["shared_heads"] for settings in options.values()]
+        selected = {layer: each["active_heads"] - each["shared_heads"] for layer, each in options.items()}
+        self._selected = {layer: count for layer, count in selected.items() if count}
+        self.layers = tuple(self._selected)
+        """Layers with a router that selects heads."""
+        self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
+        """Of the balance loss."""
+        stacks: dict[bool, list[int]] = {}
+        for place, layer in enumerate(self.layers):
+            stacks.setdefault(is_of_encoder(config, layer), []).append(place)
+        self._stacks = list(stacks.values())  # the loss is the mean of theirs
 
     @classmethod
     def of(cls, config: Any) -> "HeadRouting | None":
-        """None for a model without routers."""
-        return cls(config) if "mixture" in (getattr(config, "mixers", None) or {}) else None
+        """None for a model without routers that select heads."""
+        routing = cls(config) if hasattr(config, "mixers_of_layer") else None
+        return routing if routing is not None and routing.layers else None
 
-    def loss_by_sequence(self, outputs: Any, labels: torch.Tensor, items: Any) -> torch.Tensor:
-        """The difference between the balance loss of each sequence and the model's, which is that of all tokens.
+    def scores(self, outputs: Any) -> list[torch.Tensor]:
+        """The probabilities of each layer in `layers`."""
+        return [layer for layer in outputs["head_router_scores"] if layer.shape[-1]]
+
+    def loss_by_sequence(self, outputs: Any, shares: torch.Tensor) -> torch.Tensor:
+        """The weighted sum of the balance losses of sequences, each with its share of the step's predictions.
 
         A balance loss is not a sum over tokens. With that of all tokens, the loss of a step would depend on how the
         step is divided into micro batches and processes.
         """
-        batch = {"num_items_in_batch": items}
-        by_sequence = [
-            balance_loss([layer[row : row + 1] for layer in outputs["head_router_scores"]], self._selected, None)
-            * share_of_batch(labels[row : row + 1], batch)
-            for row in range(len(labels))
-        ]
-        return self._weight * (
-            torch.stack(by_sequence).sum() - outputs["balance_loss"] * share_of_batch(labels, batch)
-        )
+        layers = list(zip(self.scores(outputs), self._selected.values(), strict=True))
+        by_sequence = []
+        for row, share in enumerate(shares):
+            losses = []
+            for stack in self._stacks:
+                scores, selected = zip(*(layers[place] for place in stack), strict=True)
+                losses.append(balance_loss([each[row : row + 1] for each in scores], selected, None))
+            by_sequence.append(torch.stack(losses).mean() * share)
+        return self.weight * torch.stack(by_sequence).sum()
 
     def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each layer, the share of a micro batch's tokens that select each routed head (heads)."""
         found = []
-        for probabilities, count in zip(scores, self._selected, strict=True):
+        for probabilities, count in zip(scores, self._selected.values(), strict=True):
             selected = probabilities.detach().topk(count, dim=-1).indices
             found.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
         return found
+
+
+def is_of_encoder(config: Any, layer: int) -> bool:
+    """Whether an attention layer belongs to the encoder of a model that also has a decoder."""
+    places = getattr(config, "places", None)
+    return bool(places is not None and places()[layer][0] == "encoder")
 
 
 def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The training loss: next-token loss, balance losses, and distillation from a teacher.
+"""The training loss: that of the objective with balance losses, and distillation from a teacher.
 
 In the first steps of a distillation, the loss is the distance between the attention outputs of model and teacher: in a
 transfer given the teacher's inputs, when matching given the model's own.
@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from ..data.training_data import NOT_PREDICTED
 from ..schema.sections import Distillation
 from .load_balance import HeadRouting
+from .next_token import count_predictions, next_labels, without_labels
+from .objective import Objective
 from .teacher_logits import INDICES, LOGARITHMS
 
 ATTENTION = ".self_attn"
@@ -30,9 +32,14 @@ class TrainingLoss:
     """The loss of a micro batch, as its part of the step's loss: all micro batches and processes add up to that."""
 
     def __init__(
-        self, routing: HeadRouting | None, distillation: Distillation | None, teacher: nn.Module | None
+        self,
+        objective: Objective,
+        routing: HeadRouting | None,
+        distillation: Distillation | None,
+        teacher: nn.Module | None,
     ) -> None:
-        self._routing, self._options, self._teacher = routing, distillation, teacher
+        self._objective, self._routing = objective, routing
+        self._options, self._teacher = distillation, teacher
         self._handles: list[RemovableHandle] = []
 
     def __call__(self, model: nn.Module, inputs: dict[str, Any], items: Any, step: int) -> tuple[torch.Tensor, Any]:
@@ -48,13 +55,8 @@ class TrainingLoss:
         return loss + self._options.weight * difference / items, outputs
 
     def _predict(self, model: nn.Module, inputs: dict[str, Any], items: Any) -> tuple[torch.Tensor, Any]:
-        """The next-token loss and the balance losses."""
-        inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, attention joins documents
-        if self._routing is None:
-            outputs = model(**inputs)
-            return outputs["loss"], outputs
-        outputs = model(**inputs, output_head_router_scores=True)
-        return outputs["loss"] + self._routing.loss_by_sequence(outputs, inputs["labels"], items), outputs
+        """The objective's loss and the balance losses."""
+        return self._objective.loss(model, inputs, items, self._routing)
 
     def transfers(self, step: int) -> bool:
         """Whether a step trains attention alone, on the teacher's inputs."""
@@ -81,37 +83,7 @@ class TrainingLoss:
 
     @torch.no_grad()
     def _run_teacher(self, inputs: dict[str, Any]) -> Any:
-        return self._teacher(**_without_labels(inputs))  # type: ignore[misc]
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-    """For each sequence, the sum of next-token losses and the number of predictions (B, 2)."""
-    logits = model(**_without_labels(inputs))["logits"]
-    losses = next_token_losses(logits, inputs["labels"])
-    return torch.stack([losses, count_predictions(inputs["labels"]).float()], dim=1)
-
-
-def _without_labels(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in inputs.items() if name != "labels"} | {"use_cache": False}
-
-
-def next_labels(labels: torch.Tensor) -> torch.Tensor:
-    """The target of each logit (B, T); the last ones have none."""
-    return functional.pad(labels[:, 1:], (0, 1), value=NOT_PREDICTED)
-
-
-def count_predictions(labels: torch.Tensor) -> torch.Tensor:
-    """The number of predicted tokens in each sequence (B)."""
-    return (labels[:, 1:] != NOT_PREDICTED).sum(1)
-
-
-def next_token_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum over the predictions of each sequence (B)."""
-    losses = functional.cross_entropy(
-        logits.flatten(0, 1).float(), next_labels(labels).flatten(), ignore_index=NOT_PREDICTED, reduction="none"
-    )
-    return losses.view_as(labels).sum(1)
+        return self._teacher(**without_labels(inputs))  # type: ignore[misc]
 
 
 def divergence_minus_loss(

@@ -1,17 +1,20 @@
-"""Loads the model, the tokenizer and the teacher of a recipe."""
+"""Loads the model and the teacher of a recipe."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from crosshead.common.access_tokens import without_tokens
-from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.tokenizer_state import LOADING
+from crosshead.common.errors import RecipeError
 
-from ..schema.model_config import check_expert_bias, model_config, named_model_config
+from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
+from ..schema.objectives import NEXT_TOKEN
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
+from .loading import load_config, loading_error
+from .objectives import objective_of
 from .parameters import set_trainable
 
 COPIED_FILES = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
@@ -25,42 +28,17 @@ TEACHER_WITH_ZERO3 = (
 )
 
 
-def load_tokenizer(recipe: Recipe) -> Any:
-    """The tokenizer of the training data, which is saved with the result."""
-    from transformers import AutoTokenizer
-
-    options = recipe.model
-    key, name = ("model.tokenizer", options.tokenizer) if options.tokenizer else ("model.path", options.path)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # damaged files raise many types
-        raise RecipeError(f"the tokenizer of {_loading_error(key, str(name), error, options)}") from None
-    if not hasattr(tokenizer, "backend_tokenizer"):
-        kind = type(tokenizer).__name__
-        raise RecipeError(
-            f"the tokenizer of {key}={name}, {kind}, has no tokenizer.json (a fast version): use one that has"
-        )
-    # Some tokens become entries of the vocabulary, so that they cannot be removed from the result.
-    if without_tokens(tokenizer.init_kwargs)[1]:
-        raise RecipeError(
-            f"the tokenizer of {key}={name} contains an access token: remove it from tokenizer_config.json"
-        )
-    for state in LOADING:  # or they would be saved
-        tokenizer.init_kwargs.pop(state, None)
-    return tokenizer
-
-
-def load_models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
+def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
     """The model, prepared for training, and the teacher or None; before the data, which may take hours."""
     from transformers import set_seed
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    model, options, teacher = load_model(recipe, tokenizer), recipe.distillation, None
+    model, options, teacher = load_model(recipe, processor), recipe.distillation, None
     check_expert_bias(model.config, recipe.train.expert_bias_rate)
     if options is not None and options.teacher is not None:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
-        teacher = load_teacher(options.teacher, model.config.vocab_size, tokenizer)
+        teacher = load_teacher(options.teacher, model.config.vocab_size, processor)
         for key in ("num_hidden_layers", "hidden_size") if recipe.match_steps else ():
             theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
             if theirs != ours:
@@ -75,27 +53,26 @@ def load_models(recipe: Recipe, tokenizer: Any) -> tuple[Any, Any]:
     return set_trainable(model, recipe.train), teacher
 
 
-def load_model(recipe: Recipe, tokenizer: Any) -> Any:
+def load_model(recipe: Recipe, processor: Any) -> Any:
     """The model to train, in float32: from `model.path`, or from scratch with the recipe's seed."""
-    from transformers import AutoModelForCausalLM
-
-    options = recipe.model
+    options, objective = recipe.model, recipe.objective
     if options.path is None:
-        config = model_config(options.config or {})
-        config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        config = model_config(options.config or {}, objective)
+        objective_of(recipe).complete_config(config, processor)
         with torch.random.fork_rng(devices=[]), named_model_config():
             torch.manual_seed(recipe.train.seed)
-            return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model = _load(options.path, "model.path", torch.float32, options)
+            return getattr(transformers, objective.auto_class).from_config(config, dtype=torch.float32)
+    check_model_type(load_config(options.path, "model.path", options).model_type, objective)
+    model = _load(objective.auto_class, options.path, "model.path", torch.float32, options)
     _remove_tokens(model)
     if options.config is not None:
-        check_expected(model.config, model_config(options.config))
+        check_expected(model.config, model_config(options.config, objective))
     return model
 
 
 def _remove_tokens(model: Any) -> None:
     """Access tokens in its configurations, which checkpoints contain and trackers receive."""
-    for config in (model.config, model.generation_config):
+    for config in filter(None, (model.config, model.generation_config)):
         content = config.to_dict()
         clean, _ = without_tokens(content)
         for name, value in content.items():
@@ -121,23 +98,13 @@ def vocabulary_size(recipe: Recipe) -> int:
     """The vocabulary size of the model to train, without loading it."""
     options = recipe.model
     if options.path is None:
-        return model_config(options.config or {}).vocab_size
+        return model_config(options.config or {}, recipe.objective).vocab_size
     return load_config(options.path, "model.path", options).vocab_size
-
-
-def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any:
-    """The stored configuration of a model; `key` is that of the recipe."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # damaged files raise many types
-        raise RecipeError(_loading_error(key, name, error, options)) from None
 
 
 def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
     """The teacher in its stored dtype, frozen; its vocabulary fits the tokenizer and the model."""
-    teacher = _load(name, "distillation.teacher", "auto").eval().requires_grad_(False)
+    teacher = _load(NEXT_TOKEN.auto_class, name, "distillation.teacher", "auto").eval().requires_grad_(False)
     size, highest = teacher.config.vocab_size, max(tokenizer.get_vocab().values(), default=-1)
     if not highest < size <= vocabulary:
         raise RecipeError(
@@ -147,21 +114,8 @@ def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
     return teacher
 
 
-def _loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
-    """The message for a model or tokenizer that cannot be loaded, with the command that makes it if known."""
-    if Path(name).is_dir():
-        return f"{key}={name} cannot be loaded: {one_line(error)}"
-    advice = ""
-    if options is not None and options.convert is not None and name == options.path:
-        lines = options.convert.replace("\\\n", " ").strip().splitlines()
-        advice = f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
-    return f"{key}={name} is not a folder, and cannot be loaded from the Hub: {one_line(error).rstrip('.')}{advice}"
-
-
-def _load(name: str, key: str, dtype: Any, options: ModelOptions | None = None) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    kind: Any = AutoModelForCausalLM
+def _load(auto_class: str, name: str, key: str, dtype: Any, options: ModelOptions | None = None) -> Any:
+    kind: Any = getattr(transformers, auto_class)
     try:
         model, report = kind.from_pretrained(
             name,
@@ -172,7 +126,7 @@ def _load(name: str, key: str, dtype: Any, options: ModelOptions | None = None) 
             trust_remote_code=False,
         )
     except Exception as error:
-        raise RecipeError(_loading_error(key, name, error, options)) from None
+        raise RecipeError(loading_error(key, name, error, options)) from None
     missing = sorted(report["missing_keys"])
     if missing:
         raise RecipeError(f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}")

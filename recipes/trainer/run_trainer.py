@@ -21,8 +21,9 @@ from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import checkpoints, step_of
 from .drift import drift, starting_points
 from .load_balance import ExpertBalance, HeadRouting, load_biases_everywhere, load_metrics
-from .loss import ATTENTION, TrainingLoss, evaluate
+from .loss import ATTENTION, TrainingLoss
 from .metrics import LossMonitor, MetricsFile, check_finite
+from .objectives import objective_of
 from .parameters import learning_rate_factor, separate_mechanisms
 from .weight_average import WeightAverage
 
@@ -35,16 +36,18 @@ class RunTrainer(CheckpointTrainer):
 
     def __init__(self, recipe: Recipe, teacher: Any, checkpoint: Path | None, **options: Any) -> None:
         model = options["model"]
-        use_cache = model.config.use_cache
+        use_cache = getattr(model.config, "use_cache", None)
         self.recipe = recipe
         self.routing = HeadRouting.of(model.config)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
-        self.training_loss = TrainingLoss(self.routing, recipe.distillation, teacher)
+        self.objective = objective_of(recipe)
+        self.training_loss = TrainingLoss(self.objective, self.routing, recipe.distillation, teacher)
         self.first_step = step_of(checkpoint) if checkpoint else 0
         self.starts = starting_points(model)
         super().__init__(Path(recipe.output), checkpoint, recipe.checkpoints.keep, **options)
         load_biases_everywhere(self.accelerator, model.config, recipe.model.path)
-        model.config.use_cache = use_cache  # the library turns it off, also in saved models
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # the library turns it off, also in saved models
         self.remove_callback(PrinterCallback)
         self.add_callback(ApplyIntervals)
         self.add_callback(self.balance)
@@ -126,7 +129,7 @@ class RunTrainer(CheckpointTrainer):
         with self.accelerator.autocast(), self.balance.counting():  # autocast also for the teacher
             loss, outputs = self.training_loss(model, inputs, num_items_in_batch, step)
         if self.routing is not None and (step + 1) % self.args.logging_steps == 0:
-            self._loads.append(self.routing.load(outputs["head_router_scores"]))
+            self._loads.append(self.routing.load(self.routing.scores(outputs)))
         loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
 
@@ -142,17 +145,21 @@ class RunTrainer(CheckpointTrainer):
         return loss
 
     def evaluation_loop(self, dataloader: Any, description: str, *_: Any, **options: Any) -> EvalLoopOutput:
-        """The mean over all predicted tokens, independent of batches and processes; none if the run is stopped."""
+        """Means over all predictions, independent of batches and processes; none if the run is stopped."""
         self.model.eval()
-        found, is_last = [], self.control.should_training_stop
+        found: dict[str, list[torch.Tensor]] = {}
+        is_last = self.control.should_training_stop
         with torch.random.fork_rng(devices=[]), self._averaged():  # the loader changes the random state
             for inputs in dataloader:
-                found.append(self.accelerator.gather_for_metrics(evaluate(self.model, self._prepare_inputs(inputs))))
+                scores = self.objective.evaluate(self.model, self._prepare_inputs(inputs))
+                for name, each in scores.items():
+                    found.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(each))
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                 if self.control.should_training_stop and not is_last:
                     return EvalLoopOutput(np.empty(0), None, {}, len(dataloader.dataset))
-        losses, counts = torch.cat(found).double().sum(0).tolist()
-        return EvalLoopOutput(np.empty(0), None, {"eval_loss": losses / counts}, len(dataloader.dataset))
+        sums = {name: torch.cat(each).double().sum(0).tolist() for name, each in found.items()}
+        metrics = {name: total / count for name, (total, count) in sums.items()}
+        return EvalLoopOutput(np.empty(0), None, metrics, len(dataloader.dataset))
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Log before each checkpoint, so that a resumed run continues the log."""

@@ -21,7 +21,8 @@ from ..data.training_data import Sample, TrainingData, open_data
 from ..schema.recipe import Recipe
 from ..schema.sections import Distillation
 from .checkpoints import move_synced
-from .models import load_teacher, load_tokenizer, vocabulary_size
+from .loading import load_tokenizer
+from .models import load_teacher, vocabulary_size
 from .training_arguments import training_arguments
 
 HIGHEST = 64

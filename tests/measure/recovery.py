@@ -32,9 +32,10 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.loss import evaluate
+from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.metrics import MetricsFile
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
+from crosshead.recipes.trainer.models import vocabulary_size
+from crosshead.recipes.trainer.next_token import evaluate
 
 CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "explicit": ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {}),

@@ -19,7 +19,8 @@ from typing import Any
 from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
+from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.models import vocabulary_size
 from toy_training import LORA, toy_run
 from training_sessions import Run, kill_at_random
 

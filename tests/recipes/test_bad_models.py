@@ -12,7 +12,7 @@ from broken import run
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import ONE_GPU
-from crosshead.recipes.schema.model_config import CONFIGS, model_config
+from crosshead.recipes.schema.model_config import DECODERS, model_config, model_types
 from crosshead.recipes.schema.toy import write_tokenizer
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, MIXTURE, toy_run, train
@@ -127,7 +127,7 @@ def test_values_are_refused(case):
     assert "model.config" in str(caught.value) and words in str(caught.value)
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", model_types(DECODERS))
 @pytest.mark.parametrize(
     "values",
     [

@@ -8,10 +8,9 @@ from crosshead.recipes.trainer import loss as loss_module
 from crosshead.recipes.trainer.loss import (
     attention_errors,
     attention_outputs,
-    count_predictions,
     divergence_minus_loss,
-    next_token_losses,
 )
+from crosshead.recipes.trainer.next_token import count_predictions, next_token_losses
 from toys import CASES, mixed_model, stock_model, tokens
 
 VOCABULARY = 13

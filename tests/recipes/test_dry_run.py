@@ -16,7 +16,8 @@ from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding, read_shar
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy
-from crosshead.recipes.trainer.models import load_model, load_tokenizer
+from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.parameters import is_mechanism, set_trainable
 from tiers import grid
 

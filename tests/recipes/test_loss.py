@@ -6,6 +6,7 @@ from torch.nn import functional
 
 from crosshead.modeling.mechanisms.mixture import balance_loss
 from crosshead.recipes.data.training_data import NOT_PREDICTED
+from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.sections import Distillation
 from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
 from crosshead.recipes.trainer.loss import (
@@ -13,10 +14,13 @@ from crosshead.recipes.trainer.loss import (
     attention_errors,
     attention_inputs,
     attention_outputs,
-    evaluate,
 )
+from crosshead.recipes.trainer.next_token import evaluate
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS
+from crosshead.recipes.trainer.text_objectives import NextToken
 from toys import CASES, mixed_model, stock_model, tokens
+
+RECIPE = load_recipe("small/smollm2_mixture")
 
 BALANCE_WEIGHT = 8.0
 ROUTED = {"mixture": CASES["mixture"]["mixture"] | {"balance_weight": BALANCE_WEIGHT}}
@@ -41,7 +45,7 @@ def parts(count):
 def objective(mixers, **distillation):
     model = mixed_model("Llama", mixers).train()
     options = Distillation(teacher="toy", **distillation) if distillation else None
-    return TrainingLoss(HeadRouting.of(model.config), options, stock_model("Llama")), model
+    return TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), options, stock_model("Llama")), model
 
 
 def cross_entropy(logits, labels):
@@ -94,7 +98,9 @@ def test_a_teacher_on_disk():
     ask, model = objective(ROUTED, weight=0.3)
     expected, _ = ask(model, batch(), ITEMS, 0)
     stored = stock_model("Llama")(batch()["input_ids"]).logits.log_softmax(-1).topk(61, dim=-1)
-    alone = TrainingLoss(HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None)
+    alone = TrainingLoss(
+        NextToken(RECIPE), HeadRouting.of(model.config), Distillation(logits="folder", weight=0.3), None
+    )
     found, _ = alone(model, batch() | {INDICES: stored.indices, LOGARITHMS: stored.values}, ITEMS, 0)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 

@@ -16,7 +16,7 @@ def test_the_bar_tells_steps_loss_and_speed(monkeypatch):
     clock, told = [100.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
     state = SimpleNamespace(global_step=6, max_steps=20, is_world_process_zero=True)
-    teller = ReportProgress(lambda *progress: told.append(progress), tokens_per_step=1000)
+    teller = ReportProgress(lambda *progress: told.append(progress), per_step=1000)
     teller.on_step_begin(None, state, None)  # the run goes on behind step 6
     state.global_step = 7
     teller.on_step_end(None, state, None)

@@ -16,7 +16,8 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.trainer import teacher_logits as module
-from crosshead.recipes.trainer.models import load_tokenizer, vocabulary_size
+from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.models import vocabulary_size
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, run_key, save_teacher
 from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
 

@@ -15,7 +15,8 @@ from crosshead.recipes.data.training_data import open_data
 from crosshead.recipes.schema.load import shipped_recipes
 from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.train import Outcome, train
-from crosshead.recipes.trainer.models import load_model, load_tokenizer
+from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.models import load_model
 from tiers import first
 from toy_checkpoints import write_stock
 from toy_training import (

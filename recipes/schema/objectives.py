@@ -1,0 +1,105 @@
+"""What a training teaches: the section `objective` of a recipe, one class for each value of its `name`.
+
+Data, loss and scores of each objective are in `trainer/objectives.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field
+
+from crosshead.common.errors import RecipeError
+
+from .sections import Section
+
+TOKENS, SAMPLES = "tokens", "samples"
+"""The units of `train.tokens` and `train.samples`."""
+Part = Annotated[float, Field(gt=0, lt=1)]
+
+
+@dataclass(frozen=True)
+class ObjectiveOptions(Section):
+    """What all objectives tell about themselves."""
+
+    name: str
+    unit: ClassVar[str] = TOKENS
+    """What the length of the training and a step's size are counted in."""
+
+    @property
+    def auto_class(self) -> str:
+        """The Auto class that loads the model."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class NextToken(ObjectiveOptions):
+    """A decoder predicts the next token."""
+
+    name: Literal["next_token"] = "next_token"
+
+    @property
+    def auto_class(self) -> str:
+        """That of decoders."""
+        return "AutoModelForCausalLM"
+
+
+@dataclass(frozen=True)
+class MaskedTokens(ObjectiveOptions):
+    """An encoder predicts masked tokens, as BERT; with `segments: order` also the order of two segments, as ALBERT."""
+
+    name: Literal["masked_tokens"] = "masked_tokens"
+    share: Part = 0.15
+    """Of the tokens, those that are predicted: 80% of them are masked, 10% replaced, and 10% left as they are."""
+    segments: Literal["none", "order"] = "none"
+    """order: each sequence is two consecutive segments, in half of the sequences swapped."""
+
+    @property
+    def auto_class(self) -> str:
+        """That of encoders with one head, or with a second one for the order."""
+        return "AutoModelForPreTraining" if self.segments == "order" else "AutoModelForMaskedLM"
+
+
+@dataclass(frozen=True)
+class Spans(ObjectiveOptions):
+    """An encoder and a decoder predict spans that were cut out of a text, as T5."""
+
+    name: Literal["spans"] = "spans"
+    share: Part = 0.15
+    """Of the text's tokens, those that are cut out."""
+    mean_length: Annotated[float, Field(ge=1)] = 3.0
+    """Tokens of a span."""
+
+    @property
+    def auto_class(self) -> str:
+        """That of models with encoder and decoder."""
+        return "AutoModelForSeq2SeqLM"
+
+
+OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
+    "next_token": NextToken,
+    "masked_tokens": MaskedTokens,
+    "spans": Spans,
+}
+"""Name -> section."""
+NEXT_TOKEN = NextToken()
+"""The default."""
+
+
+def _read_default(content: Any) -> Any:
+    return {"name": NEXT_TOKEN.name} if content is None else content
+
+
+AnyObjective = Annotated[NextToken | MaskedTokens | Spans, Field(discriminator="name"), BeforeValidator(_read_default)]
+
+
+def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> None:
+    """The recipe says how long to train in the objective's unit alone; `given` are four keys of `train`."""
+    for key, value in given.items():
+        counted = key.removeprefix("batch_") == objective.unit
+        if counted and value is None:
+            raise RecipeError(f"train lacks the key {key!r}: the objective {objective.name} counts {objective.unit}")
+        if not counted and value is not None:
+            raise RecipeError(
+                f"train.{key}={value}: the objective {objective.name} counts {objective.unit}: give train."
+                f"{objective.unit} and train.batch_{objective.unit}"
+            )

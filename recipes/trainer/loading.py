@@ -1,0 +1,57 @@
+"""Loads the tokenizer of a recipe and stored configurations, and explains failures."""
+
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.access_tokens import without_tokens
+from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.tokenizer_state import LOADING
+
+from ..schema.recipe import Recipe
+from ..schema.sections import ModelOptions
+
+
+def load_tokenizer(recipe: Recipe) -> Any:
+    """The tokenizer of the training data, which is saved with the result."""
+    from transformers import AutoTokenizer
+
+    options = recipe.model
+    key, name = ("model.tokenizer", options.tokenizer) if options.tokenizer else ("model.path", options.path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # damaged files raise many types
+        raise RecipeError(f"the tokenizer of {loading_error(key, str(name), error, options)}") from None
+    if not hasattr(tokenizer, "backend_tokenizer"):
+        kind = type(tokenizer).__name__
+        raise RecipeError(
+            f"the tokenizer of {key}={name}, {kind}, has no tokenizer.json (a fast version): use one that has"
+        )
+    # Some tokens become entries of the vocabulary, so that they cannot be removed from the result.
+    if without_tokens(tokenizer.init_kwargs)[1]:
+        raise RecipeError(
+            f"the tokenizer of {key}={name} contains an access token: remove it from tokenizer_config.json"
+        )
+    for state in LOADING:  # or they would be saved
+        tokenizer.init_kwargs.pop(state, None)
+    return tokenizer
+
+
+def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any:
+    """The stored configuration of a model; `key` is that of the recipe."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:  # damaged files raise many types
+        raise RecipeError(loading_error(key, name, error, options)) from None
+
+
+def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
+    """The message for a model or tokenizer that cannot be loaded, with the command that makes it if known."""
+    if Path(name).is_dir():
+        return f"{key}={name} cannot be loaded: {one_line(error)}"
+    advice = ""
+    if options is not None and options.convert is not None and name == options.path:
+        lines = options.convert.replace("\\\n", " ").strip().splitlines()
+        advice = f"; make it with `{' && '.join(' '.join(line.split()) for line in lines)}`"
+    return f"{key}={name} is not a folder, and cannot be loaded from the Hub: {one_line(error).rstrip('.')}{advice}"

@@ -1,0 +1,12 @@
+"""The objectives of a training by their names in a recipe."""
+
+from ..schema.recipe import Recipe
+from .objective import Objective
+from .text_objectives import MaskedTokens, NextToken, Spans
+
+OBJECTIVES: dict[str, type[Objective]] = {"next_token": NextToken, "masked_tokens": MaskedTokens, "spans": Spans}
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """That of a recipe."""
+    return OBJECTIVES[recipe.objective.name](recipe)

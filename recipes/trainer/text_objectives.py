@@ -1,0 +1,134 @@
+"""The objectives on text: the next token, masked tokens with the order of segments, and spans that were cut out."""
+
+from abc import abstractmethod
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosshead.common.errors import RecipeError
+from crosshead.common.progress import Progress
+
+from ..data.corruption import Corruption, cut_spans, masked_tokens
+from ..data.training_data import TrainingData, open_data
+from .load_balance import HeadRouting
+from .loading import load_tokenizer
+from .next_token import count_predictions, evaluate
+from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores
+
+ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
+"""The second head's output in ALBERT and in BERT."""
+
+
+def decoder_start(config: Any) -> int | None:
+    """The decoder's first input."""
+    return getattr(config, "decoder_start_token_id", None)
+
+
+class TextObjective(Objective):
+    """What the objectives on text share."""
+
+    def load_processor(self) -> Any:
+        """The tokenizer."""
+        return load_tokenizer(self.recipe)
+
+    def complete_config(self, config: Any, processor: Any) -> None:
+        """The special tokens."""
+        config.bos_token_id, config.eos_token_id = processor.bos_token_id, processor.eos_token_id
+
+
+class NextToken(TextObjective):
+    """A decoder predicts the next token; the model computes the loss, with those of experts."""
+
+    def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
+        """Windows of text."""
+        return open_data(self.recipe.data, processor, config.vocab_size, progress)
+
+    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
+        """Those of all tokens but the first."""
+        return [Predictions("", outputs["logits"][:, :-1], inputs[LABELS][:, 1:])]
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The model's own loss, with the balance loss of each sequence instead of that of all tokens."""
+        inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, attention joins documents
+        if routing is None:
+            outputs = model(**inputs)
+            return outputs["loss"], outputs
+        outputs = model(**inputs, output_head_router_scores=True)
+        shares = count_predictions(inputs[LABELS]) / items
+        of_all_tokens = routing.weight * outputs["balance_loss"] * shares.sum()
+        return outputs["loss"] + (routing.loss_by_sequence(outputs, shares) - of_all_tokens), outputs
+
+    def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
+        """The loss alone."""
+        return {LOSS: evaluate(model, inputs)}
+
+
+class CorruptionObjective(TextObjective):
+    """A text is corrupted, and what it was is predicted."""
+
+    @abstractmethod
+    def corruption(self, tokenizer: Any, config: Any) -> Corruption:
+        """The change of each window."""
+
+    def complete_config(self, config: Any, processor: Any) -> None:
+        """The special tokens; a decoder starts with the token for padding, as T5's."""
+        super().complete_config(config, processor)
+        config.pad_token_id = processor.pad_token_id
+        if config.is_encoder_decoder and decoder_start(config) is None:
+            config.decoder_start_token_id = processor.pad_token_id
+
+    def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
+        """Windows of text whose length is `data.length` after the corruption, which is the same in each evaluation."""
+        corruption = self.corruption(processor, config)
+        windows = replace(self.recipe.data, length=corruption.text_length)
+        return open_data(windows, processor, config.vocab_size, progress).prepared(corruption)
+
+
+class MaskedTokens(CorruptionObjective):
+    """An encoder predicts masked tokens and, with a second head, the order of two segments."""
+
+    def corruption(self, tokenizer: Any, config: Any) -> Corruption:
+        """Masks, and special tokens around the segments."""
+        options: Any = self.recipe.objective
+        if options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
+            raise RecipeError(
+                f"objective.segments='order' needs a model with 2 types of tokens, but type_vocab_size="
+                f"{getattr(config, 'type_vocab_size', None)}: raise it, or use segments: none"
+            )
+        return masked_tokens(options, tokenizer, config.vocab_size, self.recipe.data.length)
+
+    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
+        """The masked tokens, and the order if it is asked for."""
+        if ORDER_LABELS not in inputs:
+            return [Predictions("", outputs["logits"], inputs[LABELS])]
+        order = next(outputs[name] for name in ORDER_LOGITS if name in outputs)
+        return [
+            Predictions("", outputs["prediction_logits"], inputs[LABELS]),
+            Predictions("order_", order, inputs[ORDER_LABELS]),
+        ]
+
+
+class Spans(CorruptionObjective):
+    """An encoder reads a text without some spans, and a decoder predicts these."""
+
+    def corruption(self, tokenizer: Any, config: Any) -> Corruption:
+        """Sentinels instead of spans."""
+        start = decoder_start(config)
+        if start is None:
+            raise RecipeError(
+                "the model has no decoder_start_token_id, nor its tokenizer a pad_token: set one of them"
+            )
+        options: Any = self.recipe.objective
+        return cut_spans(options, tokenizer, config.vocab_size, self.recipe.data.length, start)
+
+    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
+        """Each token of the decoder's."""
+        return [Predictions("", outputs["logits"], inputs[LABELS])]
+
+    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Without a cache."""
+        return super().model_inputs(inputs) | {"use_cache": False}
