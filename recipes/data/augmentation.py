@@ -1,15 +1,16 @@
 """Random changes of images in training: crops, flips, RandAugment and random erasing.
 
-Each function draws from a `random.Random` of its own sample, never from a global state: a resumed run makes the same
-images.
+Each function draws from a generator of its own sample, never from a global state: a resumed run makes the same images.
 """
 
 from dataclasses import dataclass
 from math import exp, log, sqrt
-from random import Random
 from typing import Any
 
+import numpy as np
 import torch
+
+from .training_data import Draws
 
 TRIES = 10
 """Boxes that are drawn before an image is used as a whole, or not erased."""
@@ -27,16 +28,16 @@ Box = tuple[int, int, int, int]
 """Left, top, right and bottom."""
 
 
-def random_box(width: int, height: int, area: float, ratio: float, draws: Random) -> Box | None:
+def random_box(width: int, height: int, area: float, ratio: float, draws: Draws) -> Box | None:
     """A box of this area, in pixels, and this ratio at a random place; None if it is larger than the image."""
     wide, high = round(sqrt(area * ratio)), round(sqrt(area / ratio))
     if not (0 < wide <= width and 0 < high <= height):
         return None
-    left, top = draws.randint(0, width - wide), draws.randint(0, height - high)
+    left, top = int(draws.integers(width - wide + 1)), int(draws.integers(height - high + 1))
     return left, top, left + wide, top + high
 
 
-def crop_box(width: int, height: int, smallest: float, draws: Random) -> Box:
+def crop_box(width: int, height: int, smallest: float, draws: Draws) -> Box:
     """A random crop with at least a share of the area; if none fits, the largest central one of an allowed ratio."""
     low, high = CROP_RATIOS
     for _ in range(TRIES):
@@ -63,7 +64,7 @@ class Augmentation:
     erasing: float
     """The probability that a box is erased."""
 
-    def image(self, image: Any, draws: Random) -> Any:
+    def image(self, image: Any, draws: Draws) -> Any:
         """A random crop of an image of Pillow, changed by RandAugment."""
         from PIL import Image
 
@@ -72,10 +73,10 @@ class Augmentation:
         if self.flip and draws.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         for _ in range(self.operations):
-            image = changed(image, draws.choice(OPERATIONS), self.magnitude / HIGHEST_MAGNITUDE, draws)
+            image = changed(image, OPERATIONS[draws.integers(len(OPERATIONS))], self.magnitude / HIGHEST_MAGNITUDE, draws)
         return image
 
-    def pixels(self, pixels: torch.Tensor, draws: Random) -> torch.Tensor:
+    def pixels(self, pixels: torch.Tensor, draws: Draws) -> torch.Tensor:
         """Normalised pixel values (channels, height, width), a box of them possibly replaced by noise."""
         if draws.random() >= self.erasing:
             return pixels
@@ -86,11 +87,9 @@ class Augmentation:
             box = random_box(width, height, area, exp(draws.uniform(low, high)), draws)
             if box is not None:
                 left, top, right, bottom = box
-                noise = torch.Generator().manual_seed(draws.getrandbits(63))
+                noise = draws.standard_normal((len(pixels), bottom - top, right - left), np.float32)
                 pixels = pixels.clone()
-                pixels[:, top:bottom, left:right] = torch.randn(
-                    len(pixels), bottom - top, right - left, generator=noise
-                )
+                pixels[:, top:bottom, left:right] = torch.from_numpy(noise)
                 return pixels
         return pixels
 
@@ -102,11 +101,11 @@ OPERATIONS = (
 """Those of RandAugment (Cubuk et al., 2020)."""
 
 
-def changed(image: Any, operation: str, strength: float, draws: Random) -> Any:
+def changed(image: Any, operation: str, strength: float, draws: Draws) -> Any:
     """One operation of RandAugment with a strength from 0 to 1, in a random direction."""
     from PIL import Image, ImageEnhance, ImageOps
 
-    signed = strength * draws.choice((-1, 1))
+    signed = strength * int(draws.choice((-1, 1)))
     matrices = {
         "shear_x": (1, signed * SHEAR, 0, 0, 1, 0),
         "shear_y": (1, 0, 0, signed * SHEAR, 1, 0),
