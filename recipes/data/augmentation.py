@@ -73,7 +73,9 @@ class Augmentation:
         if self.flip and draws.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         for _ in range(self.operations):
-            image = changed(image, OPERATIONS[draws.integers(len(OPERATIONS))], self.magnitude / HIGHEST_MAGNITUDE, draws)
+            image = changed(
+                image, OPERATIONS[draws.integers(len(OPERATIONS))], self.magnitude / HIGHEST_MAGNITUDE, draws
+            )
         return image
 
     def pixels(self, pixels: torch.Tensor, draws: Draws) -> torch.Tensor:

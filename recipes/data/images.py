@@ -3,7 +3,6 @@
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -130,11 +129,16 @@ def image_processor(size: int, channels: int) -> Any:
 def open_images(
     options: DataOptions, inputs: ImageInputs, augmentation: Augmentation, progress: Progress = silent
 ) -> TrainingData:
+    """The samples of a classifier."""
+    return read_images(options, inputs, progress).prepared(Augmented(inputs, augmentation), Plain(inputs))
+
+
+def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress = silent) -> TrainingData:
     """Read the sources: all images are decoded once, unless the cache shows that they have been."""
     root = Path(expand_home(options.cache))
 
     def read(source: ImageSource, place: str) -> list[str]:
-        return digests(source, place, root, partial(progress, place))
+        return digests(source, place, root, progress)
 
     training, evaluation, content = [], [], []
     for source, place in zip(inputs.sources, options.sources, strict=True):
@@ -157,7 +161,7 @@ def open_images(
         weights=tuple(source.weight for source in options.sources),
         evaluation=ConcatDataset(evaluation) if evaluation else None,
         fingerprint=blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
-    ).prepared(Augmented(inputs, augmentation), Plain(inputs))
+    )
 
 
 def is_held_out(digest: str, share: float) -> bool:

@@ -79,7 +79,9 @@ class RunSamples(Dataset[Sample]):
         return sample
 
 
-Prepare = Callable[[Sample, np.random.Generator], Sample]
+Draws = np.random.Generator
+"""The random numbers of one sample."""
+Prepare = Callable[[Sample, Draws], Sample]
 """Changes a sample by random draws."""
 
 

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from crosshead.common.errors import RecipeError
 
-from .sections import Section
+from .sections import Flag, Section
 
 TOKENS, SAMPLES = "tokens", "samples"
 """The units of `train.tokens` and `train.samples`."""
@@ -75,10 +75,26 @@ class Spans(ObjectiveOptions):
         return "AutoModelForSeq2SeqLM"
 
 
+@dataclass(frozen=True)
+class Noise(ObjectiveOptions):
+    """A diffusion transformer (DiT) predicts the noise in images, or in their latents if `model.vae` is given."""
+
+    name: Literal["noise"] = "noise"
+    unit: ClassVar[str] = SAMPLES
+    kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
+    flip: Flag = True
+    """Mirror half of the images; not for digits or letters."""
+    image_column: str = "image"
+    """The column of images in a dataset of the Hub."""
+    label_column: str = "label"
+    """The column of classes."""
+
+
 OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
     "next_token": NextToken,
     "masked_tokens": MaskedTokens,
     "spans": Spans,
+    "noise": Noise,
 }
 """Name -> section."""
 NEXT_TOKEN = NextToken()
@@ -89,7 +105,9 @@ def _read_default(content: Any) -> Any:
     return {"name": NEXT_TOKEN.name} if content is None else content
 
 
-AnyObjective = Annotated[NextToken | MaskedTokens | Spans, Field(discriminator="name"), BeforeValidator(_read_default)]
+AnyObjective = Annotated[
+    NextToken | MaskedTokens | Spans | Noise, Field(discriminator="name"), BeforeValidator(_read_default)
+]
 
 
 def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> None:

@@ -128,6 +128,8 @@ class ModelOptions(Section):
     """The command that makes the model in `path`."""
     tokenizer: Place | None = None
     """A folder or a Hub id; by default that of `path`."""
+    vae: Place | None = None
+    """For the objective `noise`, an autoencoder (AutoencoderKL) whose latents are learned: a folder or a Hub id."""
 
     def __post_init__(self) -> None:
         if self.path is None and self.config is None:

@@ -20,9 +20,10 @@ from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
 from .model_config import known_keys, model_config, named_model_config
-from .objectives import NEXT_TOKEN, ObjectiveOptions
+from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 from .recipe import Recipe
 from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
+from .toy_diffusion import toy_diffusion
 
 TOY_LAYERS = 4
 STEPS = 6
@@ -44,6 +45,8 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.model.config is None:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(recipe.objective, Noise):
+        return _small_run(recipe, folder, *toy_diffusion(recipe, folder, _toy_options))
     tokenizer, objective = folder / "tokenizer", recipe.objective
     words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {}))
     config = toy_config(recipe.model.config, words, objective)
@@ -54,13 +57,18 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed, objective)
         steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
         distillation = replace(distillation, teacher=teacher, **steps)
+    model = ModelOptions(path=path, config=config, tokenizer=str(tokenizer))
+    return _small_run(replace(recipe, distillation=distillation), folder, model, _toy_data(recipe.data, folder))
+
+
+def _small_run(recipe: Recipe, folder: Path, model: ModelOptions, data: DataOptions) -> Recipe:
+    """The recipe with a small model and data, in a few steps."""
     return replace(
         recipe,
         output=str(folder / "run"),
-        model=ModelOptions(path=path, config=config, tokenizer=str(tokenizer)),
-        data=_toy_data(recipe.data, folder),
+        model=model,
+        data=data,
         train=_toy_train(recipe.train),
-        distillation=distillation,
         watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2),
         checkpoints=replace(recipe.checkpoints, every=STEPS // 2),
         hub=None,

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 ZERO = ("norm1.linear", "proj_out_1", "proj_out_2")
 """Maps that start as zero: those of AdaLN-zero, and the last one."""
@@ -18,17 +20,6 @@ SMALL = ("timestep_embedder.linear_1", "timestep_embedder.linear_2", "class_embe
 SMALL_STD = 0.02
 FUSED = ("to_q", "to_k", "to_v")
 """In the paper's code one matrix, for whose size Xavier's range is smaller."""
-
-
-def new_model(config: dict[str, Any], seed: int) -> Any:
-    """A model with the initial values of DiT's paper; the global random state stays the same."""
-    from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = CrossheadDiTTransformer2DModel(**config)
-        initialise(model)
-    return model
 
 
 @torch.no_grad()
@@ -62,3 +53,10 @@ def save_model(model: Any, folder: Path) -> None:
     model.save_pretrained(str(folder))
     for block in model.transformer_blocks[1:]:
         block.norm1.emb = first
+
+
+def save_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Save the weights as the Trainer loads them; tensors that several blocks share are stored for each."""
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    state = {name: part.detach().cpu().clone().contiguous() for name, part in model.state_dict().items()}
+    save_file(state, checkpoint / SAFE_WEIGHTS_NAME)

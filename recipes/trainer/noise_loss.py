@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from crosshead.common.errors import RecipeError
+
 HALF_BIN = 1 / 255
 """Of the values of a pixel, which are 256 from -1 to 1."""
 EDGE = 0.999
@@ -21,11 +23,20 @@ SMALLEST = 1e-12
 """Of a probability before its logarithm."""
 
 
-def noise_schedule() -> Any:
-    """DiT's: 1,000 steps with a linear schedule."""
-    from diffusers import DDPMScheduler
-
-    return DDPMScheduler(num_train_timesteps=1000, beta_schedule="linear", beta_start=1e-4, beta_end=0.02)
+def noise_schedule(learns_variance: bool = False, is_bounded: bool = False) -> Any:
+    """DiT's: 1,000 steps with a linear schedule; the other settings are for sampling, pixels are from -1 to 1."""
+    try:
+        from diffusers import DDPMScheduler
+    except ImportError:
+        raise RecipeError("the objective noise needs diffusers: pip install 'crosshead[diffusion]'") from None
+    return DDPMScheduler(
+        num_train_timesteps=1000,
+        beta_schedule="linear",
+        beta_start=1e-4,
+        beta_end=0.02,
+        variance_type="learned_range" if learns_variance else "fixed_small",
+        clip_sample=is_bounded,
+    )
 
 
 class NoiseLoss:
@@ -61,7 +72,7 @@ class NoiseLoss:
         """The term of the variational bound (B), in bits for each number."""
         true, upper, factor = (
             table.to(clean)[times].view(-1, 1, 1, 1)
-            for table in (self._log_variances.to(clean.device), self._log_betas, self._mean_factors)
+            for table in (self._log_variances, self._log_betas, self._mean_factors)
         )
         share = (places + 1) / 2
         log_variance = share * upper + (1 - share) * true

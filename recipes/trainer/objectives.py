@@ -1,10 +1,16 @@
 """The objectives of a training by their names in a recipe."""
 
 from ..schema.recipe import Recipe
+from .noise_objective import Noise
 from .objective import Objective
 from .text_objectives import MaskedTokens, NextToken, Spans
 
-OBJECTIVES: dict[str, type[Objective]] = {"next_token": NextToken, "masked_tokens": MaskedTokens, "spans": Spans}
+OBJECTIVES: dict[str, type[Objective]] = {
+    "next_token": NextToken,
+    "masked_tokens": MaskedTokens,
+    "spans": Spans,
+    "noise": Noise,
+}
 
 
 def objective_of(recipe: Recipe) -> Objective:

@@ -38,7 +38,8 @@ class RunTrainer(CheckpointTrainer):
         model = options["model"]
         use_cache = getattr(model.config, "use_cache", None)
         self.recipe = recipe
-        self.routing = HeadRouting.of(model.config)
+        # The configs of diffusers have no methods: the model itself describes its layers.
+        self.routing = HeadRouting.of(model if hasattr(model, "mixers_of_layer") else model.config)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
         self.objective = objective_of(recipe)
         self.training_loss = TrainingLoss(self.objective, self.routing, recipe.distillation, teacher)
