@@ -44,6 +44,7 @@ IMAGE_FEATURES = Task(
 TASKS = {
     "ForCausalLM": GENERATION,
     "ForMaskedLM": Task("AutoModelForMaskedLM", "fill-mask", LOGITS),
+    "ForPreTraining": Task("AutoModelForPreTraining", "fill-mask", "print(model(**tokens).prediction_logits)"),
     "ForSequenceClassification": Task("AutoModelForSequenceClassification", "text-classification", LOGITS),
     "ForTokenClassification": Task("AutoModelForTokenClassification", "token-classification", LOGITS),
     "ForQuestionAnswering": Task(

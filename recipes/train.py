@@ -78,6 +78,7 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
             args=arguments,
             train_dataset=_samples(recipe, data, model.config),
             eval_dataset=data.evaluation,
+            data_collator=objective.collator,
             callbacks=[on_signal, ReportProgress(progress, recipe.per_step, recipe.objective.unit)],
         )
         with on_signal.listening():

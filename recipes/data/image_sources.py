@@ -148,15 +148,22 @@ def file_states(files: list[Path]) -> list[Any]:
     return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
+def require_pillow() -> Any:
+    """Pillow's package, or `RecipeError`."""
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError:
+        raise RecipeError("images need Pillow, which is not installed: pip install pillow") from None
+    return PIL
+
+
 def decoded(source: ImageSource, index: int, channels: int, content: bytes | None = None) -> Any:
     """An image of Pillow with 1 or 3 channels, upright; `RecipeError` if it cannot be read."""
+    pillow = require_pillow()
     try:
-        from PIL import Image, ImageOps
-    except ImportError:
-        raise RecipeError("images are read with Pillow, which is not installed: pip install pillow") from None
-    try:
-        with Image.open(BytesIO(source.content(index) if content is None else content)) as image:
-            ImageOps.exif_transpose(image, in_place=True)
+        with pillow.Image.open(BytesIO(source.content(index) if content is None else content)) as image:
+            pillow.ImageOps.exif_transpose(image, in_place=True)
             return image.convert(MODES[channels])
     except Exception as error:  # Pillow raises many types
         raise RecipeError(

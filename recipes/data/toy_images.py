@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 
-from crosshead.common.errors import RecipeError
+from .image_sources import require_pillow
 
 CLASSES, IMAGES, SIZE = 4, 12, 32
 """The number of classes, of images in each, and of pixels along a side."""
@@ -16,10 +16,7 @@ PERIOD, NOISE = 8.0, 0.2
 
 def write_toy_images(folder: Path) -> str:
     """Write a PNG file for each image into a folder for each class; returns the path."""
-    try:
-        from PIL import Image
-    except ImportError:
-        raise RecipeError("images are written with Pillow, which is not installed: pip install pillow") from None
+    pillow = require_pillow()
     rows, columns = np.indices((SIZE, SIZE))
     for number in range(CLASSES):
         angle = pi * number / CLASSES
@@ -31,5 +28,5 @@ def write_toy_images(folder: Path) -> str:
             waves = np.sin(2 * pi / PERIOD * (columns * cos(angle) + rows * sin(angle)) + phase)
             noise = np.array([draws.gauss(0, NOISE) for _ in range(waves.size)]).reshape(waves.shape)
             pixels = np.clip(127.5 * (1 + 0.7 * (waves + noise)), 0, 255).astype(np.uint8)
-            Image.fromarray(pixels).save(place / f"{index}.png")
+            pillow.Image.fromarray(pixels).save(place / f"{index}.png")
     return str(folder)

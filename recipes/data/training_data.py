@@ -80,7 +80,7 @@ class RunSamples(Dataset[Sample]):
 
 
 Draws = np.random.Generator
-"""The random numbers of one sample."""
+"""The random draws for one sample."""
 Prepare = Callable[[Sample, Draws], Sample]
 """Changes a sample by random draws."""
 

@@ -3,25 +3,35 @@
 Autograd reports what it saves on copies of the model with all layers, heads, experts and mechanisms, but narrow widths
 and short texts. A layer saves bytes for each token, which grow linearly with each width of the model, and bytes for
 each pair of tokens if its attention materialises the weights. A few small copies determine these coefficients.
+Models other than decoders are measured at their full length, since that of a T5's decoder follows from the encoder's.
 """
 
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from math import lcm
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.albert.modeling_albert import AlbertLayerGroup
 
+from ..schema.model_config import DECODERS
+from ..schema.recipe import Recipe
 from ..schema.sections import DataOptions, TrainOptions
-from ..trainer.parameters import has_lora, set_trainable
+from ..trainer.objectives import objective_of
+from ..trainer.parameters import set_trainable
 
-WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
+WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size", "d_ff", "embedding_size")
 NARROW = 16
 """The smallest width that every kernel supports."""
 LENGTHS = (8, 16, 24)
 VOCABULARY = 16
+LAYERS = (GradientCheckpointingLayer, AlbertLayerGroup)
+"""The library's classes of layers."""
 
 
 @dataclass(frozen=True)
@@ -39,14 +49,15 @@ class Activations:
     """Bytes for the sequences of one micro batch."""
 
     layers: tuple[int, ...]
-    layer_input: int
+    inputs: int
+    """Of all layers."""
     outside: int
     """Before and after the layers, without logits."""
 
     def total(self, checkpointed: bool) -> int:
         """At the end of the forward pass; `checkpointed`, the inputs of layers and one whole layer."""
         if checkpointed:
-            return len(self.layers) * self.layer_input + max(self.layers) + self.outside
+            return self.inputs + max(self.layers) + self.outside
         return sum(self.layers) + self.outside
 
 
@@ -55,25 +66,54 @@ def activations(config: Any, train: TrainOptions, data: DataOptions, precision: 
     rows = min(2, train.micro_batch)  # a single sequence is copied in places where several are not
     narrow = _narrow(config)
     token, pair, residual = _coefficients(narrow, train, data, precision, rows)
-    per_token = token
+
+    def growth(wider: Any) -> torch.Tensor:
+        return _coefficients(wider, train, data, precision, rows)[0] - token
+
+    per_token = token + _slopes(config, narrow, growth)
+    total = (per_token * data.length + pair * data.length**2) / rows * train.micro_batch
+    *layers, outside = (max(0, round(size)) for size in total.tolist())
+    layer_input = residual.itemsize * config.hidden_size * data.length * train.micro_batch
+    return Activations(tuple(layers), layer_input * len(layers), outside)
+
+
+def activations_at_length(config: Any, recipe: Recipe, precision: Precision) -> Activations:
+    """The activations of a model that is no decoder, for the samples of the recipe's objective."""
+    objective, kind = objective_of(recipe), getattr(transformers, recipe.objective.auto_class)
+    rows = min(2, recipe.train.micro_batch)
+
+    def saved(each: Any) -> tuple[torch.Tensor, int]:
+        with torch.random.fork_rng(devices=[]):
+            model = set_trainable(kind.from_config(deepcopy(each), dtype=precision.weights).train(), recipe.train)
+            found, inputs = _saved(model, objective.example(each, rows), precision.autocast)
+        return torch.tensor(found, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
+
+    narrow = _narrow(config)
+    least, inputs = saved(narrow)
+    total = (least + _slopes(config, narrow, lambda wider: saved(wider)[0] - least)) / rows * recipe.train.micro_batch
+    *layers, outside = (max(0, round(size)) for size in total.tolist())
+    scale = recipe.train.micro_batch / rows * config.hidden_size / narrow.hidden_size
+    return Activations(tuple(layers), round(inputs * scale), outside)
+
+
+def _slopes(config: Any, narrow: Any, growth: Callable[[Any], torch.Tensor]) -> Any:
+    """What the widths of a model add to its narrow copy; `growth` is that of a copy with one width doubled."""
+    more: Any = 0.0
     for name in WIDTHS:
         width = getattr(config, name, None)
         if width:
             least = getattr(narrow, name)
             wider = deepcopy(narrow)
             setattr(wider, name, 2 * least)
-            slope = (_coefficients(wider, train, data, precision, rows)[0] - token) / least
-            per_token = per_token + slope * (width - least)
-    total = (per_token * data.length + pair * data.length**2) / rows * train.micro_batch
-    *layers, outside = (max(0, round(size)) for size in total.tolist())
-    layer_input = residual.itemsize * config.hidden_size * data.length * train.micro_batch
-    return Activations(tuple(layers), layer_input, outside)
+            more = more + growth(wider) / least * (width - least)
+    return more
 
 
 def _narrow(config: Any) -> Any:
     """The configuration with the same heads, and everything else small."""
     small = deepcopy(config)
-    small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if DECODERS in getattr(config, "auto_classes", (DECODERS,)):  # of others, it follows from the hidden size
+        small.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     for name in WIDTHS:
         if getattr(config, name, None):
             setattr(small, name, lcm(NARROW, config.num_attention_heads))
@@ -86,30 +126,28 @@ def _coefficients(
     config: Any, train: TrainOptions, data: DataOptions, precision: Precision, rows: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.dtype]:
     """Bytes of each layer, and last of all outside of layers, for a token and for a pair; the dtype between layers."""
-    from transformers import AutoModelForCausalLM
-
     found = []
     with torch.random.fork_rng(devices=[]):
-        model = AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
+        model = transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
         model = set_trainable(model, train)
         for length in LENGTHS:
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
             if data.separate_documents:  # two of them
                 inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
-            found.append(_saved(model, inputs, precision.autocast))
+            found.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
     short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in found)
     step = LENGTHS[1] - LENGTHS[0]
     pair = (long - 2 * middle + short) / (2 * step**2)
     token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
-    return token, pair, found[0][1]
+    return token, pair, found[0][1][0].dtype
 
 
-def _saved(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) -> tuple[list[int], torch.dtype]:
-    """Bytes that each layer saves and, last, all that is outside of layers; and the dtype between layers."""
+def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[list[int], list[torch.Tensor]]:
+    """Bytes that each layer saves and, last, all that is outside of layers; and the input of each layer."""
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
     marks: list[int] = []
-    residual: list[torch.dtype] = []
+    read: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -122,20 +160,20 @@ def _saved(model: nn.Module, inputs: dict[str, torch.Tensor], autocast: bool) ->
 
     def before(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         mark()
-        residual.append(arguments[0].dtype)
+        read.append(arguments[0])
 
-    handles = [layer.register_forward_pre_hook(before) for layer in decoder_layers(model)]
-    handles += [layer.register_forward_hook(mark) for layer in decoder_layers(model)]
+    handles = [layer.register_forward_pre_hook(before) for layer in model_layers(model)]
+    handles += [layer.register_forward_hook(mark) for layer in model_layers(model)]
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(**inputs, use_cache=False)
+        model(**inputs)
     mark()
     for handle in handles:
         handle.remove()
     *bounds, total = marks
     layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
-    return [*layers, total - sum(layers)], residual[0]
+    return [*layers, total - sum(layers)], read
 
 
-def decoder_layers(model: Any) -> Any:
+def model_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a model, also in peft's wrapper."""
-    return (model.get_base_model() if has_lora(model) else model).model.layers
+    return [module for module in model.modules() if isinstance(module, LAYERS)]

@@ -9,16 +9,19 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.model import model_cost, on_meta
+from crosshead.evals.cost.model import model_cost, multiplications, on_meta
 
-from ..schema.model_config import CONFIGS, check_expert_bias, model_config
+from ..schema.model_config import CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
 from ..schema.recipe import Recipe
 from ..trainer.loading import load_config
 from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
+from ..trainer.objectives import objective_of
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
 from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
 
+FLOPS_PER_MULTIPLICATION = 6
+"""In training: those of the forward pass, and of a backward pass that costs twice as much, each with an addition."""
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
 """Sources of sizes."""
 LABELS = {
@@ -27,10 +30,13 @@ LABELS = {
     "new_parameters": "  of the mechanisms",
     "sequences_per_step": "sequences a step",
     "tokens_per_step": "tokens a step",
+    "samples_per_step": "samples a step",
     "micro_batches_per_step": "micro batches a step, each process",
     "steps": "steps",
     "tokens": "tokens in all",
+    "samples": "samples in all",
     "training_flops_per_token": "FLOPs a token, training",
+    "training_flops_per_sample": "FLOPs a sample, training",
     "training_flops": "FLOPs in all",
     "kv_bytes_per_token": "KV cache, bytes a token",
 }
@@ -60,28 +66,24 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
     with _counting(config, RECIPE if counted_from == RECIPE else f"model.path={recipe.model.path}"):
-        cost = model_cost(config, recipe.data.length)
+        counts = _counts(recipe, config)
         trained = set_trainable(on_meta(config), recipe.train).named_parameters()
         sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
         found = memory(recipe, config, sharding, teacher)
-    steps, tokens = recipe.steps, recipe.steps * recipe.per_step
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
         "convert": recipe.model.convert if counted_from == RECIPE else None,
         "teacher_counted_from": teacher_from,
-        "parameters": cost.parameters,
         "trainable_parameters": sum(sizes.values()),
-        "new_parameters": cost.new_parameters,
+        **counts,
         "sequences_per_step": recipe.batch_size,
-        "tokens_per_step": recipe.per_step,
+        f"{recipe.objective.unit}_per_step": recipe.per_step,
         "micro_batches_per_step": accumulation_steps(recipe, sharding.processes),
-        "steps": steps,
-        "tokens": tokens,
-        "training_flops_per_token": cost.training_flops,
-        "training_flops": cost.training_flops * tokens,
-        "kv_bytes_per_token": cost.kv_bytes_per_token,
+        "steps": recipe.steps,
+        recipe.objective.unit: recipe.steps * recipe.per_step,
+        "objective": recipe.objective.name,
         "optimizer": _optimizer(recipe, sizes),
         "dtype": recipe.train.dtype,
         "checkpoint_activations": recipe.train.checkpoint_activations,
@@ -90,6 +92,24 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "processes": sharding.processes,
         "memory_per_gpu": found.as_dict(),
     }
+
+
+def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
+    """Parameters, FLOPs and, of a decoder, the KV cache."""
+    unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
+    if recipe.objective.auto_class == DECODERS:
+        cost = model_cost(config, recipe.data.length)
+        flops, counts = cost.training_flops, {"kv_bytes_per_token": cost.kv_bytes_per_token}
+        counts |= {"parameters": cost.parameters, "new_parameters": cost.new_parameters}
+    else:
+        model, example = on_meta(config), objective_of(recipe).example(config, 1)
+        inputs = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in example.items()}
+        flops = FLOPS_PER_MULTIPLICATION * multiplications(lambda: model(**inputs))
+        flops //= recipe.data.length if recipe.counts_tokens else 1
+        sizes = {name: part.numel() for name, part in model.named_parameters()}
+        counts = {"parameters": sum(sizes.values())}
+        counts |= {"new_parameters": sum(size for name, size in sizes.items() if is_mechanism(name))}
+    return counts | {f"training_flops_per_{unit}": flops, "training_flops": flops * amount}
 
 
 def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, float]]:
@@ -108,11 +128,15 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     """The configuration of the model to train, and its source."""
     path, expected = recipe.model.path, recipe.model.config
     if expected is not None and (path is None or not Path(path).exists()):
-        return model_config(expected, recipe.objective), RECIPE
-    found = load_config(str(path), "model.path")
-    if expected is not None:
-        check_expected(found, model_config(expected, recipe.objective))
-    return found, CONFIG
+        found, where = model_config(expected, recipe.objective), RECIPE
+    else:
+        found, where = load_config(str(path), "model.path"), CONFIG
+        check_model_type(found.model_type, recipe.objective)
+        if expected is not None:
+            check_expected(found, model_config(expected, recipe.objective))
+    if hasattr(found, "auto_classes"):
+        found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]
+    return found, where
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
@@ -157,7 +181,8 @@ def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"  {line}" for line in report["convert"].strip().splitlines())
     label = max(map(len, (*LABELS.values(), *PARTS.values()))) + 2
     for key, text in LABELS.items():
-        yield f"{text.ljust(label)}{_count(report[key]):>{FIGURE}}"
+        if key in report:
+            yield f"{text.ljust(label)}{_count(report[key]):>{FIGURE}}"
     shared = "" if report["sharding"] == ALONE else f", {report['processes']} GPUs"
     yield f"memory of a GPU: {report['accelerate']} ({report['sharding']}{shared})"
     for key, text in PARTS.items():
@@ -187,6 +212,7 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     more += ["the teacher's work"] if report["teacher_counted_from"] else []
     if more:
         yield f"FLOPs leave out {' and '.join(more)}."
-    yield f"The KV cache is that of the trained model in {report['dtype']}."
+    if "kv_bytes_per_token" in report:
+        yield f"The KV cache is that of the trained model in {report['dtype']}."
     yield "Activations are measured on small copies of the model on the CPU; a GPU's kernels save similar sizes."
     yield "CUDA itself, fragmentation and temporary memory are not included."

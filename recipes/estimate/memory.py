@@ -29,9 +29,11 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.evals.cost.model import on_meta
 from crosshead.modeling.options import is_whole
 
+from ..schema.model_config import DECODERS
 from ..schema.recipe import Recipe
+from ..trainer.objectives import objective_of
 from ..trainer.parameters import set_trainable
-from .activations import Precision, activations, decoder_layers
+from .activations import Precision, activations, activations_at_length, model_layers
 
 FOLDER = Path(__file__).parents[1] / "accelerate"
 """The folder of the shipped files."""
@@ -138,7 +140,10 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
     trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
     itemsize = _itemsize(recipe)
     second = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
-    found = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
+    if recipe.objective.auto_class == DECODERS:
+        found = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
+    else:
+        found = activations_at_length(config, recipe, precision(recipe, sharding))
     return Memory(
         weights=(trained if second else stored) * FLOAT32 + second,
         gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
@@ -148,7 +153,7 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
         gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
         activations=found.total(recipe.train.checkpoint_activations),
-        logits=_logits(recipe, config.vocab_size, teacher),
+        logits=_logits(recipe, objective_of(recipe).logits(config), teacher),
     )
 
 
@@ -176,7 +181,7 @@ def _working_copies(model: Any, sharding: Sharding, itemsize: int) -> int:
     if sharding.kind == ZERO3:
         return (min(_elements(model), LIVE) + min(_elements(model, trained=True), BUCKET)) * itemsize
     if sharding.kind == FSDP:
-        head, layer = _elements(model.get_output_embeddings()), max(map(_elements, decoder_layers(model)))
+        head, layer = _elements(model.get_output_embeddings()), max(map(_elements, model_layers(model)))
         return (2 * head + 3 * layer) * itemsize
     return _matrix_elements(model) * itemsize if itemsize < FLOAT32 else 0
 
@@ -192,12 +197,13 @@ def _matrix_elements(model: Any) -> int:
     return sum(part.numel() for part in model.parameters() if part.ndim == 2 and (tied or part is not embedding))
 
 
-def _logits(recipe: Recipe, vocabulary: int, teacher: Teacher | None) -> int:
+def _logits(recipe: Recipe, logits: int, teacher: Teacher | None) -> int:
+    """`logits` are the numbers in those of one sample."""
     rows = recipe.train.micro_batch * recipe.data.length
     in_bfloat16 = _itemsize(recipe) if recipe.train.dtype != "float32" else 0
-    size = rows * vocabulary * (in_bfloat16 + 2 * FLOAT32)
+    size = recipe.train.micro_batch * logits * (in_bfloat16 + 2 * FLOAT32)
     if recipe.distillation is not None:
-        size += rows * vocabulary * FLOAT32
+        size += recipe.train.micro_batch * logits * FLOAT32
     if teacher is not None:
         size += 2 * rows * teacher.vocabulary * min(teacher.itemsize, _itemsize(recipe))
     return size

@@ -20,14 +20,21 @@ CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBON
 """Values of `model_type` -> configuration class."""
 UNDECLARED = {"head_dim"}
 """Understood by every family of decoders, but declared by some only."""
+CLASSIFIERS, CLASS_COUNT = "AutoModelForImageClassification", "num_labels"
+"""The Auto class of image classifiers, and the number of their classes."""
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
     *("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
     *("embedding_size", "type_vocab_size", "num_hidden_groups", "inner_group_num"),
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
+    *("hidden_sizes", "depths", "mlp_ratios", "sr_ratios", "patch_size", "num_channels", "num_labels"),
 )
 """Whole numbers of at least 1, if given."""
+DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "hidden_dropout_prob", "drop_path_rate")
+"""Numbers from 0 to 1, if given."""
+STAGED = ("num_attention_heads", "hidden_sizes", "depths", "mlp_ratios", "sr_ratios")
+"""Sizes that may be a list, a number for each stage."""
 ROPE_TYPES = ("default", *(name for name in ROPE_INIT_FUNCTIONS if name != "default"))
 ROPE_NUMBERS = ("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 """Above 0, if the type of RoPE uses them."""
@@ -41,6 +48,8 @@ def model_types(auto_class: str) -> list[str]:
 def known_keys(kind: type[Any]) -> list[str]:
     """The keys of `model.config` that a configuration class takes."""
     undeclared = UNDECLARED if DECODERS in kind.auto_classes else set()
+    if CLASSIFIERS in kind.auto_classes:
+        undeclared = {CLASS_COUNT}
     return sorted(set(kind.__dataclass_fields__) - set(PreTrainedConfig.__dataclass_fields__) | undeclared)
 
 
@@ -71,7 +80,9 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
             raise RecipeError(str(unknown("model.config", "key", key, known)))
     with named_model_config():
         for key in SIZES:
-            Integer().parse(key, fields.get(key), 0)
+            value = fields.get(key)
+            for each in value if isinstance(value, list) and key in STAGED else [value]:
+                Integer().parse(key, each, 0)
         config = kind(**fields)
         _check(config)
     return config
@@ -92,8 +103,10 @@ def _check(config: Any) -> None:
         _check_decoder(config)
     if hasattr(config, "hidden_act"):
         Choice(tuple(ACT2FN)).parse("hidden_act", config.hidden_act, 0)
-    if not _is_number(config.attention_dropout) or not 0 <= config.attention_dropout <= 1:
-        raise refuse("attention_dropout", config.attention_dropout, "use a number from 0 to 1")
+    for key in DROPOUTS:
+        value = getattr(config, key, 0.0)
+        if not _is_number(value) or not 0 <= value <= 1:
+            raise refuse(key, value, "use a number from 0 to 1")
     last, padding = getattr(config, "vocab_size", 0) - 1, getattr(config, "pad_token_id", None)
     if padding is not None and not 0 <= padding <= last:
         raise refuse("pad_token_id", padding, f"use a token of the vocabulary, from 0 to {last}, or leave it out")

@@ -10,7 +10,7 @@ from pydantic import BeforeValidator, Field
 
 from crosshead.common.errors import RecipeError
 
-from .sections import Flag, Section
+from .sections import DataSource, Flag, Fraction, NotNegative, Section, Share
 
 TOKENS, SAMPLES = "tokens", "samples"
 """The units of `train.tokens` and `train.samples`."""
@@ -24,6 +24,8 @@ class ObjectiveOptions(Section):
     name: str
     unit: ClassVar[str] = TOKENS
     """What the length of the training and a step's size are counted in."""
+    kinds: ClassVar[tuple[str, ...]] = ("text", "jsonl", "parquet", "hub")
+    """The kinds of sources that have its data."""
 
     @property
     def auto_class(self) -> str:
@@ -76,6 +78,40 @@ class Spans(ObjectiveOptions):
 
 
 @dataclass(frozen=True)
+class Classes(ObjectiveOptions):
+    """A vision transformer predicts the class of an image."""
+
+    name: Literal["classes"] = "classes"
+    unit: ClassVar[str] = SAMPLES
+    kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
+    label_smoothing: Fraction = 0.0
+    """The part of a target that is spread over all classes."""
+    mixup: NotNegative = 0.0
+    """The parameter of the beta distribution of shares in mixup; 0 for none. Each image is mixed with the next one."""
+    cutmix: NotNegative = 0.0
+    """The same of CutMix; with both, a pair of images has one of the two."""
+    crop: Annotated[float, Field(gt=0, le=1)] = 0.08
+    """The smallest area of a random crop, as a share of the image."""
+    flip: Flag = True
+    """Mirror half of the images."""
+    operations: Annotated[int, Field(ge=0)] = 0
+    """Of RandAugment on each image."""
+    magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
+    """Of each operation."""
+    erasing: Share = 0.0
+    """The share of the images in which a random box is replaced by noise."""
+    image_column: str = "image"
+    """The column of images in a dataset of the Hub."""
+    label_column: str = "label"
+    """The column of classes."""
+
+    @property
+    def auto_class(self) -> str:
+        """That of image classifiers."""
+        return "AutoModelForImageClassification"
+
+
+@dataclass(frozen=True)
 class Noise(ObjectiveOptions):
     """A diffusion transformer (DiT) predicts the noise in images, or in their latents if `model.vae` is given."""
 
@@ -94,6 +130,7 @@ OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
     "next_token": NextToken,
     "masked_tokens": MaskedTokens,
     "spans": Spans,
+    "classes": Classes,
     "noise": Noise,
 }
 """Name -> section."""
@@ -106,7 +143,7 @@ def _read_default(content: Any) -> Any:
 
 
 AnyObjective = Annotated[
-    NextToken | MaskedTokens | Spans | Noise, Field(discriminator="name"), BeforeValidator(_read_default)
+    NextToken | MaskedTokens | Spans | Classes | Noise, Field(discriminator="name"), BeforeValidator(_read_default)
 ]
 
 
@@ -121,3 +158,27 @@ def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> Non
                 f"train.{key}={value}: the objective {objective.name} counts {objective.unit}: give train."
                 f"{objective.unit} and train.batch_{objective.unit}"
             )
+
+
+def check_sources(objective: ObjectiveOptions, sources: tuple[DataSource, ...]) -> None:
+    """Each source has data for the objective, and no options without effect."""
+    for source in sources:
+        if source.kind not in objective.kinds:
+            raise RecipeError(
+                f"the source {source.path} of kind={source.kind!r} has no data for the objective {objective.name}: "
+                f"use one of {', '.join(objective.kinds)}"
+            )
+        for key in ("max_tokens", "streaming") if objective.unit == SAMPLES else ():
+            if getattr(source, key):
+                raise RecipeError(
+                    f"{key}={getattr(source, key)} of the source {source.path} has no effect with the objective "
+                    f"{objective.name}: leave it out"
+                )
+
+
+def check_pairs(objective: ObjectiveOptions, micro_batch: int) -> None:
+    """Images that are mixed in pairs need an even micro batch."""
+    if isinstance(objective, Classes) and (objective.mixup or objective.cutmix) and micro_batch % 2:
+        raise RecipeError(
+            f"train.micro_batch={micro_batch} is odd, but mixup and cutmix mix pairs of images: use an even number"
+        )

@@ -12,7 +12,7 @@ from crosshead.common.errors import RecipeError
 from ..data.sampling_order import SourceOrder
 from . import sections
 from .model_config import check_expert_bias, model_config
-from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, Noise, check_unit
+from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, Noise, check_pairs, check_sources, check_unit
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,8 @@ class Recipe(sections.Section):
         name, train = self.objective.name, self.train
         amounts = ("tokens", "batch_tokens", "samples", "batch_samples")
         check_unit(self.objective, {key: getattr(train, key) for key in amounts})
+        check_sources(self.objective, self.data.sources + self.data.evaluation)
+        check_pairs(self.objective, train.micro_batch)
         if self.counts_tokens and self.model.path is None and self.model.tokenizer is None:
             raise RecipeError("model.tokenizer is missing: a model from scratch has none")
         is_noise = isinstance(self.objective, Noise)
@@ -69,6 +71,7 @@ class Recipe(sections.Section):
             "distillation": self.distillation is not None,
             "data.separate_documents": self.data.separate_documents,
             "train.lora": train.lora is not None,
+            "model.tokenizer": self.model.tokenizer is not None and not self.counts_tokens,
         }.items():
             if is_given:
                 raise RecipeError(

@@ -114,6 +114,8 @@ class DataOptions(Section):
     """More sources for evaluation, used as a whole."""
     cache: str = "~/.cache/crosshead/tokens"
     """The folder of tokenised sources, which later runs reuse."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that prepare samples for each process of the training: images need several for a GPU."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Any recipe at a size that runs in seconds on a CPU: `crosshead train RECIPE --toy FOLDER`.
 
 Family, heads, mechanisms, trainable parameters, schedule, accumulation and distillation stay the same. The folder gets
-a tokenizer of bytes, a text that is part of CPython, and the initial model and the teacher if the recipe has them.
+a tokenizer of bytes and a text that is part of CPython, or images of stripes, and the initial model and the teacher if
+the recipe has them.
 """
 
 import json
@@ -19,7 +20,9 @@ from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
 
-from .model_config import known_keys, model_config, named_model_config
+from ..data.images import image_processor
+from ..data.toy_images import CLASSES, write_toy_images
+from .model_config import CLASS_COUNT, CLASSIFIERS, known_keys, model_config, named_model_config
 from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 from .recipe import Recipe
 from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
@@ -46,9 +49,9 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(recipe.objective, Noise):
-        return _small_run(recipe, folder, *toy_diffusion(recipe, folder, _toy_options))
-    tokenizer, objective = folder / "tokenizer", recipe.objective
-    words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {}))
+        return _small_run(recipe, folder, toy_diffusion(recipe, folder, _toy_options))
+    objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
+    words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
     config = toy_config(recipe.model.config, words, objective)
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
@@ -57,17 +60,17 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed, objective)
         steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
         distillation = replace(distillation, teacher=teacher, **steps)
-    model = ModelOptions(path=path, config=config, tokenizer=str(tokenizer))
-    return _small_run(replace(recipe, distillation=distillation), folder, model, _toy_data(recipe.data, folder))
+    model = ModelOptions(path=path, config=config, tokenizer=tokenizer and str(tokenizer))
+    return _small_run(replace(recipe, distillation=distillation), folder, model)
 
 
-def _small_run(recipe: Recipe, folder: Path, model: ModelOptions, data: DataOptions) -> Recipe:
-    """The recipe with a small model and data, in a few steps."""
+def _small_run(recipe: Recipe, folder: Path, model: ModelOptions) -> Recipe:
+    """The recipe with a small model, in a few steps on little data."""
     return replace(
         recipe,
         output=str(folder / "run"),
         model=model,
-        data=data,
+        data=_toy_data(recipe.data, folder, recipe.counts_tokens),
         train=_toy_train(recipe.train),
         watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2),
         checkpoints=replace(recipe.checkpoints, every=STEPS // 2),
@@ -91,11 +94,29 @@ def toy_config(
         "num_hidden_layers": count,
         "num_decoder_layers": count,
     }
+    if objective.auto_class == CLASSIFIERS:
+        return _toy_image_config(content, large)
     known, fields = known_keys(type(large)), type(large).attribute_map
     sizes = {fields.get(name, name): size for name, size in sizes.items() if fields.get(name, name) in known}
     return (
         dict(content) | sizes | (EXPERTS if "num_experts" in content else {}) | {"mixers": _toy_mixers(large, count)}
     )
+
+
+def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
+    """The same for a vision transformer; of one with stages, the first layer of each."""
+    sizes: dict[str, Any] = {CLASS_COUNT: CLASSES}
+    if hasattr(large, "depths"):
+        kept = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
+        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(kept)}
+        sizes |= {"image_size": 64}
+    else:
+        count = min(TOY_LAYERS, large.num_hidden_layers)
+        kept = [index * large.num_hidden_layers // count for index in range(count)]
+        sizes |= {"hidden_size": 4 * large.num_attention_heads, "intermediate_size": 64, "num_hidden_layers": count}
+        sizes |= {"image_size": 4 * large.patch_size}
+    mixers = {name: _toy_options(name, options, kept) for name, options in large.mixers.items()}
+    return dict(content) | sizes | {"mixers": mixers}
 
 
 def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
@@ -125,10 +146,14 @@ def _toy_options(name: str, options: Mapping[str, Any], layers: list[int]) -> di
     return small
 
 
-def _toy_data(data: DataOptions, folder: Path) -> DataOptions:
-    """The same number of sources, all with the same text, whose documents are Python's help topics."""
-    text, cache = write_text(folder / "text.jsonl"), str(folder / "tokens")
-    sources = tuple(DataSource(text, "jsonl", weight=source.weight) for source in data.sources)
+def _toy_data(data: DataOptions, folder: Path, is_text: bool) -> DataOptions:
+    """The same number of sources, all with the same text, whose documents are Python's help topics, or images."""
+    cache = str(folder / "tokens")
+    if is_text:
+        toy_source = DataSource(write_text(folder / "text.jsonl"), "jsonl")
+    else:
+        toy_source = DataSource(write_toy_images(folder / "images"), "images")
+    sources = tuple(replace(toy_source, weight=source.weight) for source in data.sources)
     held_out = HELD_OUT if data.held_out or data.evaluation else 0.0
     return replace(data, sources=sources, length=LENGTH, held_out=held_out, evaluation=(), cache=cache)
 
@@ -176,5 +201,8 @@ def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective:
     kind = getattr(transformers, objective.auto_class)
     with named_model_config(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        kind.from_config(model_config(content, objective)).save_pretrained(str(folder))
+        model = kind.from_config(model_config(content, objective))
+        model.save_pretrained(str(folder))
+    if objective.auto_class == CLASSIFIERS:
+        image_processor(model.config.image_size, model.config.num_channels).save_pretrained(str(folder))
     return str(folder)

@@ -1,4 +1,4 @@
-"""A diffusion recipe at toy size: images of stripes, a small DiT and, if the recipe has one, a small autoencoder."""
+"""The model of a diffusion recipe at toy size: a small DiT and, if the recipe has one, a small autoencoder."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -7,20 +7,19 @@ from typing import Any
 
 import torch
 
-from ..data.toy_images import CLASSES, write_toy_images
+from ..data.toy_images import CLASSES
 from .dit_config import dit_config
 from .recipe import Recipe
-from .sections import DataOptions, DataSource, ModelOptions
+from .sections import ModelOptions
 
 BLOCKS, HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8, 8
 """Blocks of the DiT, features of a head, pixels or latents along a side, and channels in the autoencoder."""
-HELD_OUT = 0.2
 ShrinkOptions = Callable[[str, Mapping[str, Any], list[int]], dict[str, Any]]
 """A mechanism's options for some of its layers."""
 
 
-def toy_diffusion(recipe: Recipe, folder: Path, shrink: ShrinkOptions) -> tuple[ModelOptions, DataOptions]:
-    """The sections `model` and `data`; writes the images and the autoencoder into the folder."""
+def toy_diffusion(recipe: Recipe, folder: Path, shrink: ShrinkOptions) -> ModelOptions:
+    """The section `model`; writes the autoencoder into the folder."""
     content = recipe.model.config or {}
     large = dit_config(content)
     count = min(BLOCKS, large.num_layers)
@@ -34,15 +33,7 @@ def toy_diffusion(recipe: Recipe, folder: Path, shrink: ShrinkOptions) -> tuple[
         "mixers": {name: shrink(name, options, blocks) for name, options in large.mixers.items()},
     }
     vae = None if recipe.model.vae is None else write_vae(folder / "vae", large.in_channels, recipe.train.seed)
-    images, data = write_toy_images(folder / "images"), recipe.data
-    small = replace(
-        data,
-        sources=tuple(DataSource(images, "images", weight=source.weight) for source in data.sources),
-        held_out=HELD_OUT if data.held_out or data.evaluation else 0.0,
-        evaluation=(),
-        cache=str(folder / "cache"),
-    )
-    return replace(recipe.model, config=config, vae=vae), small
+    return replace(recipe.model, config=config, vae=vae)
 
 
 def write_vae(folder: Path, channels: int, seed: int) -> str:

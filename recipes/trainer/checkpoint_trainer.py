@@ -83,7 +83,8 @@ class CheckpointTrainer(Trainer):
             return self.model
         with torch.device("meta"):
             model = self._model_class(self.model.config)
-        model.generation_config = self.model.generation_config
+        if hasattr(self.model, "generation_config"):
+            model.generation_config = self.model.generation_config
         return model
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:

@@ -29,8 +29,8 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
         if isinstance(mixer, Mechanism) and mixer.rules.starts_neutral(mixer.settings, mixer.layout)
     )
     for name, leaf in model.named_modules():
-        if not isinstance(leaf, ParameterModule) or PEFT_COPY in f"{name}.":
-            continue
+        if not isinstance(leaf, ParameterModule) or MIXERS not in name or PEFT_COPY in f"{name}.":
+            continue  # TransNeXt has such modules of its own
         if any(map(_is_zero3_shard, leaf.parameters())):
             continue
         first, second = (_initialised(leaf, seed) for seed in (0, 1))

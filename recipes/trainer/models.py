@@ -73,7 +73,7 @@ def load_model(recipe: Recipe, processor: Any) -> Any:
 
 def _remove_tokens(model: Any) -> None:
     """Access tokens in its configurations, which checkpoints contain and trackers receive."""
-    for config in filter(None, (model.config, model.generation_config)):
+    for config in filter(None, (model.config, getattr(model, "generation_config", None))):
         content = config.to_dict()
         clean, _ = without_tokens(content)
         for name, value in content.items():
@@ -142,6 +142,12 @@ def _load(auto_class: str, name: str, key: str, dtype: Any, options: ModelOption
 def check_expected(found: Any, expected: Any) -> None:
     """The model has the configuration that the recipe expects."""
     wanted, actual = OMITTED | expected.to_diff_dict(), OMITTED | found.to_dict()
+    if len(wanted.pop("id2label", found.id2label)) != found.num_labels:
+        raise RecipeError(f"model.path has num_labels={found.num_labels}, but model.config has {expected.num_labels}")
     for key, value in wanted.items():
-        if key in actual and actual[key] != value and key not in ("transformers_version", "dtype", "architectures"):
+        if (
+            key in actual
+            and actual[key] != value
+            and key not in ("transformers_version", "dtype", "architectures", "label2id")
+        ):
             raise RecipeError(f"model.path has {key}={actual[key]!r}, but model.config has {value!r}")

@@ -85,6 +85,19 @@ class Objective(ABC):
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The predictions of a micro batch, the main kind first."""
 
+    @property
+    def collator(self) -> Any:
+        """What makes a batch of samples; None for transformers' own."""
+        return None
+
+    @abstractmethod
+    def example(self, config: Any, rows: int) -> dict[str, Any]:
+        """What the model reads, in the shape of a micro batch with so many samples."""
+
+    @abstractmethod
+    def logits(self, config: Any) -> int:
+        """The numbers in the logits of a sample."""
+
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """What the model reads."""
         return {name: value for name, value in inputs.items() if name not in TARGETS}

@@ -1,6 +1,7 @@
 """The objectives of a training by their names in a recipe."""
 
 from ..schema.recipe import Recipe
+from .image_objective import Classes
 from .noise_objective import Noise
 from .objective import Objective
 from .text_objectives import MaskedTokens, NextToken, Spans
@@ -9,6 +10,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "next_token": NextToken,
     "masked_tokens": MaskedTokens,
     "spans": Spans,
+    "classes": Classes,
     "noise": Noise,
 }
 

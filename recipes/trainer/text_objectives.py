@@ -10,7 +10,7 @@ from torch import nn
 from crosshead.common.errors import RecipeError
 from crosshead.common.progress import Progress
 
-from ..data.corruption import Corruption, cut_spans, masked_tokens
+from ..data.corruption import Corruption, cut_spans, masked_tokens, span_sizes
 from ..data.training_data import TrainingData, open_data
 from .load_balance import HeadRouting
 from .loading import load_tokenizer
@@ -36,6 +36,14 @@ class TextObjective(Objective):
     def complete_config(self, config: Any, processor: Any) -> None:
         """The special tokens."""
         config.bos_token_id, config.eos_token_id = processor.bos_token_id, processor.eos_token_id
+
+    def example(self, config: Any, rows: int) -> dict[str, Any]:
+        """Sequences of `data.length`."""
+        return {"input_ids": torch.zeros(rows, self.recipe.data.length, dtype=torch.long)}
+
+    def logits(self, config: Any) -> int:
+        """Those of each token."""
+        return int(self.recipe.data.length * config.vocab_size)
 
 
 class NextToken(TextObjective):
@@ -124,6 +132,22 @@ class Spans(CorruptionObjective):
             )
         options: Any = self.recipe.objective
         return cut_spans(options, tokenizer, config.vocab_size, self.recipe.data.length, start)
+
+    def example(self, config: Any, rows: int) -> dict[str, Any]:
+        """Inputs of the encoder and of the decoder."""
+        shapes = {"input_ids": self.recipe.data.length, "decoder_input_ids": self._targets()}
+        zeros = {name: torch.zeros(rows, size, dtype=torch.long) for name, size in shapes.items()}
+        return self.model_inputs(zeros)
+
+    def logits(self, config: Any) -> int:
+        """Those of each token of the decoder."""
+        return int(self._targets() * config.vocab_size)
+
+    def _targets(self) -> int:
+        """The decoder's length."""
+        options: Any = self.recipe.objective
+        _, noise, spans = span_sizes(options, self.recipe.data.length)
+        return noise + spans + 1
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """Each token of the decoder's."""

@@ -57,6 +57,7 @@ def training_arguments(recipe: Recipe) -> Any:
         disable_tqdm=True,
         remove_unused_columns=False,
         use_cpu=not torch.accelerator.is_available(),  # the default misses the other processes of a run on CPUs
+        dataloader_num_workers=recipe.data.workers,
         dataloader_pin_memory=torch.accelerator.is_available(),
         ignore_data_skip=True,  # the sampler starts at the checkpoint
         ddp_find_unused_parameters=False,

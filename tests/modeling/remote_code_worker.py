@@ -16,8 +16,10 @@ from transformers import AutoConfig
 def main(folder: Path) -> None:
     """Run the model once."""
     options = {"trust_remote_code": True, "attn_implementation": "eager"}
-    served = AutoConfig.from_pretrained(folder / "model", **options).auto_map
+    config = AutoConfig.from_pretrained(folder / "model", **options)
+    served, second_head = config.auto_map, config.architectures[0].endswith("ForPreTraining")
     tasks = (
+        *(["AutoModelForPreTraining"] if second_head else []),
         "AutoModelForCausalLM",
         "AutoModelForMaskedLM",
         "AutoModelForImageClassification",
@@ -29,7 +31,8 @@ def main(folder: Path) -> None:
         raise SystemExit(f"{type(model)} is not remote code")
     ids = load_file(folder / "inputs.safetensors")["ids"]
     decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
-    save_file({"logits": model(ids, **decoder).logits}, folder / "outputs.safetensors")
+    outputs = model(ids, **decoder)
+    save_file({"logits": outputs["prediction_logits" if second_head else "logits"]}, folder / "outputs.safetensors")
 
 
 if __name__ == "__main__":

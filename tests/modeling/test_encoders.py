@@ -1,11 +1,14 @@
 """Encoders: mechanisms without a causal mask, and task heads whose loss includes the losses of mechanisms."""
 
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import Trainer, TrainingArguments
 
@@ -15,9 +18,31 @@ from case_grids import for_each_case_and_encoder
 from oracle_arithmetic import LayerShape
 from oracle_layers import OUTPUT_TOLERANCE, additive, oracle_view
 from tiers import grid
-from toys import ENCODER_CASES, ENCODERS, lopsided, mixed_config, mixed_model, tokens
+from toys import (
+    ENCODER_CASES,
+    ENCODER_SIZES,
+    ENCODERS,
+    EXTRA_SIZES,
+    lopsided,
+    mixed_config,
+    mixed_model,
+    tokens,
+)
 
 MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+TASKS = {
+    "MaskedLM": "logits",
+    "SequenceClassification": "logits",
+    "TokenClassification": "logits",
+    "QuestionAnswering": "start_logits",
+    "PreTraining": "prediction_logits",
+}
+"""The heads -> an output of each."""
+SECOND_HEAD = {
+    "Bert": ("next_sentence_label", "seq_relationship_logits"),
+    "Albert": ("sentence_order_label", "sop_logits"),
+}
+"""The label and the output of the head beside the masked language model's."""
 MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
 NAMES = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "dense": "o_proj"}
 """The names of projections in checkpoints -> those of the oracle."""
@@ -68,10 +93,10 @@ def test_tokens_read_both_sides_and_no_padding(case: str, backbone: str) -> None
 
 
 @pytest.mark.parametrize("backbone", ENCODERS)
-@pytest.mark.parametrize("task", ["MaskedLM", "SequenceClassification", "TokenClassification", "QuestionAnswering"])
+@pytest.mark.parametrize("task", TASKS)
 def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
     auto_class = getattr(transformers, f"AutoModelFor{task}")
-    count = 2 if task == "QuestionAnswering" else 3
+    count = 2 if task in ("QuestionAnswering", "PreTraining") else 3
     torch.manual_seed(0)
     model = auto_class.from_config(mixed_config(backbone, MIXTURE, num_labels=count), attn_implementation="eager")
     assert type(model) is getattr(crosshead, f"Crosshead{backbone}For{task}")
@@ -80,6 +105,7 @@ def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
         "SequenceClassification": {"labels": torch.tensor([0, 2])},
         "TokenClassification": {"labels": tokens(seed=3) % count},
         "QuestionAnswering": {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([3, 4])},
+        "PreTraining": {"labels": tokens(seed=3), SECOND_HEAD[backbone][0]: torch.tensor([0, 1])},
     }[task]
     out = model(tokens(), attention_mask=MASK, output_head_router_scores=True, **labels)
     assert len(out.head_router_scores) == 2
@@ -100,11 +126,40 @@ def test_task_heads(backbone: str, task: str, tmp_path: Path) -> None:
     assert torch.equal(as_tuple[0], model(tokens(), attention_mask=MASK, **labels).loss)
     model.eval().save_pretrained(tmp_path)
     again = auto_class.from_pretrained(tmp_path, attn_implementation="eager").eval()
-    key = "start_logits" if task == "QuestionAnswering" else "logits"
-    assert torch.equal(again(tokens())[key], model(tokens())[key])
+    assert torch.equal(again(tokens())[TASKS[task]], model(tokens())[TASKS[task]])
     alone = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
     assert type(alone) is getattr(crosshead, f"Crosshead{backbone}Model")
     assert torch.equal(alone(tokens()).last_hidden_state, model.base_model(tokens()).last_hidden_state)
+
+
+@pytest.mark.oldest
+@pytest.mark.parametrize("backbone", ENCODERS)
+@torch.no_grad()
+def test_two_heads_without_mechanisms_are_the_stock_ones(backbone: str, tmp_path: Path) -> None:
+    label, logits = SECOND_HEAD[backbone]
+    config = getattr(transformers, f"{backbone}Config")(**ENCODER_SIZES, **EXTRA_SIZES.get(backbone, {}))
+    stock = lopsided(getattr(transformers, f"{backbone}ForPreTraining")(config)).eval()
+    stock.save_pretrained(tmp_path)
+    kind = getattr(crosshead, f"Crosshead{backbone}ForPreTraining")
+    ours, given = kind.from_pretrained(tmp_path).eval(), {"labels": tokens(seed=3), label: torch.tensor([0, 1])}
+    found, expected = ours(tokens(), attention_mask=MASK, **given), stock(tokens(), attention_mask=MASK, **given)
+    for name in ("loss", "prediction_logits", logits):
+        assert torch.equal(found[name], expected[name]), name
+
+
+@pytest.mark.parametrize("backbone", ENCODERS)
+@torch.no_grad()
+def test_two_heads_by_remote_code(backbone: str, warm_process: Any, tmp_path: Path) -> None:
+    config = mixed_config(backbone, MIXTURE)
+    model = getattr(crosshead, f"Crosshead{backbone}ForPreTraining")(config).eval()
+    model.set_attn_implementation("eager")
+    model.save_pretrained(tmp_path / "model")
+    save_file({"ids": tokens()}, tmp_path / "inputs.safetensors")
+    worker = Path(__file__).with_name("remote_code_worker.py")
+    command, environment = [sys.executable, "-P", str(worker), str(tmp_path)], os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = warm_process.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
+    assert torch.equal(load_file(tmp_path / "outputs.safetensors")["logits"], model(tokens()).prediction_logits)
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(ENCODERS, ENCODER_CASES, strength=1))

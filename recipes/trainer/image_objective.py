@@ -1,0 +1,147 @@
+"""The objective on images: their classes, with soft targets of mixed images."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.progress import Progress
+from crosshead.modeling.encoder import image_shape
+
+from ..data.augmentation import Augmentation
+from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages, class_losses
+from ..data.image_sources import require_pillow
+from ..data.images import ImageInputs, find_images, image_processor, open_images
+from ..data.training_data import TrainingData
+from ..schema.model_config import CLASS_COUNT, check_model_type, model_config
+from .loading import load_config
+from .objective import LABELS, Objective, Predictions
+
+
+@dataclass(frozen=True)
+class SoftPredictions(Predictions):
+    """Predictions for mixed images."""
+
+    other_labels: torch.Tensor
+    shares: torch.Tensor
+    smoothing: float
+
+    @property
+    def losses(self) -> torch.Tensor:
+        """The cross-entropy with the soft target of each image (B)."""
+        targets = {LABELS: self.labels, OTHER_LABELS: self.other_labels, SHARES: self.shares}
+        return class_losses(self.logits, targets, self.smoothing)
+
+
+class Classes(Objective):
+    """An image classifier predicts the class of each image."""
+
+    @cached_property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height and width of the model's images."""
+        options = self.recipe.model
+        if options.path is None:
+            config = model_config(options.config or {}, self.recipe.objective)
+        else:
+            config = load_config(options.path, "model.path", options)
+            check_model_type(config.model_type, self.recipe.objective)
+        return image_shape(config)
+
+    def load_processor(self) -> ImageInputs:
+        """The image processor, with the sources and their classes."""
+        objective: Any = self.recipe.objective
+        require_pillow()
+        channels, height, width = self.shape
+        path = self.recipe.model.path
+        if channels not in (1, 3):
+            raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
+        if path is None and height != width:
+            raise RecipeError(f"model.config has image_size=[{height}, {width}]: use one number, for square images")
+        processor = image_processor(height, channels) if path is None else load_image_processor(path)
+        columns = objective.image_column, objective.label_column
+        inputs = find_images(self.recipe.data, columns, processor, channels)
+        if path is not None:
+            check_shape(inputs, self.shape, path)
+        return inputs
+
+    def complete_config(self, config: Any, processor: ImageInputs) -> None:
+        """The classes."""
+        if CLASS_COUNT in (self.recipe.model.config or {}):
+            check_count(config.num_labels, "model.config", processor.classes)
+        name_classes(config, processor.classes)
+
+    def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
+        """Augmented images; a model that is continued gets the names of their classes."""
+        check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
+        name_classes(config, processor.classes)
+        objective: Any = self.recipe.objective
+        augmentation = Augmentation(
+            size=self.shape[1:],
+            smallest_crop=objective.crop,
+            flip=objective.flip,
+            operations=objective.operations,
+            magnitude=objective.magnitude,
+            erasing=objective.erasing,
+        )
+        return open_images(self.recipe.data, processor, augmentation, progress)
+
+    @property
+    def collator(self) -> MixImages:
+        """Mixes the images of a batch in pairs."""
+        objective: Any = self.recipe.objective
+        return MixImages(objective.mixup, objective.cutmix)
+
+    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
+        """One for each image; in the training, with soft targets."""
+        logits, labels = outputs["logits"], inputs[LABELS]
+        if SHARES not in inputs:
+            return [Predictions("", logits, labels)]
+        objective: Any = self.recipe.objective
+        smoothing = objective.label_smoothing
+        return [SoftPredictions("", logits, labels, inputs[OTHER_LABELS], inputs[SHARES], smoothing)]
+
+    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """The pixel values."""
+        return {"pixel_values": inputs["pixel_values"]}
+
+
+def load_image_processor(path: str) -> Any:
+    """That of the model to continue."""
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
+
+    try:
+        return AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # damaged files, and libraries that a processor needs
+        raise RecipeError(f"the image processor of model.path={path} cannot be loaded: {one_line(error)}") from None
+
+
+def check_shape(inputs: ImageInputs, shape: tuple[int, int, int], path: str) -> None:
+    """`RecipeError` if the image processor makes pixel values that the model does not read."""
+    channels, height, width = shape
+    blank = require_pillow().Image.new("L" if channels == 1 else "RGB", (2 * width, height))
+    try:
+        found = tuple(inputs.pixels(blank).shape)
+    except Exception as error:
+        raise RecipeError(f"the image processor of model.path={path} fails: {one_line(error)}") from None
+    if found != shape:
+        raise RecipeError(
+            f"the image processor of model.path={path} gives pixel values of shape {list(found)}, but the model reads "
+            f"{list(shape)}: use the model's own preprocessor_config.json"
+        )
+
+
+def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:
+    """`RecipeError` if a model has another number of classes than the data."""
+    if number != len(classes):
+        raise RecipeError(
+            f"{whose} has num_labels={number}, but the data have {len(classes)} classes: use a model or data with the "
+            "same classes"
+        )
+
+
+def name_classes(config: Any, classes: tuple[str, ...]) -> None:
+    """Write the names of the classes into a configuration."""
+    config.id2label = dict(enumerate(classes))
+    config.label2id = {name: number for number, name in enumerate(classes)}
