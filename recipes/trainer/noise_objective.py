@@ -71,6 +71,16 @@ class Noise(Objective):
         training, evaluation = add_noise(trains=True, flips=options.flip), add_noise(trains=False, flips=False)
         return read_images(self.recipe.data, processor, progress).prepared(training, evaluation)
 
+    def example(self, config: DiTConfig, rows: int) -> dict[str, Any]:
+        """Noisy images, times and classes."""
+        numbers = torch.zeros(rows, dtype=torch.long)
+        images = torch.zeros(rows, config.in_channels, config.sample_size, config.sample_size)
+        return {"hidden_states": images, "timestep": numbers, "class_labels": numbers}
+
+    def logits(self, config: DiTConfig) -> int:
+        """None."""
+        return 0
+
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """None: noise is no class."""
         return []

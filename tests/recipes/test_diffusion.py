@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional
+from transformers import Trainer
 
 pytest.importorskip("diffusers")
 
@@ -16,6 +17,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, 
 
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
+from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
 from crosshead.recipes.schema.dit_config import DiTConfig
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
@@ -231,6 +234,41 @@ def test_runs_that_cannot_begin(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         train(made)
     assert not Path(made.output).exists()
+
+
+def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
+    made = recipe(tmp_path, *PIXELS)
+    report = dry_run(made, ONE_GPU)
+    model = Noise(made).new_model(DiTConfig(**made.model.config or {}))
+    sizes = {name: part.numel() for name, part in model.named_parameters()}
+    assert report["parameters"] == report["trainable_parameters"] == sum(sizes.values())
+    assert report["new_parameters"] == sum(size for name, size in sizes.items() if ".mixers." in name)
+    assert (report["samples_per_step"], report["samples"], report["micro_batches_per_step"]) == (4, 16, 2)
+    memory = report["memory_per_gpu"]
+    assert memory["weights"] == memory["gradients"] == memory["average"] == memory["moments"] // 2
+    assert memory["weights"] == 4 * report["parameters"] and memory["total"] == 5 * memory["weights"]
+    paper = dry_run(load_recipe("papers/moh_dit_xl_2"), ONE_GPU)
+    positions = 256 * 16 * 72
+    assert round((paper["parameters"] + positions) / 1e6) == 676  # MoH, table 2
+    # DiT's table 4 counts 118.64 billion products of an image.
+    assert paper["training_flops_per_sample"] == pytest.approx(6 * 118.64e9, rel=0.01)
+    assert any("FLOPs a sample" in line for line in dry_run_lines(report))
+    for kind in (FSDP, ZERO3):
+        with pytest.raises(RecipeError, match=rf"noise.*{kind}"):
+            dry_run(replace(made, train=replace(made.train, average=None)), Sharding("eight", kind, 8))
+
+
+@pytest.mark.parametrize("kind", ["is_fsdp_enabled", "is_deepspeed_enabled"])
+def test_sharded_runs_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    initialise = Trainer.__init__
+
+    def sharded(self: Any, **options: Any) -> None:
+        initialise(self, **options)
+        setattr(self, kind, True)
+
+    monkeypatch.setattr(Trainer, "__init__", sharded)
+    with pytest.raises(RecipeError, match="noise.*FSDP or DeepSpeed"):
+        train(recipe(tmp_path, *PIXELS, average=None))
 
 
 def test_an_autoencoder_that_is_not_there(tmp_path: Path) -> None:

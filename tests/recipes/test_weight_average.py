@@ -18,7 +18,7 @@ from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer.models import load_tokenizer
+from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.weight_average import WeightAverage
 from toy_training import KNOCKING, LORA, metrics, resumed, toy_run, train, weights
 from training_sessions import Run
