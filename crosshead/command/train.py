@@ -86,6 +86,7 @@ def _report(outcome: Any) -> None:
         message = f"stopped at step {outcome.step} of {outcome.steps}: the same command resumes"
         typer.echo(f"crosshead: {message}", err=True)
         return
-    losses = {name: outcome.metrics[name] for name in ("loss", "eval_loss") if name in outcome.metrics}
+    names = ("loss", "eval_loss", "eval_accuracy")
+    losses = {name: outcome.metrics[name] for name in names if name in outcome.metrics}
     typer.echo(f"trained {outcome.steps} steps: {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}")
     typer.echo(f"wrote {outcome.model}")

@@ -4,6 +4,7 @@ Autograd reports what it saves on copies of the model with all layers, heads, ex
 and short texts. A layer saves bytes for each token, which grow linearly with each width of the model, and bytes for
 each pair of tokens if its attention materialises the weights. A few small copies determine these coefficients.
 Models other than decoders are measured at their full length, since that of a T5's decoder follows from the encoder's.
+Those with stages, which have a width for each stage, are measured as they are.
 """
 
 from collections.abc import Callable
@@ -88,9 +89,11 @@ def activations_at_length(config: Any, recipe: Recipe, precision: Precision) -> 
             found, inputs = _saved(model, objective.example(each, rows), precision.autocast)
         return torch.tensor(found, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
 
-    narrow = _narrow(config)
+    has_stages = isinstance(config.num_attention_heads, list | tuple)
+    narrow = config if has_stages else _narrow(config)
     least, inputs = saved(narrow)
-    total = (least + _slopes(config, narrow, lambda wider: saved(wider)[0] - least)) / rows * recipe.train.micro_batch
+    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - least)
+    total = (least + slopes) / rows * recipe.train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
     scale = recipe.train.micro_batch / rows * config.hidden_size / narrow.hidden_size
     return Activations(tuple(layers), round(inputs * scale), outside)

@@ -181,9 +181,15 @@ def _working_copies(model: Any, sharding: Sharding, itemsize: int) -> int:
     if sharding.kind == ZERO3:
         return (min(_elements(model), LIVE) + min(_elements(model, trained=True), BUCKET)) * itemsize
     if sharding.kind == FSDP:
-        head, layer = _elements(model.get_output_embeddings()), max(map(_elements, model_layers(model)))
+        head, layer = _elements(_head(model)), max(map(_elements, model_layers(model)))
         return (2 * head + 3 * layer) * itemsize
     return _matrix_elements(model) * itemsize if itemsize < FLOAT32 else 0
+
+
+def _head(model: Any) -> nn.Module:
+    """The layer that makes the logits."""
+    found: nn.Module | None = model.get_output_embeddings()
+    return list(model.children())[-1] if found is None else found  # of an image classifier
 
 
 def _elements(model: nn.Module, trained: bool = False) -> int:
@@ -192,6 +198,8 @@ def _elements(model: nn.Module, trained: bool = False) -> int:
 
 def _matrix_elements(model: Any) -> int:
     """Elements that autocast copies: not those of experts, which are three-dimensional, nor of the embedding."""
+    if hasattr(model.config, "image_size"):  # convolutions and matrices
+        return sum(part.numel() for part in model.parameters() if part.ndim in (2, 4))
     embedding = model.get_input_embeddings().weight
     tied = embedding is model.get_output_embeddings().weight
     return sum(part.numel() for part in model.parameters() if part.ndim == 2 and (tied or part is not embedding))

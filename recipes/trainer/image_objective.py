@@ -87,6 +87,14 @@ class Classes(Objective):
         )
         return open_images(self.recipe.data, processor, augmentation, progress)
 
+    def example(self, config: Any, rows: int) -> dict[str, Any]:
+        """Images."""
+        return {"pixel_values": torch.zeros(rows, *image_shape(config))}
+
+    def logits(self, config: Any) -> int:
+        """One for each class."""
+        return int(config.num_labels)
+
     @property
     def collator(self) -> MixImages:
         """Mixes the images of a batch in pairs."""

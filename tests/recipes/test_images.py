@@ -14,7 +14,7 @@ from PIL import Image
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data import image_sources
 from crosshead.recipes.data.augmentation import Augmentation
-from crosshead.recipes.data.images import image_processor, open_images
+from crosshead.recipes.data.images import find_images, image_processor, open_images
 from crosshead.recipes.data.toy_images import write_toy_images
 from crosshead.recipes.schema.sections import DataOptions, DataSource
 
@@ -45,8 +45,12 @@ def options_of(tmp_path: Path, **changes):
     return replace(DataOptions(sources, cache=str(tmp_path / "cache")), **changes)
 
 
-def opened(options, channels=3):
-    return open_images(options, COLUMNS, image_processor(8, channels), channels)
+def found(options, channels=3, columns=COLUMNS):
+    return find_images(options, columns, image_processor(8, channels), channels)
+
+
+def opened(options, channels=3, columns=COLUMNS, augmentation=PLAIN):
+    return open_images(options, found(options, channels, columns), augmentation)
 
 
 @pytest.fixture
@@ -61,11 +65,10 @@ def test_folders_are_classes_in_the_order_of_their_names(options, tmp_path):
     picture(99).save(nested / "last.JPEG")
     (tmp_path / "data" / "ant" / "notes.txt").write_text("no image")
     (tmp_path / "data" / ".hidden").mkdir()
-    data = opened(options)
-    assert data.classes == ("ant", "bee", "cat")
-    (images,) = data.sources
-    assert Counter(map(images.label, range(len(images)))) == {0: 7, 1: 9, 2: 9}
-    assert images.source.place(15) == str(nested / "last.JPEG") and images.label(15) == 1
+    assert found(options).classes == ("ant", "bee", "cat")
+    (images,) = opened(options).sources
+    assert Counter(images.source.labels) == {0: 7, 1: 9, 2: 9} and images.indices == list(range(25))
+    assert images.source.place(15) == str(nested / "last.JPEG") and images[15]["labels"] == 1
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -82,21 +85,20 @@ def test_held_out_images_are_prepared_as_the_image_processor_does(options, chann
 
 
 def test_each_image_comes_once_an_epoch_and_the_same_seed_gives_the_same_samples(options):
-    data = opened(options)
-    samples = data.samples(FULL, 60, seed=1)
+    samples = opened(options, augmentation=FULL).samples(60, seed=1)
     assert Counter(int(samples[number]["labels"]) for number in range(24)) == {0: 7, 1: 8, 2: 9}
     first = [samples[number]["pixel_values"] for number in range(48)]
     random.seed(0)
     torch.manual_seed(0)
     np.random.seed(0)
     state = (random.getstate(), torch.get_rng_state())
-    again = opened(options).samples(FULL, 60, seed=1)
+    again = opened(options, augmentation=FULL).samples(60, seed=1)
     for number in (47, 3, 0):
         assert torch.equal(again[number]["pixel_values"], first[number])
     assert random.getstate() == state[0] and torch.equal(torch.get_rng_state(), state[1])
-    assert not torch.equal(data.samples(FULL, 60, seed=2)[0]["pixel_values"], first[0])
-    plain = [data.samples(PLAIN, 48, seed=1)[number]["pixel_values"] for number in range(48)]
-    place = next(number for number in range(24, 48) if torch.equal(plain[number], plain[0]))
+    assert not torch.equal(opened(options, augmentation=FULL).samples(60, seed=2)[0]["pixel_values"], first[0])
+    plain = opened(options).samples(48, seed=1)
+    place = next(n for n in range(24, 48) if torch.equal(plain[n]["pixel_values"], plain[0]["pixel_values"]))
     assert not torch.equal(first[place], first[0])  # the same image, changed in another way in the next epoch
     with pytest.raises(IndexError):
         samples[60]
@@ -106,8 +108,11 @@ def test_the_held_out_share_is_chosen_by_content(options, tmp_path):
     def paths(parts):
         return {images.source.place(index) for images in parts for index in images.indices}
 
+    def held(data):
+        return paths(data.evaluation._samples.datasets)
+
     before = opened(replace(options, held_out=0.3))
-    held_out = paths(before.held_out)
+    held_out = held(before)
     assert 2 <= len(held_out) <= 14 and not held_out & paths(before.sources)
     assert len(held_out | paths(before.sources)) == 24
     copied = Path(sorted(held_out)[0])
@@ -115,8 +120,8 @@ def test_the_held_out_share_is_chosen_by_content(options, tmp_path):
     picture(77).save(tmp_path / "data" / "ant" / "00a.png")
     after = opened(replace(options, held_out=0.3))
     new = {str(tmp_path / "data" / "cat" / "copy.png"), str(tmp_path / "data" / "ant" / "00a.png")}
-    assert paths(after.held_out) - new == held_out
-    assert str(tmp_path / "data" / "cat" / "copy.png") in paths(after.held_out)
+    assert held(after) - new == held_out
+    assert str(tmp_path / "data" / "cat" / "copy.png") in held(after)
     assert after.fingerprint != before.fingerprint
 
 
@@ -132,14 +137,14 @@ def test_images_are_read_once_until_a_file_changes(options, tmp_path, monkeypatc
 
 def test_toy_images_differ_between_classes(tmp_path):
     write_toy_images(tmp_path / "data")
-    data = opened(options_of(tmp_path), channels=1)
-    assert data.classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
-    (images,) = data.sources
+    options = options_of(tmp_path)
+    assert found(options).classes == ("0_degrees", "135_degrees", "45_degrees", "90_degrees")
+    (images,) = opened(options, channels=1).sources
     changes = []  # between neighbours: upright stripes change along rows
     for place in range(len(images)):
-        pixels = np.asarray(images.image(place, 1)).astype(float)
+        pixels = np.asarray(images[place]["image"]).astype(float)
         along, down = (np.abs(np.diff(pixels, axis=axis)).mean() for axis in (1, 0))
-        changes.append((images.label(place), along / down))
+        changes.append((int(images[place]["labels"]), along / down))
     upright, flat = ([ratio for label, ratio in changes if label == kind] for kind in (0, 3))
     assert len(upright) == len(flat) == 12 and min(upright) > 1.5 > 1 / 1.5 > max(flat)
 
@@ -155,17 +160,17 @@ def write_dataset(tmp_path: Path, **columns) -> DataOptions:
 
 
 def test_datasets_have_the_classes_of_their_labels(tmp_path):
-    data = opened(write_dataset(tmp_path))
-    (images,) = data.sources
-    assert data.classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
-    assert images.image(3, 3).tobytes() == picture(3).tobytes()
+    options = write_dataset(tmp_path)
+    (images,) = opened(options).sources
+    assert found(options).classes == ("ant", "bee", "cat") and images.source.labels == [2, 0, 1, 2, 0, 1]
+    assert images[3]["image"].tobytes() == picture(3).tobytes()
     assert images.source.place(3) == f"row 4 of the Hub dataset {tmp_path / 'copy'}"
 
 
 def test_labels_of_datasets_may_be_words(tmp_path):
     options = write_dataset(tmp_path, kind=["b", "a", "b", "a", "c", "b"])
-    data = open_images(options, ("image", "kind"), image_processor(8, 3), 3)
-    assert data.classes == ("a", "b", "c") and data.sources[0].source.labels == [1, 0, 1, 0, 2, 1]
+    inputs = found(options, columns=("image", "kind"))
+    assert inputs.classes == ("a", "b", "c") and inputs.sources[0].labels == [1, 0, 1, 0, 2, 1]
 
 
 def damaged(folder: Path) -> None:
@@ -233,4 +238,4 @@ def test_data_of_which_nothing_is_left_is_an_error(options):
 )
 def test_datasets_that_cannot_be_used_are_errors(tmp_path, columns, content, words):
     with pytest.raises(RecipeError, match=words):
-        open_images(write_dataset(tmp_path, **content), columns, image_processor(8, 3), 3)
+        opened(write_dataset(tmp_path, **content), columns=columns)

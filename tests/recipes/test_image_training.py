@@ -1,0 +1,208 @@
+"""Training image classifiers at toy size: losses, scores, resumed and divided runs, the result, and what is refused."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoModelForImageClassification, pipeline
+from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+from crosshead.common.errors import RecipeError
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.sections import DataSource
+from crosshead.recipes.schema.toy import toy
+from crosshead.recipes.train import train
+from crosshead.recipes.trainer.image_objective import check_shape
+from crosshead.recipes.trainer.models import load_model
+from crosshead.recipes.trainer.objectives import objective_of
+from image_toys import write_image_model
+from toy_training import losses, metrics, resumed, weights
+
+VIT, TRANSNEXT = "small/vit_mixture", "papers/moh_vit_s"
+CLASSES = ["0_degrees", "135_degrees", "45_degrees", "90_degrees"]
+NO_DROP_PATH = "model.config.drop_path_rate=0"
+
+
+def run(name: str, folder: Path, steps: int = 4, given: tuple[str, ...] = (), **train_changes):
+    """A shipped recipe at toy size; `given` are changes before it is made small."""
+    recipe = toy(load_recipe(name, given), folder)
+    settings = {"samples": steps * recipe.per_step} | train_changes
+    return replace(recipe, train=replace(recipe.train, **settings), checkpoints=replace(recipe.checkpoints, every=2))
+
+
+def opened(recipe):
+    """The objective, the model at the start of a run, and the data."""
+    objective = objective_of(recipe)
+    inputs = objective.load_processor()
+    model = load_model(recipe, inputs)
+    return objective, model, objective.open_data(inputs, model.config, lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run from scratch with drop path and every augmentation."""
+    recipe = run(TRANSNEXT, tmp_path_factory.mktemp("whole"))
+    return recipe, train(recipe)
+
+
+def test_a_run_that_is_killed_ends_as_one_that_is_not(finished, tmp_path):
+    whole, again = finished[0], run(TRANSNEXT, tmp_path)
+    resumed(again, 1, 3)
+    assert len(losses(whole)) == 4 and losses(again) == losses(whole)
+    expected, found = weights(whole), weights(again)
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    last = [{key: value for key, value in metrics(each)[-1].items() if "_" not in key[5:]} for each in (whole, again)]
+    assert last[0] == last[1] and {"eval_loss", "eval_accuracy"} <= last[0].keys()
+
+
+def test_the_result_loads_with_its_image_processor_and_the_names_of_the_classes(finished):
+    recipe, outcome = finished
+    model = AutoModelForImageClassification.from_pretrained(outcome.model).eval()
+    assert type(model).__name__ == "CrossheadTransNextForImageClassification"
+    assert [model.config.id2label[number] for number in range(4)] == CLASSES
+    assert model.config.label2id["45_degrees"] == 2
+    processor = AutoImageProcessor.from_pretrained(outcome.model)
+    image = Image.open(Path(recipe.data.sources[0].path, "0_degrees", "0.png")).convert("RGB")
+    (best, *_) = pipeline("image-classification", model=model, image_processor=processor)(image, top_k=4)
+    logits = model(**processor(image, return_tensors="pt")).logits
+    assert best["label"] == CLASSES[int(logits.argmax())]
+    assert json.loads((outcome.model / "training.json").read_text())["metrics"] == outcome.metrics
+
+
+@torch.no_grad()
+def test_scores_are_those_of_held_out_images_as_the_image_processor_prepares_them(finished):
+    recipe, outcome = finished
+    model = AutoModelForImageClassification.from_pretrained(outcome.model).eval()
+    processor = AutoImageProcessor.from_pretrained(outcome.model)
+    (held_out,) = opened(recipe)[2].evaluation._samples.datasets
+    total, right = 0.0, 0
+    for index in held_out.indices:
+        place = Path(held_out.source.place(index))
+        logits = model(**processor(Image.open(place).convert("RGB"), return_tensors="pt")).logits[0]
+        label = CLASSES.index(place.parent.name)
+        total -= float(logits.log_softmax(0)[label])
+        right += int(logits.argmax()) == label
+    assert len(held_out) >= 2
+    assert outcome.metrics["eval_loss"] == pytest.approx(total / len(held_out), rel=1e-4)
+    assert outcome.metrics["eval_accuracy"] == pytest.approx(right / len(held_out))
+
+
+def test_the_first_loss_is_that_of_the_soft_targets_and_the_balance_loss_of_each_image(tmp_path):
+    recipe = run(TRANSNEXT, tmp_path, steps=2, given=(NO_DROP_PATH,))
+    objective, model, data = opened(recipe)
+    samples = data.samples(recipe.steps * recipe.batch_size, recipe.train.seed)
+    batch = objective.collator([samples[number] for number in range(recipe.batch_size)])
+    expected = 0.0
+    for row in range(recipe.batch_size):
+        out = model(batch["pixel_values"][row : row + 1], output_head_router_scores=True)
+        share = float(batch["shares"][row])
+        target = torch.full((4,), 0.1 / 4)
+        target[batch["labels"][row]] += 0.9 * share
+        target[batch["other_labels"][row]] += 0.9 * (1 - share)
+        expected += float(-(target * out.logits[0].log_softmax(0)).sum() + 0.01 * out.balance_loss)
+    assert train(recipe).steps == 2
+    assert losses(recipe)[0] == pytest.approx(expected / recipe.batch_size, rel=1e-4)
+
+
+def test_a_step_is_the_same_however_it_is_divided(tmp_path):
+    whole, divided = (run(VIT, tmp_path / str(size), steps=2, micro_batch=size) for size in (4, 2))
+    for recipe in (whole, divided):
+        train(recipe)
+    assert losses(divided) == pytest.approx(losses(whole), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_other_processes_prepare_the_same_samples(tmp_path):
+    alone, helped = (run(VIT, tmp_path / str(count), steps=2) for count in (0, 2))
+    for recipe in (alone, replace(helped, data=replace(helped.data, workers=2))):
+        train(recipe)
+    assert losses(helped) == losses(alone)
+
+
+@pytest.mark.slow
+def test_a_classifier_learns(tmp_path):
+    changes = ("objective={name: classes, crop: 0.5, flip: false}", "train.learning_rate=2e-3")
+    outcome = train(run(VIT, tmp_path, steps=150, given=changes, micro_batch=4))
+    assert outcome.metrics["eval_accuracy"] > 0.9 and outcome.metrics["eval_loss"] < 0.3
+
+
+def continued(tmp_path: Path, **changes) -> Path:
+    """The recipe file of a run that continues a model with three classes, on data with four."""
+    write_image_model(tmp_path / "model", **changes)
+    toy(load_recipe(VIT), tmp_path)
+    path = tmp_path / "recipe.yaml"
+    content = {
+        "output": str(tmp_path / "out"),
+        "model": {"path": str(tmp_path / "model")},
+        "objective": {"name": "classes"},
+        "data": {"sources": [{"path": str(tmp_path / "images"), "kind": "images"}], "cache": str(tmp_path / "cache")},
+        "train": {"learning_rate": 1e-3, "samples": 8, "batch_samples": 4, "dtype": "float32"},
+    }
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_model_that_is_continued_gets_the_names_of_the_classes(tmp_path):
+    outcome = train(load_recipe(continued(tmp_path, num_labels=4)))
+    model = AutoModelForImageClassification.from_pretrained(outcome.model)
+    assert list(model.config.id2label.values()) == CLASSES
+
+
+def test_another_number_of_classes_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match="num_labels=3, but the data have 4 classes"):
+        train(load_recipe(continued(tmp_path)))
+    scratch = run(VIT, tmp_path / "scratch")
+    config = scratch.model.config | {"num_labels": 5}
+    with pytest.raises(RecipeError, match=r"model.config has num_labels=5, but the data have 4"):
+        train(replace(scratch, model=replace(scratch.model, config=config, path=None)))
+    with pytest.raises(RecipeError, match=r"model.path has num_labels=4, but model.config has 5"):
+        train(replace(scratch, model=replace(scratch.model, config=config)))
+
+
+def test_an_image_processor_of_another_model_is_refused(tmp_path):
+    recipe = load_recipe(continued(tmp_path, num_labels=4))
+    place = tmp_path / "model" / "preprocessor_config.json"
+    content = json.loads(place.read_text())
+    place.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))
+    with pytest.raises(RecipeError, match=r"\[3, 20, 20\], but the model reads \[3, 16, 16\]"):
+        train(recipe)
+    place.write_text("{")
+    with pytest.raises(RecipeError, match="image processor of model.path"):
+        train(recipe)
+
+
+def test_the_shape_is_checked_for_the_channels_too(tmp_path):
+    recipe = run(VIT, tmp_path)
+    inputs = objective_of(recipe).load_processor()
+    with pytest.raises(RecipeError, match="the model reads"):
+        check_shape(inputs, (1, 64, 64), "here")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("train.micro_batch=1", "micro_batch=1 is odd"),
+        ("data.sources=[{path: here, kind: text}]", "kind='text' has no data for the objective classes"),
+        ("data.sources=[{path: here, kind: hub, streaming: true}]", "streaming=True of the source here has no effect"),
+        ("train.tokens=100", "the objective classes counts samples"),
+        ("model.tokenizer=gpt2", "model.tokenizer is for the objective next_token alone"),
+        ("objective.mixup=-1", "objective.mixup=-1"),
+        ("objective.crop=0", "objective.crop=0"),
+        ("model.config.depths=[1, 0, 1, 1]", "depths"),
+        ("model.config.drop_path_rate=2", "drop_path_rate=2"),
+        ("model.config.model_type=crosshead_llama", "cannot train a model of model_type='crosshead_llama'"),
+    ],
+)
+def test_recipes_that_cannot_train_are_refused(change, words):
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(TRANSNEXT, [change])
+
+
+def test_text_objectives_refuse_images():
+    with pytest.raises(RecipeError, match="kind='images' has no data for the objective next_token"):
+        load_recipe("small/smollm2_mixture", ["data.sources=[{path: here, kind: images}]"])
+    with pytest.raises(RecipeError, match="column='image' has no effect"):
+        DataSource("here", "images", column="image")
