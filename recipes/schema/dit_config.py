@@ -17,7 +17,7 @@ SIZES = (
 
 
 @dataclass(frozen=True)
-class DiTConfig:
+class DiTFields:
     """The fields of diffusers' `DiTTransformer2DModel` that describe a model, with its defaults, and `mixers`."""
 
     num_attention_heads: int = 16
@@ -63,13 +63,13 @@ class DiTConfig:
         return asdict(self)
 
 
-def dit_config(content: Mapping[str, Any]) -> DiTConfig:
+def dit_config(content: Mapping[str, Any]) -> DiTFields:
     """From a recipe's `model.config`; `RecipeError` for an unknown key or an impossible value."""
-    known = sorted(DiTConfig.__dataclass_fields__)
+    known = sorted(DiTFields.__dataclass_fields__)
     for key in content:
         if key not in known:
             raise RecipeError(str(unknown("model.config", "key", key, known)))
     try:
-        return DiTConfig(**content)
+        return DiTFields(**content)
     except (ValueError, TypeError) as error:
         raise RecipeError(f"model.config: {error}") from None

@@ -13,7 +13,7 @@ from ..data.image_sources import MODES
 from ..data.images import ImageInputs, find_images, read_images
 from ..data.noise import LATENT_NOISE, NOISE, TIMES, AddNoise
 from ..data.training_data import TrainingData
-from ..schema.dit_config import DiTConfig, dit_config
+from ..schema.dit_config import DiTFields, dit_config
 from .dit_model import initialise, share_embeddings
 from .load_balance import HeadRouting
 from .loading import loading_error
@@ -46,7 +46,7 @@ class Noise(Objective):
                 f"set it to {found}"
             )
 
-    def new_model(self, config: DiTConfig) -> nn.Module:
+    def new_model(self, config: DiTFields) -> nn.Module:
         """A DiT with the initial values of its paper."""
         from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 
@@ -71,13 +71,13 @@ class Noise(Objective):
         training, evaluation = add_noise(trains=True, flips=options.flip), add_noise(trains=False, flips=False)
         return read_images(self.recipe.data, processor, progress).prepared(training, evaluation)
 
-    def example(self, config: DiTConfig, rows: int) -> dict[str, Any]:
+    def example(self, config: DiTFields, rows: int) -> dict[str, Any]:
         """Noisy images, times and classes."""
         numbers = torch.zeros(rows, dtype=torch.long)
         images = torch.zeros(rows, config.in_channels, config.sample_size, config.sample_size)
         return {"hidden_states": images, "timestep": numbers, "class_labels": numbers}
 
-    def logits(self, config: DiTConfig) -> int:
+    def logits(self, config: DiTFields) -> int:
         """None."""
         return 0
 
@@ -120,7 +120,7 @@ class Noise(Objective):
         return latents * self._vae.config.scaling_factor
 
     @cached_property
-    def _config(self) -> DiTConfig:
+    def _config(self) -> DiTFields:
         return dit_config(self.recipe.model.config or {})
 
     @cached_property

@@ -19,7 +19,7 @@ from crosshead.common.errors import RecipeError
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
-from crosshead.recipes.schema.dit_config import DiTConfig
+from crosshead.recipes.schema.dit_config import DiTFields
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.toy import toy
@@ -53,7 +53,7 @@ def weights(made: Recipe) -> dict[str, torch.Tensor]:
 def opened(made: Recipe) -> tuple[Noise, Any]:
     """The objective and the data of a recipe."""
     objective = Noise(made)
-    return objective, objective.open_data(objective.load_processor(), DiTConfig(**made.model.config or {}), print)
+    return objective, objective.open_data(objective.load_processor(), DiTFields(**made.model.config or {}), print)
 
 
 def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_model_learns_and_its_held_out_loss_is_that_of_the_average(tmp_path: P
             predicted = model(schedule.add_noise(clean, noise, times), times, sample["labels"][None]).sample
         errors.append(functional.mse_loss(predicted, noise).item())
     assert last["eval_loss"] == pytest.approx(sum(errors) / len(errors), abs=1e-5)
-    assert "eval_accuracy" not in last and len(errors) > 3
+    assert "eval_accuracy" not in last and len(errors) > 2
     stock = DiTTransformer2DModel.load_config(folder)
     assert stock["num_layers"] == 4 and list(stock["mixers"]) == ["mixture"]
 
@@ -98,7 +98,7 @@ def test_the_result_is_the_average_with_one_embedding(tmp_path: Path) -> None:
     start = Noise(made)
     torch.manual_seed(made.train.seed)
     average = {
-        name: part.double() for name, part in start.new_model(DiTConfig(**made.model.config)).state_dict().items()
+        name: part.double() for name, part in start.new_model(DiTFields(**made.model.config)).state_dict().items()
     }
     for step in steps:
         average = {name: 0.7 * part + 0.3 * step[name].double() for name, part in average.items()}
@@ -239,7 +239,7 @@ def test_runs_that_cannot_begin(name: str, tmp_path: Path) -> None:
 def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
     made = recipe(tmp_path, *PIXELS)
     report = dry_run(made, ONE_GPU)
-    model = Noise(made).new_model(DiTConfig(**made.model.config or {}))
+    model = Noise(made).new_model(DiTFields(**made.model.config or {}))
     sizes = {name: part.numel() for name, part in model.named_parameters()}
     assert report["parameters"] == report["trainable_parameters"] == sum(sizes.values())
     assert report["new_parameters"] == sum(size for name, size in sizes.items() if ".mixers." in name)
@@ -267,7 +267,7 @@ def test_sharded_runs_are_refused(kind: str, tmp_path: Path, monkeypatch: pytest
         setattr(self, kind, True)
 
     monkeypatch.setattr(Trainer, "__init__", sharded)
-    with pytest.raises(RecipeError, match="noise.*FSDP or DeepSpeed"):
+    with pytest.raises(RecipeError, match=r"noise.*FSDP or DeepSpeed"):
         train(recipe(tmp_path, *PIXELS, average=None))
 
 
