@@ -55,6 +55,7 @@ PLACEHOLDERS = {
     "TEXT.txt": "text.txt",
     "PARAGRAPH.txt": "paragraph.txt",
     "IMAGES": "images",
+    "DIT": "dit",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -146,6 +147,8 @@ def prepare(folder: Path) -> None:
     toys.stock_model("T5", num_heads=8).save_pretrained(folder / "t5")
     write_image_model(folder / "vit", num_hidden_layers=12, num_attention_heads=12, hidden_size=48)
     write_images(folder / "images")
+    (folder / "dit").mkdir()
+    (folder / "dit" / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "num_layers": 1}')
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)

@@ -6,11 +6,13 @@ from typing import Annotated, Any
 import typer
 
 LENGTH = 4096
+PREFIX = "crosshead_"
 
 
 def cost(
     model: Annotated[
-        str, typer.Argument(help="Model directory, Hub id, config.json or GGUF file, stock or crosshead.")
+        str,
+        typer.Argument(help="Model directory, Hub id, config.json or GGUF file, stock or crosshead."),
     ],
     mixer: Annotated[
         list[str] | None,
@@ -19,7 +21,8 @@ def cost(
     length: Annotated[
         int | None,
         typer.Option(
-            help="Sequence length in tokens; by default 4096, the maximum of an encoder, or the tokens of an image."
+            help="Tokens of a text, of T5 in source and target; by default 4096, at most the context of an encoder or "
+            "T5, or the patches of an image or latent."
         ),
     ] = None,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")] = None,
@@ -33,13 +36,13 @@ def cost(
     """
     import json
 
-    from crosshead.conversion.architectures.families import family_of
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_lines, cost_report
 
     config = _config(model, mixer or [], revision)
     if length is None:
-        length = usual_length(config, LENGTH) if family_of(config).is_encoder else LENGTH
+        is_decoder = "AutoModelForCausalLM" in getattr(config, "auto_classes", {})
+        length = LENGTH if is_decoder else usual_length(config, LENGTH)
     report = {"model": model} | cost_report(config, length)
     if as_json:
         print(json.dumps(report, indent=2))
@@ -50,21 +53,69 @@ def cost(
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
-    from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.conversion.architectures.families import FAMILIES, kind_of, read_config
     from crosshead.conversion.compress.paired_heads import doubled_heads
     from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
-    kind = "mixed" if str(content.get("model_type")).startswith(PREFIX) else "stock"
-    config = read_config(content, kind, model)
+    asked, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
+    if "_class_name" in content:
+        return _dit_config(content, asked, model)
+    mixed = _config_class(content, model)
+    family, kind = FAMILIES.get(mixed.model_type.removeprefix(PREFIX)), kind_of(content)
+    config = _of_no_family(mixed, content, model) if family is None else read_config(content, kind, model)
     if kind == "mixed" and not mixer:
         return config
-    asked, _ = with_recipe(None, mixer, {})
-    mixed = family_of(config).mixed
-    layouts = mixed.from_dict({**content, "mixers": {}}).layouts()
-    mixers = read_mixers(asked, layouts).mixers
-    doubled = doubled_heads(mixers, config) if kind == "stock" and not family_of(config).is_encoder else {}
+    plain = mixed.from_dict({**content, "mixers": {}})
+    # In a T5, the mechanisms are for each part, and layers count within it: the encoder's come first.
+    mixers = read_mixers(asked, plain.layouts()[: plain.num_hidden_layers]).mixers
+    doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
     return mixed.from_dict({**content, "mixers": mixers, **doubled})
+
+
+def _config_class(content: dict[str, Any], name: str) -> Any:
+    """The config class with mechanisms for a stock or crosshead `model_type`."""
+    from crosshead.modeling import BACKBONES
+
+    classes = {config.model_type.removeprefix(PREFIX): config for config in BACKBONES}
+    model_type = content.get("model_type")
+    found = classes.get(str(model_type).removeprefix(PREFIX))
+    if found is None:
+        raise ValueError(f"{name} has model_type={model_type!r}: use a model of type {', '.join(classes)}")
+    return found
+
+
+def _of_no_family(mixed: Any, content: dict[str, Any], name: str) -> Any:
+    """The checked config of a model that is not converted."""
+    from crosshead.common.errors import one_line
+    from crosshead.conversion.architectures.config_fields import check_fields
+    from crosshead.evals.cost.counting import on_meta
+
+    numbers = {field: value for field, value in content.items() if not isinstance(value, list)}  # not of stages
+    check_fields(numbers, mixed, f"config.json of {name}")
+    try:
+        config = mixed.from_dict({"mixers": {}} | content)
+        on_meta(config)  # some values are checked only when a model is created
+        return config
+    except Exception as error:  # a config may contain anything, and transformers raises many types of errors
+        raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
+
+
+def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
+    """The config of a DiT, with the mechanisms asked for instead of its own if there are any."""
+    from crosshead.common.errors import one_line
+    from crosshead.conversion.options import read_mixers
+    from crosshead.evals.cost.dit_config import CLASSES, DiTConfig
+
+    if content["_class_name"] not in CLASSES:
+        raise ValueError(f"{name} has _class_name={content['_class_name']!r}: use {' or '.join(CLASSES)}")
+    try:
+        config = DiTConfig.read(content)
+    except ImportError:
+        raise
+    except Exception as error:  # diffusers checks few of the values, so that torch or Python raises
+        raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
+    return DiTConfig.read(content, read_mixers(asked, config.layouts()).mixers) if asked else config
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:

@@ -10,132 +10,69 @@ A multiplication and its addition are two FLOPs. Training is a forward pass and 
 much, without activation checkpointing and without the optimiser.
 """
 
-from collections.abc import Callable
-from copy import deepcopy
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
 import torch
-import transformers
-from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
-from crosshead.modeling.encoder import image_shape
+from .counting import TRAINING_PASSES, Cost, multiplications, on_meta, work
+from .dit_config import DiTConfig
+from .encoder import dit_cost, encoder_cost, image_tokens
+from .seq2seq import seq2seq_cost
 
-FLOPS = 2
-"""Per multiplication."""
-TRAINING_PASSES = 3
-"""The cost of training in forward passes."""
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
-
-
-@dataclass(frozen=True)
-class Cost:
-    """The cost of a model for texts of one length; figures of work are per token.
-
-    Training and prefill process a whole text. Training needs the logits of all tokens, prefill those of the last.
-    Decoding computes the last token with the others in the cache.
-    """
-
-    parameters: int
-    active_parameters: int
-    """Without the experts that a token does not select."""
-    attention_parameters: int
-    new_parameters: int
-    """The mechanisms' part of attention's."""
-    training_multiplications: int
-    prefill_multiplications: int
-    decode_multiplications: int
-    training_flops: int
-    prefill_flops: int
-    decode_flops: int
-    kv_bytes_per_token: int
-    kv_bytes: int
-    """For the whole text."""
 
 
 def model_cost(config: Any, length: int) -> Cost:
     """The cost of a stock or crosshead model for texts of `length` tokens."""
     if length < 1:
         raise ValueError(f"length={length} is not allowed: use at least 1 token")
+    if isinstance(config, DiTConfig):
+        return dit_cost(config, length)
     model = on_meta(config)
+    if hasattr(model, "decoder"):
+        return seq2seq_cost(model, length)
     if not model.can_generate():
-        return _encoder_cost(model, length)
+        return encoder_cost(model, length)
+    return _decoder_cost(model, length)
+
+
+def _decoder_cost(model: Any, length: int) -> Cost:
     head = model.lm_head.weight.numel()
     active = _active_experts(model.config)
-    forward = decode = bytes_per_token = cache_bytes = 0
+    forward = whole = decode = bytes_per_token = cache_bytes = 0
     angles = position_embeddings(model.model.rotary_emb)
     # The library's own cache knows which layers have a window.
     for layer, cache in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
         attention_forward, attention_decode, cached = attention_cost(layer.self_attn, angles, length)
         weights = _weights_outside_attention(layer, active)
         forward += attention_forward // length + weights
+        whole += attention_forward + weights * length
         decode += attention_decode + weights
         window = getattr(cache, "sliding_window", None)
         bytes_per_token += cached * model.dtype.itemsize
         # A full window makes room for the token to come.
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
-    work = {
-        "training": TRAINING_PASSES * (forward + head),
-        "prefill": forward + round(Fraction(head, length)),
-        "decode": decode + head,
-    }
+    training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(head, length))
     return Cost(
         **_parameters(model, active),
-        **{f"{phase}_multiplications": count for phase, count in work.items()},
-        **{f"{phase}_flops": FLOPS * count for phase, count in work.items()},
+        **work(training, prefill, decode + head, whole=whole + head),
         kv_bytes_per_token=bytes_per_token,
+        cross_kv_bytes_per_token=0,
         kv_bytes=cache_bytes,
     )
 
 
-def _encoder_cost(model: Any, length: int) -> Cost:
-    """The cost of an encoder with the head that its config names; there is no cache and no decoding."""
-    maximum = usual_length(model.config, length)
-    if hasattr(model.config, "image_size"):
-        if length != maximum:
-            raise ValueError(f"length={length} is not allowed: an image has {maximum} tokens here")
-        inputs = torch.empty(1, *image_shape(model.config), device="meta")
-    else:
-        if length > maximum:
-            raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
-        inputs = torch.zeros(1, length, dtype=torch.long, device="meta")
-    forward = multiplications(lambda: model(inputs)) // length
-    work = {"training": TRAINING_PASSES * forward, "prefill": forward, "decode": 0}
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return Cost(
-        parameters=model.num_parameters(),
-        active_parameters=model.num_parameters(),
-        attention_parameters=sum(
-            size for name, size in sizes.items() if ".attention." in name and ".LayerNorm." not in name
-        ),
-        new_parameters=sum(size for name, size in sizes.items() if ".mixers." in name),
-        **{f"{phase}_multiplications": count for phase, count in work.items()},
-        **{f"{phase}_flops": FLOPS * count for phase, count in work.items()},
-        kv_bytes_per_token=0,
-        kv_bytes=0,
-    )
-
-
 def usual_length(config: Any, wanted: int) -> int:
-    """The tokens of an image, or of a text with the wanted length if the model's context is long enough."""
-    if not hasattr(config, "image_size"):
-        return min(wanted, config.max_position_embeddings)
-    embeddings = on_meta(config).base_model.embeddings
-    count: int = embeddings(torch.empty(1, *image_shape(config), device="meta")).shape[1]
-    return count
-
-
-def on_meta(config: Any) -> Any:
-    """The language model of a config, or its encoder, without memory for its weights."""
-    served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
-    if served and auto_class not in served:  # an encoder, with the head that the config names, or the usual one
-        head = (config.architectures or [""])[0].removeprefix(config.class_prefix)
-        auto_class = next((auto for auto, ending in served.items() if ending == head), list(served)[1])
-    with torch.device("meta"):
-        return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
+    """The tokens of an image or a latent, or of a text: the wanted length, at most the model's context."""
+    if isinstance(config, DiTConfig):
+        return config.tokens
+    if hasattr(config, "image_size"):
+        return image_tokens(on_meta(config))
+    limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
+    return min([wanted, *(limit for limit in limits if limit is not None)])
 
 
 Angles = tuple[torch.Tensor, ...] | torch.Tensor
@@ -174,13 +111,6 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
     return forward, multiplications(lambda: run(1, past)), cached.keys.numel() + cached.values.numel()
 
 
-def multiplications(call: Callable[[], Any]) -> int:
-    """The multiplications of the matrix products in a call."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        call()
-    return int(counter.get_total_flops()) // FLOPS
-
-
 def _active_experts(config: Any) -> Fraction:
     """The part of the experts that a token selects."""
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
@@ -198,6 +128,7 @@ def _parameters(model: Any, active: Fraction) -> dict[str, int]:
         "active_parameters": total - experts + int(experts * active),
         "attention_parameters": sum(size for name, size in sizes if name.startswith(ATTENTION)),
         "new_parameters": sum(size for name, size in sizes if name.startswith(NEW)),
+        "copied_parameters": 0,
     }
 
 

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
 
+from .dit_config import DiTConfig
 from .model import model_cost
 
 LABELS = {
@@ -14,13 +15,16 @@ LABELS = {
     "active_parameters": "  active for one token",
     "attention_parameters": "  in attention",
     "new_parameters": "  of the mechanisms",
+    "copied_parameters": "  copies of one embedding in blocks",
     "training_multiplications": "multiplications a token, training",
     "prefill_multiplications": "  prefill",
     "decode_multiplications": "  decode",
     "training_flops": "FLOPs a token, training",
     "prefill_flops": "  prefill",
     "decode_flops": "  decode",
+    "input_flops": "FLOPs of the whole input",
     "kv_bytes_per_token": "KV cache, bytes a token",
+    "cross_kv_bytes_per_token": "  of the source, in cross-attention",
     "kv_bytes": "  at this length",
 }
 
@@ -42,13 +46,16 @@ def cost_report(config: Any, length: int) -> dict[str, Any]:
 
 def _without_mechanisms(config: Any) -> Any:
     """The stock model with as many head outputs: where all layers pair heads of one size, a pair is one head there."""
+    if isinstance(config, DiTConfig):
+        return replace(config, mixers={})
     stock = deepcopy(config)
     stock.mixers = {}
-    pairs = [config.mixers_of_layer(layer).get("differential", {}) for layer in range(config.num_hidden_layers)]
+    pairs = [config.mixers_of_layer(place).get("differential", {}) for place in range(len(config.layouts()))]
     if all(pair.get("version") == 2 or pair.get("half_values") for pair in pairs):
+        heads, shared = config.num_attention_heads, config.num_key_value_heads
         stock.head_dim = config.layout_of_layer(0).head_dim
-        stock.num_attention_heads //= 2
-        stock.num_key_value_heads //= 1 if pairs[0]["version"] == 2 else 2
+        stock.num_key_value_heads = shared // (1 if pairs[0]["version"] == 2 else 2)
+        stock.num_attention_heads = heads // 2  # of encoders the same field
     return stock
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from crosshead.common.errors import RecipeError
-from crosshead.evals.cost.model import multiplications
+from crosshead.evals.cost.counting import multiplications
 
 from ..schema.model_config import model_config, named_model_config
 from ..schema.recipe import Recipe

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.model import model_cost, multiplications, on_meta
+from crosshead.evals.cost.counting import multiplications, on_meta
+from crosshead.evals.cost.model import model_cost
 
 from ..schema.model_config import CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
 from ..schema.objectives import Noise

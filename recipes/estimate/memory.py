@@ -26,7 +26,7 @@ import yaml
 from torch import nn
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.model import on_meta
+from crosshead.evals.cost.counting import on_meta
 from crosshead.modeling.options import is_whole
 
 from ..schema.model_config import DECODERS

@@ -6,7 +6,9 @@ import pytest
 
 import gguf_toys
 import toys
+import transnext_toys
 from broken import edit_json, run
+from crosshead import CrossheadTransNextConfig
 from crosshead.evals.cost.report import cost_report
 from hub_client import hub_with
 from hub_server import COMMIT, Repository
@@ -106,12 +108,13 @@ def test_the_table_holds_the_figures_of_the_report(place, line, report):
     assert (status, err) == (0, "")
     rows = [row.split() for row in out.splitlines()]
     assert {"1,024", "float32"} <= set(rows[0])
-    for row, (name, count) in zip(rows[1:], figures["cost"].items(), strict=True):
+    counted = {name: count for name, count in figures["cost"].items() if count or name == "new_parameters"}
+    for row, (name, count) in zip(rows[1:], counted.items(), strict=True):
         change = figures["overhead"].get(name)
         cells = [f"{count:,}", f"{figures['stock'][name]:,}", *([] if change is None else [f"{change:+.2%}"])]
         assert row[-len(cells) :] == cells
     stock = line("cost source --length 1024")[1].splitlines()
-    assert [row.split()[-1] for row in stock[1:]] == [f"{count:,}" for count in figures["stock"].values()]
+    assert [row.split()[-1] for row in stock[1:]] == [f"{figures['stock'][name]:,}" for name in counted]
 
 
 @pytest.mark.parametrize(
@@ -134,3 +137,28 @@ def test_what_cannot_be_counted_is_one_line(place, line, arguments, words):
     assert err.startswith("crosshead: error: ")
     assert err.count("\n") == 1
     assert words in err
+
+
+@pytest.mark.parametrize("backbone", ["T5", "Gta"])
+def test_models_that_are_not_converted(place, report, backbone):
+    mixers = {"encoder": {"talking": {}}} if backbone == "T5" else {"talking": {}}
+    config = toys.mixed_config(backbone, mixers)
+    config.save_pretrained("made")
+    assert report("made --length 7") == {"model": "made"} | cost_report(config, 7)
+    asked = cost_report(toys.mixed_config(backbone, {"knocking": {"form": "linear", "layers": [1]}}), 7)
+    assert report("made --length 7 --mixer knocking:form=linear,layers=1") == {"model": "made"} | asked
+    assert report("made")["length"] == 4096
+    edit_json(place / "made", "config.json", n_positions=512)  # as published T5s have it
+    assert report("made")["length"] == (4096 if backbone == "Gta" else 512)
+
+
+def test_a_stock_t5_and_a_transnext(place, line, report):
+    toys.stock_config("T5").save_pretrained("t5")
+    figures = report("t5 --length 7")
+    assert figures["cost"] == figures["stock"] == cost_report(toys.mixed_config("T5", {}), 7)["cost"]
+    config = CrossheadTransNextConfig(**transnext_toys.SIZES, mixers=transnext_toys.ROUTED)
+    config.save_pretrained("transnext")
+    assert report("transnext") == {"model": "transnext"} | cost_report(config, 256)
+    edit_json(place / "transnext", "config.json", window_size=2)
+    status, out, err = line("cost transnext")
+    assert (status, out, err.count("\n")) == (1, "", 1) and "window_size=2" in err

@@ -13,12 +13,14 @@ from crosshead import (
     CrossheadT5Config,
     CrossheadT5Model,
 )
-from crosshead.evals.cost.model import model_cost, multiplications
+from crosshead.evals.cost.counting import multiplications
+from crosshead.evals.cost.model import model_cost
 from crosshead.modeling.mechanisms.base import AttentionState, HeadLayout
 from crosshead.modeling.mechanisms.talking import Talking, TalkingRules, talking_eager_attention_forward
 
 HIDDEN, LENGTH = 768, 512
 BOTH = ["logits", "weights"]
+PARTS = ("encoder", "decoder", "cross")
 # Talking-Heads, by table: (h_k, h, h_v, d_k, d_v), maps, parameters, multiplications in 1e9 to the digits given.
 TALKING_HEADS = {
     "1": [
@@ -110,6 +112,15 @@ def test_talking_heads_table_8_leaves_the_dynamic_maps_unapplied(heads, size, pa
     assert billions(counted - applied) == printed
 
 
+@pytest.mark.parametrize("term", TalkingRules.options["dynamic"].allowed)
+def test_talking_heads_table_9(term):
+    """One dynamic map. Expected disagreement: ours applies those of keys, as table 8 leaves out."""
+    held, counted = talking_layer((12, 12, 12, 64, 64), BOTH, [term])
+    applied = LENGTH * LENGTH * 12 * 12 if term.startswith("key") else 0
+    assert held == 2470176
+    assert billions(counted - applied) == "1.743"
+
+
 T5_LAYERS = [
     (heads, size, {"talking": {"on": maps}} if maps else {}, parameters, printed)
     for (heads, softmax_heads, value_heads, size, value_size), maps, parameters, printed in TALKING_HEADS["1"]
@@ -147,11 +158,12 @@ def test_layers_of_a_t5(heads, size, mixers, parameters, printed):
         assert (held, billions(counted)) == (parameters, printed)
 
 
-@pytest.mark.parametrize("part", ["encoder", "decoder", "cross"])
-def test_talking_heads_in_one_part_of_a_t5(part):
+@pytest.mark.parametrize(("part", "dynamic"), [*zip(PARTS, [False] * 3, strict=True), ("encoder", True)])
+def test_talking_heads_in_one_part_of_a_t5(part, dynamic):
     """Tables 4 and 10, whose columns say "various": the other parts are multi-head attention."""
-    found = t5_layers(24, 32, {part: {"talking": {}}})
-    assert found.pop(part)[0] == 2360448
+    terms = TalkingRules.options["dynamic"].allowed if dynamic else []
+    found = t5_layers(24, 32, {part: {"talking": {"dynamic": terms}}})
+    assert found.pop(part)[0] == (4129920 if dynamic else 2360448)  # as in tables 8 and 1
     assert {(held, billions(counted)) for held, counted in found.values()} == {(2359296, "1.611")}
 
 
@@ -202,6 +214,43 @@ def test_knocking_heads_table_3_cache(key_value_heads, query_heads, cache):
         config = CrossheadLlamaConfig(**heads, **ONE_LAYER, mixers=mixers)
         assert model_cost(config, 1).kv_bytes_per_token == 4 * cache
         assert held_in_a_cache(CrossheadLlamaModel, config) == cache
+
+
+LAYERS = 18
+"""Of A0.8B-6.6B (table 5)."""
+
+
+def attention_of(key_value_heads, query_heads, **changes):
+    """The parameters of attention, in millions."""
+    heads = {"num_attention_heads": query_heads, "num_key_value_heads": key_value_heads, "head_dim": 128}
+    config = changes.pop("config", CrossheadLlamaConfig)(**ONE_LAYER, **(heads | changes), mixers={})
+    return LAYERS * model_cost(config, 1).attention_parameters / 1e6
+
+
+@pytest.mark.parametrize(
+    ("config", "key_value_heads", "query_heads", "activated"),
+    [
+        (CrossheadGtaConfig, 4, 32, 868),
+        (CrossheadLlamaConfig, 1, 32, 859),
+        (CrossheadLlamaConfig, 8, 16, 795),
+        (CrossheadLlamaConfig, 16, 16, 852),
+    ],
+)
+def test_knocking_heads_table_3_parameters(config, key_value_heads, query_heads, activated):
+    """GTA, MQA, GQA, MHA: activated parameters, by the difference from GQA's 880 million with 4 of 32 heads.
+
+    The paper does not print the sizes of the experts and the vocabulary, which all rows share.
+    """
+    apart = attention_of(key_value_heads, query_heads, config=config) - attention_of(4, 32)
+    assert round(880 + apart) == activated
+
+
+def test_knocking_heads_table_3_parameters_of_mla():
+    """Expected disagreement: the paper prints 970 million, which its 8 heads do not have at any usual size."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    sizes |= {"head_dim": 64, "intermediate_size": 64, "q_lora_rank": None, "config": CrossheadDeepseekV3Config}
+    assert round(880 + attention_of(8, 8, **sizes) - attention_of(4, 32)) == 731
+    assert round(880 + attention_of(32, 32, **sizes) - attention_of(4, 32)) == 1000  # of all 32 query heads, too
 
 
 @pytest.mark.parametrize("form", (None, "linear", "mlp"))

@@ -1,0 +1,74 @@
+"""The cost of models that process a text, an image or a latent at once: no cache, no decoding.
+
+TransNeXt multiplies queries by the keys of a window, and weights by its values, element by element: PyTorch's counter
+would miss them.
+"""
+
+from typing import Any
+
+import torch
+
+from crosshead.modeling.backbones.transnext_attention import CrossheadAggregatedAttention
+from crosshead.modeling.encoder import image_shape
+
+from .counting import STAGES, TRAINING_PASSES, Cost, multiplications, parameter_counts, work
+from .dit_config import DiTConfig
+
+NO_CACHE = {"kv_bytes_per_token": 0, "cross_kv_bytes_per_token": 0, "kv_bytes": 0}
+
+
+def encoder_cost(model: Any, length: int) -> Cost:
+    """The cost of an encoder with the head that its config names."""
+    if hasattr(model.config, "image_size"):
+        _check_tokens(length, image_tokens(model), "an image")
+        inputs = torch.empty(1, *image_shape(model.config), device="meta")
+    else:
+        maximum = getattr(model.config, "max_position_embeddings", length)
+        if length > maximum:
+            raise ValueError(f"length={length} is not allowed: the model has max_position_embeddings={maximum}")
+        inputs = torch.zeros(1, length, dtype=torch.long, device="meta")
+    windows: list[int] = []
+    for module in model.modules():
+        if isinstance(module, CrossheadAggregatedAttention):
+            module.register_forward_hook(lambda layer, given, _: windows.append(_window_products(layer, given[0])))
+    forward = multiplications(lambda: model(inputs))
+    return _of_one_pass(model, forward + sum(windows), length)
+
+
+def dit_cost(config: DiTConfig, length: int) -> Cost:
+    """The cost of a DiT for one latent, without guidance."""
+    _check_tokens(length, config.tokens, "a latent")
+    model = config.on_meta()
+    with torch.device("meta"):
+        latent = torch.empty(1, model.config.in_channels, model.config.sample_size, model.config.sample_size)
+        label = torch.zeros(1, dtype=torch.long)
+    embeddings = sum(size.numel() for name, size in model.named_parameters() if ".norm1.emb." in name)
+    blocks = len(model.transformer_blocks)
+    forward = multiplications(lambda: model(latent, label, label))
+    return _of_one_pass(model, forward, length, embeddings * (blocks - 1) // blocks)
+
+
+def _of_one_pass(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
+    token = forward // length
+    return Cost(
+        **parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward), **NO_CACHE
+    )
+
+
+def image_tokens(model: Any) -> int:
+    """The patches and special tokens of an image; of a model with stages, the patches of the first."""
+    base = model.base_model
+    image = torch.empty(1, *image_shape(model.config), device="meta")
+    if hasattr(base, STAGES):
+        return int(getattr(base, STAGES)(image)[0].shape[1])
+    return int(base.embeddings(image).shape[1])
+
+
+def _check_tokens(length: int, tokens: int, what: str) -> None:
+    if length != tokens:
+        raise ValueError(f"length={length} is not allowed: {what} has {tokens} tokens here")
+
+
+def _window_products(layer: Any, pixels: torch.Tensor) -> int:
+    """The multiplications with the keys and the values of each pixel's window."""
+    return 2 * pixels.numel() * layer.config.window_size**2
