@@ -68,10 +68,8 @@ def _order(entry: dict[str, Any]) -> Iterator[Any]:
 def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
-    from crosshead.recipes.schema.model_config import model_config
 
-    config = model_config(recipe.model.config, recipe.objective)
-    config.dtype = DTYPE
+    config, length = _counted(recipe)
     commands = _commands(recipe.model.convert or "")
     return {
         "recipe": name,
@@ -81,9 +79,22 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
         "train": f"crosshead train {name}",
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
-        "cost": cost_report(config, min(LENGTH, config.max_position_embeddings)),
+        "cost": cost_report(config, length),
         "measured": measurements(place, name) | _short_run(place, name),
     }
+
+
+def _counted(recipe: Any) -> tuple[Any, int]:
+    """The configuration and the length of the costs."""
+    from crosshead.evals.cost.dit_config import DiTConfig
+    from crosshead.recipes.schema.model_config import model_config
+
+    config = model_config(recipe.model.config, recipe.objective)
+    if recipe.objective.name == "noise":
+        dit = DiTConfig.read(config.content())
+        return dit, dit.tokens
+    config.dtype = DTYPE
+    return config, min(LENGTH, config.max_position_embeddings)
 
 
 def _short_run(place: Path, name: str) -> dict[str, Any]:
