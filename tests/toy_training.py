@@ -2,7 +2,7 @@
 
 import gc
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -37,10 +37,18 @@ class Killed(BaseException):
 
 
 def toy_run(
-    name: str, folder: Path, steps: int = 4, documents: int = 30, **changes: Mapping[str, Any] | None
+    name: str,
+    folder: Path,
+    steps: int = 4,
+    documents: int = 30,
+    given: Sequence[str] = (),
+    **changes: Mapping[str, Any] | None,
 ) -> Recipe:
-    """A shipped recipe at toy size for so many steps; `changes` are by section, None takes one out."""
-    recipe = toy(load_recipe(name), folder)
+    """A shipped recipe at toy size for so many steps; `changes` are by section, None takes one out.
+
+    `given` are changes before it is made small, as on the command line.
+    """
+    recipe = toy(load_recipe(name, given), folder)
     _write_text(folder / "text.jsonl", range(documents))
     _write_text(folder / "held_out.jsonl", range(-6, 0))
     evaluation = DataSource(str(folder / "held_out.jsonl"), "jsonl")

@@ -83,8 +83,7 @@ class CheckpointTrainer(Trainer):
             return self.model
         with torch.device("meta"):
             model = self._model_class(self.model.config)
-        if hasattr(self.model, "generation_config"):
-            model.generation_config = self.model.generation_config
+        model.generation_config = getattr(self.model, "generation_config", None)
         return model
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:

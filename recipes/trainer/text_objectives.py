@@ -125,7 +125,7 @@ class Spans(CorruptionObjective):
 
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
         """Sentinels instead of spans."""
-        start = decoder_start(config)
+        start = tokenizer.pad_token_id if decoder_start(config) is None else decoder_start(config)
         if start is None:
             raise RecipeError(
                 "the model has no decoder_start_token_id, nor its tokenizer a pad_token: set one of them"

@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import typer
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from crosshead.conversion.options import read_mixers, split_argument
 from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 from crosshead.recipes.schema.model_config import model_config
 from crosshead.recipes.schema.toy import toy, toy_config
 from crosshead.recipes.trainer.checkpoints import MODEL
+from crosshead.recipes.trainer.objectives import objective_of
 from crosshead_command.main import app
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -29,24 +31,37 @@ PARAMETERS = {  # billions, as the papers print them
     "papers/moh_llama3_8b": (8.03 + 2 * 32_640 * 4096 / 1e9, 0.01),
     "papers/moh_llm_b": (0.882, 0.001),
     "papers/moh_llm_s": (0.186, 0.001),
+    "papers/talking_albert_base": (0.0323, 0.0001),  # embeddings of 30,514 x 768, one layer of 7.09, and the heads
+    "papers/talking_t5_base": (0.2229, 0.0001),  # as T5 base, which ties its embeddings
+    "small/bert": (0.1096, 0.0001),
     "small/smollm2": (0.1345, 0.003),
     "small/qwen3_0.6b": (0.596, 0.03),
+    "small/t5": (0.0605, 0.0001),
 }
 ACTIVE = {(32, 4): 880, (16, 8): 795, (32, 1): 859, (16, 16): 852}
 """Knocking-Heads, table 3: query heads, key/value heads -> millions of active parameters."""
 ACCELERATE = sorted((RECIPES / "accelerate").glob("*.yaml"))
 
 
-def parameters(config):
+def kind_of(recipe):
+    """The Auto class of its model."""
+    return getattr(transformers, recipe.objective.auto_class)
+
+
+def config_of(recipe):
+    return model_config(recipe.model.config, recipe.objective)
+
+
+def parameters(recipe):
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind_of(recipe).from_config(config_of(recipe))
     return {name: tensor.numel() for name, tensor in model.named_parameters()}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_models_have_the_size_that_is_claimed(name):
     ((claim, tolerance),) = [size for start, size in PARAMETERS.items() if name.startswith(start)]
-    counted = sum(parameters(model_config(load_recipe(name).model.config)).values()) / 1e9
+    counted = sum(parameters(load_recipe(name)).values()) / 1e9
     assert counted == pytest.approx(claim, abs=tolerance)
 
 
@@ -54,9 +69,9 @@ def test_models_have_the_size_that_is_claimed(name):
 def test_knocking_heads_experts_have_the_active_parameters_of_every_row(heads):
     changes = [f"model.config.num_attention_heads={heads[0]}", f"model.config.num_key_value_heads={heads[1]}"]
     recipe = load_recipe("papers/kha_moe_a0.8b_6.6b", [*changes, "model.config.mixers={}"])
-    config = model_config(recipe.model.config)
+    config = config_of(recipe)
     active = config.num_experts_per_tok / config.num_experts
-    counted = sum(count * (active if ".experts." in name else 1) for name, count in parameters(config).items())
+    counted = sum(count * (active if ".experts." in name else 1) for name, count in parameters(recipe).items())
     assert round(counted / 1e6) == ACTIVE[heads]
 
 
@@ -90,10 +105,11 @@ def test_the_command_makes_the_model_that_is_expected(name):
     assert recipe.model.path in made or recipe.model.path in trained
     if recipe.model.path in made:
         asked = made[recipe.model.path]
-        config = model_config(recipe.model.config)
-        layouts = model_config(recipe.model.config | {"mixers": {}}).layouts()
+        config = config_of(recipe)
+        layouts = model_config(recipe.model.config | {"mixers": {}}, recipe.objective).layouts()
         request = read_mixers(dict(split_argument(argument) for argument in asked["mixer"]), layouts)
-        assert model_config(recipe.model.config | {"mixers": request.mixers}).mixers == config.mixers
+        requested = recipe.model.config | {"mixers": request.mixers}
+        assert model_config(requested, recipe.objective).mixers == config.mixers
         assert asked["vocab_size"] in (None, config.vocab_size)
         assert recipe.distillation is None or recipe.distillation.teacher == asked["source"]
 
@@ -102,7 +118,7 @@ def test_the_command_makes_the_model_that_is_expected(name):
 def test_toys_keep_the_structure(name, tmp_path):
     recipe = load_recipe(name)
     small = toy(recipe, tmp_path)
-    config, large = model_config(small.model.config), model_config(recipe.model.config)
+    config, large = config_of(small), config_of(recipe)
     assert type(config) is type(large) and list(config.mixers) == list(large.mixers)
     assert config.num_attention_heads == large.num_attention_heads
     assert small.train.trainable == recipe.train.trainable and small.train.lora == recipe.train.lora
@@ -111,10 +127,14 @@ def test_toys_keep_the_structure(name, tmp_path):
     assert (small.distillation is None) == (recipe.distillation is None)
     torch.manual_seed(0)
     if small.model.path is None:
-        model = AutoModelForCausalLM.from_config(config)
+        model = kind_of(small).from_config(config)
     else:
-        model = AutoModelForCausalLM.from_pretrained(small.model.path)
+        model = kind_of(small).from_pretrained(small.model.path)
     assert model.num_parameters() < 1_000_000
+    if recipe.objective.name != "next_token":
+        outputs = model(**objective_of(small).example(config, 1))
+        assert all(part.isfinite().all() for part in outputs.values() if isinstance(part, torch.Tensor))
+        return
     tokens = AutoTokenizer.from_pretrained(small.model.tokenizer)("Heads, working together.", return_tensors="pt")
     output = model(**tokens, labels=tokens["input_ids"])
     assert output.loss.isfinite()

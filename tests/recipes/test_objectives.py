@@ -1,0 +1,187 @@
+"""Runs with objectives other than the next token: losses, scores, resumed and accumulated, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional
+
+from crosshead.common.errors import RecipeError
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.train import train
+from crosshead.recipes.trainer.models import load_model
+from crosshead.recipes.trainer.objectives import OBJECTIVES, objective_of
+from crosshead.recipes.trainer.teacher_logits import save_teacher
+from tiers import first
+from toy_training import KNOCKING, losses, metrics, resumed, toy_run, weights
+
+ALBERT, BERT, T5 = "papers/talking_albert_base", "small/bert_mixture", "small/t5_talking"
+MIXTURE = "{mixture: {shared_heads: 2, active_heads: 5}}"
+CASES = {
+    "order": (ALBERT, ["model.config.classifier_dropout_prob=0"]),
+    "order, mixture": (
+        BERT,
+        [
+            "objective.segments=order",
+            "model.config.hidden_dropout_prob=0",
+            "model.config.attention_probs_dropout_prob=0",
+        ],
+    ),
+    "spans": (T5, []),
+    "spans, mixture": (T5, [f"model.config.mixers={{encoder: {MIXTURE}, decoder: {MIXTURE}, cross: {MIXTURE}}}"]),
+}
+"""Recipes without dropout, whose losses can be computed again."""
+
+
+def run(case, folder, steps=4, **changes):
+    name, given = CASES[case]
+    return toy_run(name, folder, steps, given=given, **changes)
+
+
+def opened(recipe):
+    """The objective, the model at the start of a run, and the data."""
+    objective = objective_of(recipe)
+    tokenizer = objective.load_processor()
+    model = load_model(recipe, tokenizer).eval()
+    return objective, model, objective.open_data(tokenizer, model.config, lambda *_: None)
+
+
+@torch.no_grad()
+def stock_loss(model, batch):
+    """The model's own loss, without balance losses."""
+    names = {"order_labels": "sentence_order_label" if "albert" in model.config.model_type else "next_sentence_label"}
+    out = model(**{names.get(name, name): value for name, value in batch.items()})
+    weight = model.config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
+    return out.loss - weight * (out.get("balance_loss") or 0.0), out
+
+
+def batch_of(samples, indices):
+    return {name: torch.stack([samples[index][name] for index in indices]) for name in samples[0]}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_loss_is_the_mean_of_the_model_s_own(case, tmp_path):
+    recipe = run(case, tmp_path, steps=1, watch={"evaluate_every": 1}, train={"tokens": 256, "warmup": 0.0})
+    _, model, data = opened(recipe)
+    train(recipe)
+    samples = data.samples(4, recipe.train.seed)
+    batch = batch_of(samples, range(4))
+    expected, _ = stock_loss(model, batch)
+    counts = (batch["labels"] != -100).sum(1)
+    for row, share in enumerate(counts / counts.sum()):  # a balance loss is that of each sequence
+        alone = stock_loss(model, {name: value[row : row + 1] for name, value in batch.items()})[1]
+        expected = expected + 0.01 * share * (alone.get("balance_loss") or 0.0)
+    assert losses(recipe) == [pytest.approx(float(expected), abs=2e-5)]
+    assert ("mixture" in case) == any("head_load" in key for key in metrics(recipe)[0])
+
+
+@pytest.mark.parametrize("case", ["order, mixture", *first(["spans, mixture", "order", "spans"])])
+def test_accumulation_does_not_change_the_losses(case, tmp_path):
+    found = []
+    for size in (4, 1):
+        recipe = run(case, tmp_path / str(size), steps=3, train={"micro_batch": size, "tokens": 768})
+        train(recipe)
+        found.append([*losses(recipe), metrics(recipe)[-1]["eval_loss"]])
+    assert found[0] == pytest.approx(found[1], abs=1e-4) and found[0][0] == pytest.approx(found[1][0], abs=1e-5)
+
+
+@pytest.mark.parametrize("name", first([ALBERT, T5, BERT], 2))
+def test_a_resumed_run_is_the_same_to_the_bit(name, tmp_path):
+    whole, parts = toy_run(name, tmp_path / "whole"), toy_run(name, tmp_path / "parts")
+    train(whole)
+    resumed(parts, 3)
+    assert losses(whole) == losses(parts) and len(losses(whole)) == 4
+    expected = weights(whole)
+    assert all(torch.equal(value, expected[key]) for key, value in weights(parts).items())
+    last = [metrics(each)[-1] for each in (whole, parts)]
+    assert all(last[0][key] == last[1][key] for key in ("eval_loss", "eval_accuracy"))
+
+
+@pytest.mark.parametrize("case", ["order", "spans"])
+def test_scores_on_held_out_text(case, tmp_path):
+    recipe = run(case, tmp_path)
+    objective, _, data = opened(recipe)
+    outcome = train(recipe)
+    kind = getattr(transformers, recipe.objective.auto_class)
+    model = kind.from_pretrained(outcome.model, trust_remote_code=False).eval()
+    batch = batch_of(data.evaluation, range(len(data.evaluation)))
+    with torch.no_grad():
+        out = model(**{name: value for name, value in batch.items() if "labels" not in name})
+    main = out["prediction_logits" if case == "order" else "logits"].flatten(0, 1)
+    labels, last = batch["labels"].flatten(), metrics(recipe)[-1]
+    assert last["eval_loss"] == pytest.approx(float(functional.cross_entropy(main, labels)), abs=1e-5)
+    chosen = labels != -100
+    right = (main.argmax(-1) == labels)[chosen].double().mean()
+    assert last["eval_accuracy"] == pytest.approx(float(right))
+    if case == "order":
+        order = batch["order_labels"]
+        assert last["eval_order_loss"] == pytest.approx(
+            float(functional.cross_entropy(out.sop_logits, order)), abs=1e-5
+        )
+        assert last["eval_order_accuracy"] == float((out.sop_logits.argmax(-1) == order).double().mean())
+    assert transformers.AutoTokenizer.from_pretrained(outcome.model).pad_token == "<pad>"
+    assert model.config.pad_token_id == 257 and objective.recipe is recipe
+
+
+def test_the_held_out_text_is_corrupted_alike_for_every_seed(tmp_path):
+    (_, _, one), (_, _, two) = (opened(run("spans", tmp_path, train={"seed": seed})) for seed in (0, 1))
+    assert torch.equal(one.evaluation[0]["labels"], two.evaluation[0]["labels"])
+    assert not torch.equal(one.samples(4, 0)[0]["labels"], two.samples(4, 1)[0]["labels"])
+
+
+def test_a_model_is_trained_on(tmp_path):
+    """The result of one run is the start of the next, for another objective of the same family."""
+    outcome = train(run("order", tmp_path, steps=1, train={"tokens": 256, "warmup": 0.0}))
+    later = run("order", tmp_path / "later", steps=1, train={"tokens": 256, "warmup": 0.0})
+    model = replace(later.model, path=str(outcome.model), config=None)
+    assert train(replace(later, model=model)).step == 1
+
+
+REFUSED = {
+    "a decoder": (KNOCKING, ["objective={name: masked_tokens}"], "crosshead_llama.*crosshead_bert"),
+    "an encoder": (BERT, ["objective={name: next_token}"], "next_token.*crosshead_bert"),
+    "T5 with masks": (T5, ["objective={name: masked_tokens}"], "crosshead_t5"),
+    "no name": (BERT, ["objective={share: 0.2}"], "objective.*'name'.*masked_tokens"),
+    "another name": (BERT, ["objective.name=masked_token"], "objective has no name.*'masked_tokens'"),
+    "an unknown key": (BERT, ["objective.mean_length=3"], "objective has no key 'mean_length'.*'share'"),
+    "a wrong value": (T5, ["objective.share=1"], "objective.share='1'"),
+    "a wrong choice": (BERT, ["objective.segments=swap"], "objective.segments='swap'"),
+    "samples": (BERT, ["train.samples=10"], "train.samples=10.*counts tokens"),
+    "no tokens": (BERT, ["train.tokens=null"], "lacks the key 'tokens'"),
+    "documents apart": (BERT, ["data.separate_documents=true"], "data.separate_documents.*next_token"),
+    "a teacher": (BERT, ["distillation.teacher=folder"], "distillation.*next_token"),
+    "LoRA": (BERT, ["train.trainable=mixers+lora", "train.lora={rank: 4, alpha: 8}"], "train.lora.*next_token"),
+    "no tokenizer": (ALBERT, ["model.tokenizer=null"], "model.tokenizer is missing"),
+    "a misspelt size": (T5, ["model.config.hidden_size=64"], "model.config has no key 'hidden_size'"),
+    "a size of nothing": (T5, ["model.config.d_kv=0"], "d_kv"),
+    "too long": (BERT, ["data.length=1024"], "max_position_embeddings=512"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_recipes_that_are_refused(case):
+    name, given, words = REFUSED[case]
+    with pytest.raises(RecipeError, match=words):
+        load_recipe(name, given)
+
+
+def test_runs_that_are_refused(tmp_path):
+    recipe = run("order", tmp_path, model={})
+    with pytest.raises(RecipeError, match="type_vocab_size=1"):
+        train(replace(recipe, model=replace(recipe.model, config=recipe.model.config | {"type_vocab_size": 1})))
+    decoder = toy_run(KNOCKING, tmp_path / "decoder")
+    with pytest.raises(RecipeError, match="masked_tokens cannot train a model of model_type='crosshead_llama'"):
+        train(replace(recipe, model=replace(recipe.model, path=decoder.model.path, config=None)))
+    with pytest.raises(RecipeError, match="mask_token"):
+        train(replace(recipe, model=replace(recipe.model, tokenizer=decoder.model.tokenizer)))
+    with pytest.raises(RecipeError, match=r"no distillation\.teacher"):
+        save_teacher(recipe, tmp_path / "logits")
+    assert not Path(recipe.output).exists()
+
+
+def test_every_objective_of_the_schema_can_be_trained():
+    from crosshead.recipes.schema.objectives import OBJECTIVES as SECTIONS
+
+    assert set(OBJECTIVES) == set(SECTIONS)
