@@ -12,7 +12,7 @@ from .dit_config import dit_config
 from .recipe import Recipe
 from .sections import ModelOptions
 
-BLOCKS, HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8, 8
+BLOCKS, HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 4, 8, 8
 """Blocks of the DiT, features of a head, pixels or latents along a side, and channels in the autoencoder."""
 ShrinkOptions = Callable[[str, Mapping[str, Any], list[int]], dict[str, Any]]
 """A mechanism's options for some of its layers."""

@@ -211,8 +211,8 @@ def cost_table(mechanism: str) -> str:
         "FLOPs of a new token",
     )
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    for name in shipped_recipes():
-        content = load_recipe(name).model.config or {}
+    for name, recipe in ((name, load_recipe(name)) for name in shipped_recipes()):
+        content = (recipe.objective.name == "next_token" and recipe.model.config) or {"mixers": {}}
         if name.startswith("small/") and mechanism in content["mixers"]:
             lines.append(_cost_row(name, mechanism, content))
     return "\n".join(lines) + "\n"

@@ -17,33 +17,15 @@ from diffusers import AutoencoderKL, DDIMScheduler, DDPMScheduler, DiTPipeline, 
 
 from crosshead.common.errors import RecipeError
 from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
-from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
-from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, ZERO3, Sharding
 from crosshead.recipes.schema.dit_config import DiTFields
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
-from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.noise_objective import Noise
+from toy_diffusion import LATENTS, PIXELS, recipe
 from toy_training import losses, metrics, resumed
 
-LATENTS = "small/dit_mixture"
-PIXELS = ("model.vae=null", "model.config.in_channels=1", "model.config.out_channels=1")
-"""Without an autoencoder, on grey images."""
 EMBEDDING = ".norm1.emb."
-
-
-def recipe(folder: Path, *changes: str, steps: int = 4, every: int = 2, **options: Any) -> Recipe:
-    """A toy of the shipped recipe."""
-    found = toy(load_recipe(LATENTS, changes), folder)
-    batch = options.get("batch_samples", found.train.batch_samples)
-    options = {"samples": steps * batch, "learning_rate": 1e-2, "average": 0.7} | options
-    return replace(
-        found,
-        train=replace(found.train, **options),
-        checkpoints=replace(found.checkpoints, every=every, keep=99),
-        watch=replace(found.watch, evaluate_every=None),
-    )
 
 
 def weights(made: Recipe) -> dict[str, torch.Tensor]:
@@ -234,28 +216,6 @@ def test_runs_that_cannot_begin(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=message):
         train(made)
     assert not Path(made.output).exists()
-
-
-def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
-    made = recipe(tmp_path, *PIXELS)
-    report = dry_run(made, ONE_GPU)
-    model = Noise(made).new_model(DiTFields(**made.model.config or {}))
-    sizes = {name: part.numel() for name, part in model.named_parameters()}
-    assert report["parameters"] == report["trainable_parameters"] == sum(sizes.values())
-    assert report["new_parameters"] == sum(size for name, size in sizes.items() if ".mixers." in name)
-    assert (report["samples_per_step"], report["samples"], report["micro_batches_per_step"]) == (4, 16, 2)
-    memory = report["memory_per_gpu"]
-    assert memory["weights"] == memory["gradients"] == memory["average"] == memory["moments"] // 2
-    assert memory["weights"] == 4 * report["parameters"] and memory["total"] == 5 * memory["weights"]
-    paper = dry_run(load_recipe("papers/moh_dit_xl_2"), ONE_GPU)
-    positions = 256 * 16 * 72
-    assert round((paper["parameters"] + positions) / 1e6) == 676  # MoH, table 2
-    # DiT's table 4 counts 118.64 billion products of an image.
-    assert paper["training_flops_per_sample"] == pytest.approx(6 * 118.64e9, rel=0.01)
-    assert any("FLOPs a sample" in line for line in dry_run_lines(report))
-    for kind in (FSDP, ZERO3):
-        with pytest.raises(RecipeError, match=rf"noise.*{kind}"):
-            dry_run(replace(made, train=replace(made.train, average=None)), Sharding("eight", kind, 8))
 
 
 @pytest.mark.parametrize("kind", ["is_fsdp_enabled", "is_deepspeed_enabled"])

@@ -1,0 +1,26 @@
+"""The shipped recipe of a diffusion transformer at toy size."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.schema.toy import toy
+
+LATENTS = "small/dit_mixture"
+PIXELS = ("model.vae=null", "model.config.in_channels=1", "model.config.out_channels=1")
+"""Without an autoencoder, on grey images."""
+
+
+def recipe(folder: Path, *changes: str, steps: int = 4, every: int = 2, **options: Any) -> Recipe:
+    """A toy of the shipped recipe."""
+    found = toy(load_recipe(LATENTS, changes), folder)
+    batch = options.get("batch_samples", found.train.batch_samples)
+    options = {"samples": steps * batch, "learning_rate": 1e-2, "average": 0.7} | options
+    return replace(
+        found,
+        train=replace(found.train, **options),
+        checkpoints=replace(found.checkpoints, every=every, keep=99),
+        watch=replace(found.watch, evaluate_every=None),
+    )
