@@ -56,6 +56,7 @@ PLACEHOLDERS = {
     "PARAGRAPH.txt": "paragraph.txt",
     "IMAGES": "images",
     "DIT": "dit",
+    "DIT_RESULT": "dit_result",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -149,6 +150,9 @@ def prepare(folder: Path) -> None:
     write_images(folder / "images")
     (folder / "dit").mkdir()
     (folder / "dit" / "config.json").write_text('{"_class_name": "DiTTransformer2DModel", "num_layers": 1}')
+    from toy_diffusion import write_diffusion_model  # diffusers takes seconds to import
+
+    write_diffusion_model(folder / "dit_result")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)
