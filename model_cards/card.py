@@ -21,6 +21,8 @@ from .papers import MECHANISMS
 from .sections import changes, citation, cost, limits, opening, provenance, usage
 
 README = "README.md"
+LIBRARIES = ("transformers", "diffusers")
+"""Allowed values of `library_name`."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MARK = re.compile(r"\n<!-- made by crosshead; (?P<digest>[0-9a-f]{16}) -->\n\Z")
 NAME = re.compile(r"(?:[\w-]+/)?[\w.-]+")
@@ -68,8 +70,8 @@ def check_card(text: str, path: Path) -> ModelCard:
         content = data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError) as error:
         raise CardError(f"the metadata of {path} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if not text.startswith("---\n") or content.get("library_name") != "transformers":
-        raise CardError(f"{path} lacks `library_name: transformers` in its metadata: write it with `crosshead card`")
+    if not text.startswith("---\n") or content.get("library_name") not in LIBRARIES:
+        raise CardError(f"{path} lacks `library_name: {LIBRARIES[0]}` in its metadata: write it with `crosshead card`")
     for result in data.eval_results or ():
         if not NAME.fullmatch(result.dataset_type):
             raise CardError(

@@ -22,7 +22,7 @@ def card_metadata(facts: Facts) -> ModelCardData:
     return ModelCardData(
         base_model=facts.base_model,
         datasets=training_data or None,
-        library_name="transformers",
+        library_name=task_of(facts.config).library,
         pipeline_tag=task_of(facts.config).pipeline,
         tags=tags(facts),
         model_name=facts.name if found else None,

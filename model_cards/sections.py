@@ -8,7 +8,7 @@ from .commands import convert_command, recipe_yaml, relative
 from .facts import Facts
 from .papers import MECHANISMS
 from .tables import NOT_MEASURED, change, count, table
-from .tasks import task_of
+from .tasks import DIFFUSION, task_of
 
 COSTS = {
     "parameters": "parameters",
@@ -21,11 +21,23 @@ COSTS = {
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
 IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("RGB", (640, 480))')
 """In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
+DIFFUSION_EXAMPLE = """import torch
+from diffusers import AutoModel, DDPMScheduler
+
+model = AutoModel.from_pretrained("{name}", trust_remote_code=True).eval()
+schedule = DDPMScheduler.from_pretrained("{name}")
+size, label = model.config.sample_size, torch.tensor([0])
+sample = torch.randn(1, model.config.in_channels, size, size)
+with torch.no_grad():
+    for time in schedule.timesteps:
+        output = model(sample, time.expand(1), label).sample
+        sample = schedule.step(output, time, sample).prev_sample"""
+"""Draws an image of the first class, or its latent."""
 
 
 def opening(facts: Facts) -> Iterator[str]:
     """The introduction."""
-    kind = str(facts.config["model_type"]).removeprefix("crosshead_")
+    kind = str(facts.config.get("model_type", "dit")).removeprefix("crosshead_")
     yield f"# {facts.name}"
     noun = task_of(facts.config).noun
     if facts.mixers:
@@ -67,7 +79,7 @@ def cost(facts: Facts) -> Iterator[str]:
     found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
         f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for "
-        f"{'images' if task_of(facts.config).reads_images else 'texts'} of "
+        f"{_inputs(facts)} of "
         f"{facts.cost['length']:,} tokens:"
     )
     # An encoder has no cache and does not decode.
@@ -80,6 +92,11 @@ def cost(facts: Facts) -> Iterator[str]:
         yield table(["", "this model", "without mechanisms", "change"], rows)
     else:
         yield table(["", "this model"], [[text, count(found[key])] for key, text in costs.items()])
+
+
+def _inputs(facts: Facts) -> str:
+    task = task_of(facts.config)
+    return "latents" if task is DIFFUSION else "images" if task.reads_images else "texts"
 
 
 def provenance(facts: Facts) -> Iterator[str]:
@@ -112,6 +129,13 @@ def usage(facts: Facts) -> Iterator[str]:
     """Examples for transformers, lm-evaluation-harness and peft."""
     trusted, task = ", trust_remote_code=True" if facts.remote_code else "", task_of(facts.config)
     yield "## How to use it"
+    if task is DIFFUSION:
+        yield (
+            f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs torch, transformers and "
+            "diffusers; it runs the code in the folder."
+        )
+        yield _code("python", DIFFUSION_EXAMPLE.format(name=facts.name))
+        return
     yield (
         f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
         + ("; it runs the code in the folder." if trusted else ".")

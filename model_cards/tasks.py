@@ -22,6 +22,7 @@ class Task:
     reads_images: bool = False
     noun: str = "encoder"
     """What the model is called."""
+    library: str = "transformers"
 
     @property
     def title(self) -> str:
@@ -41,6 +42,7 @@ LAST_STATES = "print(model({}).last_hidden_state.mean(1))"
 IMAGE_FEATURES = Task(
     "AutoModel", "image-feature-extraction", "print(model(**image).last_hidden_state[:, 0])", PROJECTIONS, True
 )
+DIFFUSION = Task("AutoModel", "unconditional-image-generation", "", noun="diffusion transformer", library="diffusers")
 TASKS = {
     "ForCausalLM": GENERATION,
     "ForMaskedLM": Task("AutoModelForMaskedLM", "fill-mask", LOGITS),
@@ -75,5 +77,12 @@ TASKS = {
 
 def task_of(config: Any) -> Task:
     """The task of a model by its config.json; without a class there, text generation."""
+    if is_dit(config):
+        return DIFFUSION
     architecture = str((config.get("architectures") or [""])[0])
     return next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+
+
+def is_dit(config: Any) -> bool:
+    """Whether a config.json is that of a diffusion transformer, or a recipe's entry for one."""
+    return str(config.get("_class_name", "")).endswith("DiTTransformer2DModel") or config.get("model_type") == "dit"

@@ -239,7 +239,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
             self._check_gradients(scores)
             self._add_losses(output, scores)
         if output_head_router_scores:
-            output.head_router_scores = tuple(scores)
+            output["head_router_scores"] = tuple(scores)
         return output
 
     def mechanisms(self) -> Mapping[str, Settings]:
@@ -253,7 +253,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
             if (loss := MECHANISMS[name].auxiliary_loss(recorded, self, None)) is not None:
                 output[loss.name] = loss.value
                 total = total + loss.weight * loss.value
-        output.auxiliary_loss = total
+        output["auxiliary_loss"] = total
 
     def _check_gradients(self, scores: list[Tensor]) -> None:
         """Reentrant checkpointing runs a block without gradients first."""

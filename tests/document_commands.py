@@ -62,6 +62,7 @@ PLACEHOLDERS = {
     "CLASSIFIER": "classifier",
     "ROWS.tsv": "rows.tsv",
     "CLASSES": "classes",
+    "DIT_RESULT": "dit_result",
     "FOLDER": "toy",
     "OUT": "out",
     "OUT.gguf": "out.gguf",
@@ -161,6 +162,9 @@ def prepare(folder: Path) -> None:
     write_classifier(folder / "classifier", num_labels=2)
     write_rows(folder / "rows.tsv", labelled([0, 1, 1]))
     write_class_folders(folder / "classes", ["LABEL_0", "LABEL_1"])
+    from toy_diffusion import write_diffusion_model  # diffusers takes seconds to import
+
+    write_diffusion_model(folder / "dit_result")
     (folder / "text.txt").write_text(TEXT * 12, encoding="utf-8")
     (folder / "paragraph.txt").write_text(TEXT, encoding="utf-8")
     crosshead.convert(folder / "source", folder / "model", {"knocking": {"form": "linear"}}, verify=False)

@@ -181,7 +181,7 @@ def test_two_processes_are_launched(toys, tmp_path):
 def test_examples_in_python_work(name, place, tmp_path, monkeypatch):
     folder, _ = place
     monkeypatch.chdir(tmp_path)
-    for toy in {"model", *shown.HUB.values()}:
+    for toy in {"model", "dit_result", *shown.HUB.values()}:
         Path(toy).symlink_to(folder / toy)
     for example in shown.blocks(DOCUMENTS[name], "python"):
         text = shown.with_toys(example)

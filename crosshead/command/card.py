@@ -66,10 +66,13 @@ def _cost(facts: Any) -> dict[str, Any]:
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
 
+    if "_class_name" in facts.config:
+        from crosshead.evals.cost.dit_config import DiTConfig
+
+        dit = DiTConfig.read(facts.config)
+        return cost_report(dit, dit.tokens)
     kind = "mixed" if str(facts.config.get("model_type")).startswith(PREFIX) else "stock"
     config = read_config(dict(facts.config), kind, facts.name)
-    if family_of(config).stacks:  # `crosshead cost` does not count an encoder with a decoder
-        return {}
     if kind == "stock":
         config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
     return cost_report(config, usual_length(config, LENGTH))

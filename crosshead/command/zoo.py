@@ -70,17 +70,13 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
-    from crosshead.recipes.schema.model_config import model_config
 
-    config = model_config(recipe.model.config, recipe.objective)
-    config.dtype = DTYPE
-    config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
-    told = {"architectures": config.architectures, "mixers": config.mixers}
+    config = _counted(recipe)
     commands = _commands(recipe.model.convert or "")
     return {
         "recipe": name,
         "base_model": _source(commands),
-        "config": {"model_type": config.model_type, **recipe.model.config, **told},
+        "config": {**recipe.model.config, **_model(config)},
         "convert": commands,
         "train": f"crosshead train {name}",
         "tokens": recipe.total,
@@ -88,6 +84,25 @@ def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
         "cost": cost_report(config, usual_length(config, LENGTH)),
         "measured": measurements(place, name) | _short_run(place, name),
     }
+
+
+def _counted(recipe: Any) -> Any:
+    """The configuration, as `crosshead cost` reads it."""
+    from crosshead.evals.cost.dit_config import DiTConfig
+    from crosshead.recipes.schema.model_config import model_config
+
+    config = model_config(recipe.model.config, recipe.objective)
+    if recipe.objective.name == "noise":
+        return DiTConfig.read(config.content())
+    config.dtype = DTYPE
+    config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
+    return config
+
+
+def _model(config: Any) -> dict[str, Any]:
+    """What a model's config.json says of it; that of a DiT names no class of transformers."""
+    names = ("model_type", "architectures", "mixers")
+    return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _short_run(place: Path, name: str) -> dict[str, Any]:

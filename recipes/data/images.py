@@ -129,6 +129,11 @@ def image_processor(size: int, channels: int) -> Any:
 def open_images(
     options: DataOptions, inputs: ImageInputs, augmentation: Augmentation, progress: Progress = silent
 ) -> TrainingData:
+    """The samples of a classifier."""
+    return read_images(options, inputs, progress).prepared(Augmented(inputs, augmentation), Plain(inputs))
+
+
+def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress = silent) -> TrainingData:
     """Read the sources: all images are decoded once, unless the cache shows that they have been."""
     root = Path(expand_home(options.cache))
 
@@ -156,7 +161,7 @@ def open_images(
         weights=tuple(source.weight for source in options.sources),
         evaluation=ConcatDataset(evaluation) if evaluation else None,
         fingerprint=blake2b(json.dumps(content).encode(), digest_size=16).hexdigest(),
-    ).prepared(Augmented(inputs, augmentation), Plain(inputs))
+    )
 
 
 def is_held_out(digest: str, share: float) -> bool:

@@ -13,13 +13,15 @@ from crosshead.evals.cost.counting import multiplications, on_meta
 from crosshead.evals.cost.model import model_cost
 
 from ..schema.model_config import CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
+from ..schema.objectives import Noise
 from ..schema.recipe import Recipe
 from ..trainer.loading import load_config
 from ..trainer.models import TEACHER_WITH_ZERO3, check_expected
 from ..trainer.objectives import objective_of
 from ..trainer.parameters import is_mechanism, set_trainable
 from ..trainer.training_arguments import accumulation_steps
-from .memory import ALONE, FSDP, ZERO3, Sharding, Teacher, memory
+from .diffusion import diffusion_estimate
+from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
 
 FLOPS_PER_MULTIPLICATION = 6
 """In training: those of the forward pass, and of a backward pass that costs twice as much, each with an addition."""
@@ -45,6 +47,7 @@ PARTS = {
     "weights": "weights",
     "gradients": "gradients",
     "moments": "Adam's moments",
+    "average": "averaged weights",
     "working_copies": "working copies of weights, estimated",
     "gradient_buckets": "gradient buckets",
     "teacher": "the teacher",
@@ -60,6 +63,11 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     """The report, for scripts and for `dry_run_lines`."""
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
+    if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
+        raise RecipeError(f"train.average={recipe.train.average:g} is not possible with {sharding.kind}: leave it out")
+    if isinstance(recipe.objective, Noise):
+        estimate = diffusion_estimate(recipe, sharding)
+        return _report(recipe, sharding, estimate.trained, estimate.counts, estimate.memory, RECIPE, None)
     config, counted_from = _model(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
@@ -69,6 +77,19 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
         found = memory(recipe, config, sharding, teacher)
+    return _report(recipe, sharding, sizes, counts, found, counted_from, teacher_from)
+
+
+def _report(
+    recipe: Recipe,
+    sharding: Sharding,
+    sizes: Mapping[str, int],
+    counts: Mapping[str, int],
+    memory_per_gpu: Memory,
+    counted_from: str,
+    teacher_from: str | None,
+) -> dict[str, Any]:
+    """`sizes` are those of the trained parameters."""
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
@@ -88,7 +109,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         "accelerate": sharding.name,
         "sharding": sharding.kind,
         "processes": sharding.processes,
-        "memory_per_gpu": found.as_dict(),
+        "memory_per_gpu": memory_per_gpu.as_dict(),
     }
 
 
@@ -212,5 +233,8 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"FLOPs leave out {' and '.join(more)}."
     if "kv_bytes_per_token" in report:
         yield f"The KV cache is that of the trained model in {report['dtype']}."
+    if not report["memory_per_gpu"]["activations"]:
+        yield "Activations, the autoencoder, CUDA itself, fragmentation and temporary memory are not included."
+        return
     yield "Activations are measured on small copies of the model on the CPU; a GPU's kernels save similar sizes."
     yield "CUDA itself, fragmentation and temporary memory are not included."

@@ -1,7 +1,7 @@
 """The memory of each GPU during a training, in bytes, for a file of `accelerate launch --config_file`.
 
-Exact: weights, gradients and Adam's two moments in float32, of which a shard has its part. DeepSpeed with bfloat16 has
-gradients and a second set of weights in bfloat16.
+Exact: weights, gradients, Adam's two moments and averaged weights in float32, of which a shard has its part. DeepSpeed
+with bfloat16 has gradients and a second set of weights in bfloat16.
 
 Estimates:
 - working copies of weights. In bfloat16 and without shards, one of every matrix except those of experts. With FSDP2,
@@ -78,6 +78,7 @@ class Memory:
     weights: int
     gradients: int
     moments: int
+    average: int
     working_copies: int
     gradient_buckets: int
     teacher: int
@@ -147,6 +148,7 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
         weights=(trained if second else stored) * FLOAT32 + second,
         gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
         moments=trained * FLOAT32 * MOMENTS,
+        average=trained * FLOAT32 if recipe.train.average else 0,
         working_copies=_working_copies(model, sharding, itemsize),
         gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,

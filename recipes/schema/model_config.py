@@ -12,7 +12,8 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.options import Choice, Integer, refuse, unknown
 
-from .objectives import NEXT_TOKEN, ObjectiveOptions
+from .dit_config import dit_config
+from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 
 DECODERS = "AutoModelForCausalLM"
 CONFIGS: dict[str, type[Any]] = {config.model_type: config for config in BACKBONES}
@@ -64,6 +65,8 @@ def check_model_type(name: Any, objective: ObjectiveOptions) -> None:
 
 def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_TOKEN) -> Any:
     """The configuration; `RecipeError` for an unknown key or an impossible value."""
+    if isinstance(objective, Noise):
+        return dit_config(content)
     fields = {key: value for key, value in content.items() if key != "model_type"}
     name = content.get("model_type")
     if not isinstance(name, str) or name not in CONFIGS:

@@ -111,11 +111,27 @@ class Classes(ObjectiveOptions):
         return "AutoModelForImageClassification"
 
 
+@dataclass(frozen=True)
+class Noise(ObjectiveOptions):
+    """A diffusion transformer (DiT) predicts the noise in images, or in their latents if `model.vae` is given."""
+
+    name: Literal["noise"] = "noise"
+    unit: ClassVar[str] = SAMPLES
+    kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
+    flip: Flag = True
+    """Mirror half of the images; not for digits or letters."""
+    image_column: str = "image"
+    """The column of images in a dataset of the Hub."""
+    label_column: str = "label"
+    """The column of classes."""
+
+
 OBJECTIVES: dict[str, type[ObjectiveOptions]] = {
     "next_token": NextToken,
     "masked_tokens": MaskedTokens,
     "spans": Spans,
     "classes": Classes,
+    "noise": Noise,
 }
 """Name -> section."""
 NEXT_TOKEN = NextToken()
@@ -127,7 +143,7 @@ def _read_default(content: Any) -> Any:
 
 
 AnyObjective = Annotated[
-    NextToken | MaskedTokens | Spans | Classes, Field(discriminator="name"), BeforeValidator(_read_default)
+    NextToken | MaskedTokens | Spans | Classes | Noise, Field(discriminator="name"), BeforeValidator(_read_default)
 ]
 
 

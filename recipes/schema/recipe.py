@@ -12,7 +12,7 @@ from crosshead.common.errors import RecipeError
 from ..data.sampling_order import SourceOrder
 from . import sections
 from .model_config import check_expert_bias, model_config
-from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, check_pairs, check_sources, check_unit
+from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, Noise, check_pairs, check_sources, check_unit
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,13 @@ class Recipe(sections.Section):
         check_pairs(self.objective, train.micro_batch)
         if self.counts_tokens and self.model.path is None and self.model.tokenizer is None:
             raise RecipeError("model.tokenizer is missing: a model from scratch has none")
+        is_noise = isinstance(self.objective, Noise)
+        if self.model.vae is not None and not is_noise:
+            raise RecipeError(f"model.vae={self.model.vae} is for the objective noise, not for {name}: leave it out")
+        if is_noise and (self.model.path is not None or self.model.tokenizer is not None):
+            raise RecipeError("model: the objective noise starts from `config`: leave path and tokenizer out")
+        if is_noise and self.hub is not None:
+            raise RecipeError("hub is not for the objective noise: upload the result with `hf upload`")
         if name == NEXT_TOKEN.name:
             return
         for key, is_given in {

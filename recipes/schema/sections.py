@@ -20,6 +20,7 @@ _INTEGER: Any = {"type": ["integer", "string"], "pattern": "^[0-9][0-9_]*$"}
 Count = Annotated[int, Field(ge=1, le=2**63 - 1, json_schema_extra=_INTEGER)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Fraction = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Flag = Annotated[bool, BeforeValidator(typed), Strict()]
@@ -129,6 +130,8 @@ class ModelOptions(Section):
     """The command that makes the model in `path`."""
     tokenizer: Place | None = None
     """A folder or a Hub id; by default that of `path`."""
+    vae: Place | None = None
+    """For the objective `noise`, an autoencoder (AutoencoderKL) whose latents are learned: a folder or a Hub id."""
 
     def __post_init__(self) -> None:
         if self.path is None and self.config is None:
@@ -188,6 +191,8 @@ class TrainOptions(Section):
     eps: Positive = 1e-8
     gradient_clipping: NotNegative = 1.0
     """The maximum norm of the gradient; 0 for no limit."""
+    average: Decay | None = None
+    """The decay of an exponential moving average of the weights, which is evaluated and becomes the result."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Of the computation; weights and optimizer state stay float32."""
     expert_bias_rate: Positive | None = None

@@ -23,9 +23,10 @@ from crosshead.modeling.options import Count
 from ..data.images import image_processor
 from ..data.toy_images import CLASSES, write_toy_images
 from .model_config import CLASS_COUNT, CLASSIFIERS, known_keys, model_config, named_model_config
-from .objectives import NEXT_TOKEN, ObjectiveOptions
+from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 from .recipe import Recipe
 from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
+from .toy_diffusion import toy_diffusion
 
 TOY_LAYERS = 4
 STEPS = 6
@@ -47,6 +48,8 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.model.config is None:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(recipe.objective, Noise):
+        return _small_run(recipe, folder, toy_diffusion(recipe, folder, _toy_options))
     objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
     words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
     config = toy_config(recipe.model.config, words, objective)
@@ -57,13 +60,18 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed, objective)
         steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
         distillation = replace(distillation, teacher=teacher, **steps)
+    model = ModelOptions(path=path, config=config, tokenizer=tokenizer and str(tokenizer))
+    return _small_run(replace(recipe, distillation=distillation), folder, model)
+
+
+def _small_run(recipe: Recipe, folder: Path, model: ModelOptions) -> Recipe:
+    """The recipe with a small model, in a few steps on little data."""
     return replace(
         recipe,
         output=str(folder / "run"),
-        model=ModelOptions(path=path, config=config, tokenizer=str(tokenizer) if tokenizer else None),
+        model=model,
         data=_toy_data(recipe.data, folder, recipe.counts_tokens),
         train=_toy_train(recipe.train),
-        distillation=distillation,
         watch=replace(recipe.watch, every=1, evaluate_every=recipe.watch.evaluate_every and STEPS // 2),
         checkpoints=replace(recipe.checkpoints, every=STEPS // 2),
         hub=None,

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerState
+from transformers import PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from crosshead.common.errors import RecipeError, one_line
 
 from .checkpoints import PARTIAL, publish, step_of, writing
+from .dit_model import save_model, save_weights
 from .parameters import has_lora, merged_model
 
 
@@ -32,10 +33,17 @@ class CheckpointTrainer(Trainer):
                 "train.trainable='mixers+lora' is not possible with FSDP or DeepSpeed, which shard each matrix: use "
                 "'mixers' or 'all', or start without them"
             )
+        if self._is_dit and self._is_sharded:
+            raise RecipeError("the objective noise is not possible with FSDP or DeepSpeed: start without them")
         if self.is_fsdp_enabled and "FULL" not in str(self.accelerator.state.fsdp_plugin.state_dict_type):
             raise RecipeError(
                 "fsdp_state_dict_type: only FULL_STATE_DICT is allowed, as loading the others runs pickled code"
             )
+
+    @property
+    def _is_dit(self) -> bool:
+        """Whether the model is one of diffusers."""
+        return not isinstance(self.model, PreTrainedModel) and not has_lora(self.model)
 
     def _check_checkpoint(self, checkpoint: Path) -> None:
         """The step is that of the folder's name, and the optimizer's state exists: the library checks neither."""
@@ -52,12 +60,20 @@ class CheckpointTrainer(Trainer):
             if self.args.should_save:
                 merged_model(self.model).save_pretrained(str(folder))
             return
+        if self._is_dit:
+            if self.args.should_save:
+                save_model(self.model, folder)
+            return
         state = self.accelerator.get_state_dict(self.model_wrapped) if self._is_sharded else None
         if self.args.should_save:
             self._unwrapped().save_pretrained(str(folder), state_dict=state)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """For a checkpoint: tensors as in memory, and no pickled arguments."""
+        if self._is_dit:
+            if self.args.should_save:
+                save_weights(self.model, Path(str(output_dir)))
+            return
         if self.args.should_save:
             self._unwrapped().save_pretrained(output_dir, state_dict=state_dict, save_original_format=False)
 

@@ -47,7 +47,8 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
                     f"{theirs}, the model {ours}: use 0, or {USE_ITS_SOURCE}"
                 )
     if recipe.train.checkpoint_activations:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
+        enable = next(getattr(model, name) for name in names if hasattr(model, name))
         try:
             enable()
         except ValueError as error:  # of the library's ALBERT
@@ -62,10 +63,11 @@ def load_model(recipe: Recipe, processor: Any) -> Any:
     options, objective = recipe.model, recipe.objective
     if options.path is None:
         config = model_config(options.config or {}, objective)
-        objective_of(recipe).complete_config(config, processor)
+        trained = objective_of(recipe)
+        trained.complete_config(config, processor)
         with torch.random.fork_rng(devices=[]), named_model_config():
             torch.manual_seed(recipe.train.seed)
-            return getattr(transformers, objective.auto_class).from_config(config, dtype=torch.float32)
+            return trained.new_model(config)
     check_model_type(load_config(options.path, "model.path", options).model_type, objective)
     model = _load(objective.auto_class, options.path, "model.path", torch.float32, options)
     _remove_tokens(model)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.nn import functional
 
@@ -68,6 +69,13 @@ class Objective(ABC):
     @abstractmethod
     def complete_config(self, config: Any, processor: Any) -> None:
         """Set the fields of a new model's configuration that follow from the processor."""
+
+    def new_model(self, config: Any) -> nn.Module:
+        """A model with random initial values."""
+        model: nn.Module = getattr(transformers, self.recipe.objective.auto_class).from_config(
+            config, dtype=torch.float32
+        )
+        return model
 
     @abstractmethod
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:

@@ -2,6 +2,7 @@
 
 from ..schema.recipe import Recipe
 from .image_objective import Classes
+from .noise_objective import Noise
 from .objective import Objective
 from .text_objectives import MaskedTokens, NextToken, Spans
 
@@ -10,6 +11,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked_tokens": MaskedTokens,
     "spans": Spans,
     "classes": Classes,
+    "noise": Noise,
 }
 
 

@@ -1,6 +1,7 @@
 """transformers' Trainer with a run's own sampling order, learning rate, loss, evaluation and metrics."""
 
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from itertools import takewhile
 from math import isfinite
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch.utils.data import Sampler
 from transformers import PrinterCallback
 from transformers.trainer_utils import EvalLoopOutput
 
-from crosshead.common.errors import DivergedError
+from crosshead.common.errors import DivergedError, RecipeError
 
 from ..schema.recipe import Recipe
 from .callbacks import ApplyIntervals
@@ -24,6 +25,7 @@ from .loss import ATTENTION, TrainingLoss
 from .metrics import LossMonitor, MetricsFile, check_finite
 from .objectives import objective_of
 from .parameters import learning_rate_factor, separate_mechanisms
+from .weight_average import WeightAverage
 
 
 class RunTrainer(CheckpointTrainer):
@@ -36,7 +38,8 @@ class RunTrainer(CheckpointTrainer):
         model = options["model"]
         use_cache = getattr(model.config, "use_cache", None)
         self.recipe = recipe
-        self.routing = HeadRouting.of(model.config)
+        # The configs of diffusers have no methods: the model itself describes its layers.
+        self.routing = HeadRouting.of(model if hasattr(model, "mixers_of_layer") else model.config)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
         self.objective = objective_of(recipe)
         self.training_loss = TrainingLoss(self.objective, self.routing, recipe.distillation, teacher)
@@ -49,6 +52,7 @@ class RunTrainer(CheckpointTrainer):
         self.remove_callback(PrinterCallback)
         self.add_callback(ApplyIntervals)
         self.add_callback(self.balance)
+        self.average = self._averaging(recipe.train.average, checkpoint)
         self.model_accepts_loss_kwargs = True  # which peft's wrapper hides
         self.monitor = LossMonitor(recipe.match_steps)
         self.monitor.update(MetricsFile.losses(self.output, self.first_step), 1)
@@ -57,6 +61,37 @@ class RunTrainer(CheckpointTrainer):
         self._loads: list[list[torch.Tensor]] = []
         self._rng_is_restored = checkpoint is None
         self._save_is_due = False
+
+    def _averaging(self, decay: float | None, checkpoint: Path | None) -> WeightAverage | None:
+        """The average of the weights, from its beginning or from a checkpoint."""
+        if decay is None:
+            return None
+        if self._is_sharded:
+            raise RecipeError(
+                f"train.average={decay:g} is not possible with FSDP or DeepSpeed, which shard the weights: leave it "
+                "out, or start without them"
+            )
+        average = WeightAverage(self.model, decay)
+        if checkpoint is not None:
+            with self._loading():
+                average.load(checkpoint)
+        self.add_callback(average)
+        return average
+
+    def _averaged(self) -> AbstractContextManager[None]:
+        """Inside the block, the model has the averaged weights if the recipe asks for an average."""
+        return self.average.applied() if self.average is not None else nullcontext()
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """With the average."""
+        super()._save(output_dir, state_dict)
+        if self.average is not None and self.args.should_save:
+            self.average.save(Path(str(output_dir)))
+
+    def save_result(self, folder: Path) -> None:
+        """The averaged weights if the recipe asks for an average."""
+        with self._averaged():
+            super().save_result(folder)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         remaining: Any = range(self.first_step * self.recipe.batch_size, len(self.train_dataset))
@@ -115,7 +150,7 @@ class RunTrainer(CheckpointTrainer):
         self.model.eval()
         found: dict[str, list[torch.Tensor]] = {}
         is_last = self.control.should_training_stop
-        with torch.random.fork_rng(devices=[]):  # the data loader must not change the random state of the training
+        with torch.random.fork_rng(devices=[]), self._averaged():  # the loader changes the random state
             for inputs in dataloader:
                 scores = self.objective.evaluate(self.model, self._prepare_inputs(inputs))
                 for name, each in scores.items():

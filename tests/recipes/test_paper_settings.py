@@ -178,7 +178,8 @@ DEVIATIONS = {
 
 
 def test_every_recipe_of_a_paper_has_its_settings():
-    assert set(SETTINGS) == {name for name in shipped_recipes() if name.startswith("papers/")}
+    papers = {name for name in shipped_recipes() if name.startswith("papers/")}
+    assert set(SETTINGS) == {name for name in papers if load_recipe(name).counts_tokens}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

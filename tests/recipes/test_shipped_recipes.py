@@ -28,6 +28,7 @@ PARAMETERS = {  # billions, as the papers print them
     "papers/kha_moe_a0.8b_6.6b": (6.6, 0.1),
     "papers/mea_1b": (1.4985, 0.0001),  # Llama-3.2-1B's 1.2358 and a head of 128,256 x 2,048
     "papers/mea_qwen3_30b": (30.5, 0.1),
+    "papers/moh_dit_xl_2": (0.6754, 0.0001),  # without the table of positions, which is not trained
     "papers/moh_llama3_8b": (8.03 + 2 * 32_640 * 4096 / 1e9, 0.01),
     "papers/moh_llm_b": (0.882, 0.001),
     "papers/moh_llm_s": (0.186, 0.001),
@@ -35,6 +36,7 @@ PARAMETERS = {  # billions, as the papers print them
     "papers/talking_albert_base": (0.0323, 0.0001),  # embeddings of 30,514 x 768, one layer of 7.09, and the heads
     "papers/talking_t5_base": (0.2229, 0.0001),  # as T5 base, which ties its embeddings
     "small/bert": (0.1096, 0.0001),
+    "small/dit": (0.0329, 0.0001),
     "small/smollm2": (0.1345, 0.003),
     "small/qwen3_0.6b": (0.596, 0.03),
     "small/t5": (0.0605, 0.0001),
@@ -56,7 +58,7 @@ def config_of(recipe):
 
 def parameters(recipe):
     with torch.device("meta"):
-        model = kind_of(recipe).from_config(config_of(recipe))
+        model = objective_of(recipe).new_model(config_of(recipe))
     return {name: tensor.numel() for name, tensor in model.named_parameters()}
 
 
@@ -129,10 +131,12 @@ def test_toys_keep_the_structure(name, tmp_path):
     assert (small.distillation is None) == (recipe.distillation is None)
     torch.manual_seed(0)
     if small.model.path is None:
-        model = kind_of(small).from_config(config)
+        model = objective_of(small).new_model(config)
     else:
         model = kind_of(small).from_pretrained(small.model.path)
     assert model.num_parameters() < 1_000_000
+    if recipe.objective.name == "noise":
+        assert small.model.vae is not None and config.out_channels == 2 * config.in_channels
     if recipe.objective.name != "next_token":
         outputs = model(**objective_of(small).example(config, 1))
         assert all(part.isfinite().all() for part in outputs.values() if isinstance(part, torch.Tensor))
@@ -180,4 +184,4 @@ def test_accelerate_understands_its_configurations(path):
 
 
 def test_there_are_recipes_of_every_kind():
-    assert len(SHIPPED) == 31 and len(ACCELERATE) == 4
+    assert len(SHIPPED) == 33 and len(ACCELERATE) == 4

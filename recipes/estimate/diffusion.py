@@ -1,0 +1,65 @@
+"""The size, FLOPs and memory of the training of a diffusion transformer, without activations."""
+
+from dataclasses import dataclass
+
+import torch
+
+from crosshead.common.errors import RecipeError
+from crosshead.evals.cost.counting import multiplications
+
+from ..schema.model_config import model_config, named_model_config
+from ..schema.recipe import Recipe
+from ..trainer.objectives import objective_of
+from ..trainer.parameters import is_mechanism, set_trainable
+from .memory import ALONE, COPIES, FLOAT32, MOMENTS, Memory, Sharding
+
+FLOPS_PER_MULTIPLICATION = 6
+"""In training: of a forward pass and of a backward pass, which costs twice as much, each with an addition."""
+
+
+@dataclass(frozen=True)
+class DiffusionEstimate:
+    """What a run needs."""
+
+    trained: dict[str, int]
+    """Name of each trained parameter -> its size."""
+    counts: dict[str, int]
+    """Parameters and FLOPs."""
+    memory: Memory
+
+
+def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> DiffusionEstimate:
+    """For a recipe with the objective `noise`."""
+    if sharding.kind not in (ALONE, COPIES):
+        raise RecipeError(f"the objective {recipe.objective.name} is not possible with {sharding.kind}")
+    objective, config = objective_of(recipe), model_config(recipe.model.config or {}, recipe.objective)
+    with torch.device("meta"), named_model_config():
+        model = objective.new_model(config)
+        inputs = objective.example(config, 1)
+    flops = FLOPS_PER_MULTIPLICATION * multiplications(lambda: model(**inputs))
+    sizes = {name: part.numel() for name, part in model.named_parameters()}
+    stored = sum(sizes.values())
+    kept = {name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad}
+    trained = {name: part.numel() for name, part in kept.items()}
+    total = sum(trained.values()) * FLOAT32
+    in_half = sum(part.numel() for part in kept.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
+    return DiffusionEstimate(
+        trained,
+        {
+            "parameters": stored,
+            "new_parameters": sum(size for name, size in sizes.items() if is_mechanism(name)),
+            "training_flops_per_sample": flops,
+            "training_flops": flops * recipe.steps * recipe.per_step,
+        },
+        Memory(
+            weights=stored * FLOAT32,
+            gradients=total,
+            moments=total * MOMENTS,
+            average=total if recipe.train.average else 0,
+            working_copies=in_half * torch.bfloat16.itemsize,
+            gradient_buckets=total if sharding.kind == COPIES else 0,
+            teacher=0,
+            activations=0,
+            logits=0,
+        ),
+    )

@@ -1,0 +1,151 @@
+"""The objective of diffusion models: a DiT predicts the noise in images, or in their latents."""
+
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from crosshead.common.errors import RecipeError
+from crosshead.common.progress import Progress
+
+from ..data.image_sources import MODES
+from ..data.images import ImageInputs, find_images, read_images
+from ..data.noise import LATENT_NOISE, NOISE, TIMES, AddNoise
+from ..data.training_data import TrainingData
+from ..schema.dit_config import DiTFields, dit_config
+from .dit_model import initialise, share_embeddings
+from .load_balance import HeadRouting
+from .loading import loading_error
+from .noise_loss import NoiseLoss, noise_schedule
+from .objective import LABELS, LOSS, Objective, Predictions, Scores
+
+
+class Noise(Objective):
+    """Denoising diffusion with classes, as in DiT."""
+
+    def load_processor(self) -> ImageInputs:
+        """The sources of images; with the result, the schedule of the noise is saved."""
+        options: Any = self.recipe.objective
+        channels = self._config.in_channels if self._vae is None else self._vae.config.in_channels
+        if channels not in MODES:
+            raise RecipeError(
+                f"model.config.in_channels={channels}: images have 1 or 3 channels: use that, or give model.vae to "
+                "train on latents"
+            )
+        learns_variance = self._config.out_channels == 2 * self._config.in_channels
+        schedule = noise_schedule(learns_variance, is_bounded=self._vae is None)
+        return find_images(self.recipe.data, (options.image_column, options.label_column), schedule, channels)
+
+    def complete_config(self, config: Any, processor: ImageInputs) -> None:
+        """The number of classes is that of the data."""
+        found = len(processor.classes)
+        if found != config.num_embeds_ada_norm:
+            raise RecipeError(
+                f"model.config.num_embeds_ada_norm={config.num_embeds_ada_norm}, but the images have {found} classes: "
+                f"set it to {found}"
+            )
+
+    def new_model(self, config: DiTFields) -> nn.Module:
+        """A DiT with the initial values of its paper."""
+        from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
+
+        model: nn.Module = CrossheadDiTTransformer2DModel(**config.content())
+        initialise(model)
+        share_embeddings(model)
+        return model
+
+    def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
+        """Images with noise; in evaluations always the same."""
+        options: Any = self.recipe.objective
+        size, channels = config.sample_size, config.in_channels
+        factor = 1 if self._vae is None else 2 ** (len(self._vae.config.block_out_channels) - 1)
+        add_noise = partial(
+            AddNoise,
+            size=size * factor,
+            shape=(channels, size, size),
+            classes=config.num_embeds_ada_norm,
+            times=len(processor.processor.betas),
+            has_latents=self._vae is not None,
+        )
+        training, evaluation = add_noise(trains=True, flips=options.flip), add_noise(trains=False, flips=False)
+        return read_images(self.recipe.data, processor, progress).prepared(training, evaluation)
+
+    def example(self, config: DiTFields, rows: int) -> dict[str, Any]:
+        """Noisy images, times and classes."""
+        numbers = torch.zeros(rows, dtype=torch.long)
+        images = torch.zeros(rows, config.in_channels, config.sample_size, config.sample_size)
+        return {"hidden_states": images, "timestep": numbers, "class_labels": numbers}
+
+    def logits(self, config: DiTFields) -> int:
+        """None."""
+        return 0
+
+    def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
+        """None: noise is no class."""
+        return []
+
+    def loss(
+        self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
+    ) -> tuple[torch.Tensor, Any]:
+        """The micro batch's part of the step's loss; `items` are the images of the step."""
+        wanted = {} if routing is None else {"output_head_router_scores": True}
+        losses, outputs = self._denoise(model, inputs, **wanted)
+        loss = losses.sum() / items
+        if routing is not None:
+            loss = loss + routing.loss_by_sequence(outputs, torch.ones_like(losses) / items)
+        return loss, outputs
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
+        """The loss of each image at its own time."""
+        losses, _ = self._denoise(model, inputs)
+        return {LOSS: torch.stack([losses, torch.ones_like(losses)], dim=1)}
+
+    def _denoise(self, model: nn.Module, inputs: dict[str, Any], **wanted: bool) -> tuple[torch.Tensor, Any]:
+        """The loss of each image (B), and the outputs."""
+        clean, noise, times = self._clean(inputs), inputs[NOISE], inputs[TIMES]
+        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **wanted)
+        return self._loss(outputs["sample"], clean, noise, times), outputs
+
+    @torch.no_grad()
+    def _clean(self, inputs: dict[str, Any]) -> torch.Tensor:
+        """Pixels, or latents (B, channels, height, width) of the model's scale."""
+        pixels: torch.Tensor = inputs["pixel_values"]
+        if self._vae is None:
+            return pixels
+        with torch.autocast(pixels.device.type, enabled=False):
+            found = self._vae.to(pixels.device).encode(pixels).latent_dist
+        latents: torch.Tensor = found.mean + found.std * inputs[LATENT_NOISE]
+        return latents * self._vae.config.scaling_factor
+
+    @cached_property
+    def _config(self) -> DiTFields:
+        return dit_config(self.recipe.model.config or {})
+
+    @cached_property
+    def _loss(self) -> NoiseLoss:
+        return NoiseLoss(noise_schedule())
+
+    @cached_property
+    def _vae(self) -> Any:
+        name = self.recipe.model.vae
+        return None if name is None else load_vae(name, self._config.in_channels)
+
+
+@lru_cache(maxsize=1)
+def load_vae(name: str, channels: int) -> Any:
+    """A frozen autoencoder whose latents have so many channels."""
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    try:
+        vae = kind.from_pretrained(name, use_safetensors=True, torch_dtype=torch.float32)
+    except Exception as error:  # damaged files raise many types
+        raise RecipeError(loading_error("model.vae", name, error)) from None
+    if vae.config.latent_channels != channels:
+        raise RecipeError(
+            f"model.vae={name} has {vae.config.latent_channels} latent channels, but model.config.in_channels="
+            f"{channels}: use the same number"
+        )
+    return vae.eval().requires_grad_(False)
