@@ -22,9 +22,6 @@ from training_sessions import Run
 BERT = "small/bert_mixture"
 NO_DROPOUT = (f"model.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs"))
 ORDER = ("objective.segments=order", *NO_DROPOUT)
-    "objective.segments=order",
-    *(f"model.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs")),
-)
 DIVISIONS = {"1 x 8": (1, 8), "2 x 4": (2, 4), "1 x 2 x 4": (1, 4)}
 """Processes, and sequences at once."""
 ALLOWED = 1e-5
