@@ -61,10 +61,10 @@ def convert(
     """Add mechanisms to a checkpoint; returns the report, which the folder contains as `conversion.json`.
 
     `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line, and a key may
-    name parts of a T5, as in "talking@encoder+cross". `overwrite`
-    replaces a model in `out`. A run continues an unfinished run of the same conversion, unless `restart` discards it.
-    With `plan_only` nothing is written, and the report is the plan. `options` are the fields of `Options`, and
-    `cache`, the part of the KV cache to keep, as in "50%"; for this and for `active`, `mixers` may be empty.
+    name parts of a T5, as in "talking@encoder+cross". `overwrite` replaces a model in `out`. A run continues an
+    unfinished run of the same conversion, unless `restart` discards it. With `plan_only` nothing is written, and the
+    report is the plan. `options` are the fields of `Options`, and `cache`, the part of the KV cache to keep, as in
+    "50%"; for this and for `active`, `mixers` may be empty.
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
@@ -132,7 +132,7 @@ class MechanismRequest(Request):
     def plan(self) -> Plan:
         """Decide the action for every tensor."""
         target, store = self.target, self.source.store
-        shapes = tensor_shapes(target, self.source.store.entries)
+        shapes = tensor_shapes(target, store.entries)
         rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
         return make_plan(store, target, shapes, self.dropped, rewrites, self.given.stored_dtype, self.decisions)
 
