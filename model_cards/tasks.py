@@ -54,6 +54,7 @@ TASKS = {
     ),
     "ViTModel": IMAGE_FEATURES,
     "DeiTModel": IMAGE_FEATURES,
+    "Dinov2Model": IMAGE_FEATURES,
     "Model": Task("AutoModel", "feature-extraction", "print(model(**tokens).last_hidden_state.mean(1))"),
 }
 """The ending of a class's name -> its task; the first that fits counts."""
