@@ -70,6 +70,7 @@ TASKS = {
     ),
     "ViTModel": IMAGE_FEATURES,
     "DeiTModel": IMAGE_FEATURES,
+    "Dinov2Model": IMAGE_FEATURES,
     "Model": Task("AutoModel", "feature-extraction", LAST_STATES.format("**tokens")),
 }
 """The ending of a class's name -> its task; the first that fits counts."""

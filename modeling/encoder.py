@@ -182,6 +182,7 @@ class CrossheadTask(CrossheadPreTrained):
         if any(getattr(module, "gradient_checkpointing", False) for module in stock.modules()):
             # The stock backbone has removed the field from the config.
             self.config.gradient_checkpointing = True
-        ours = self.backbone_class(self.config, add_pooling_layer=stock.pooler is not None)
+        options = {"add_pooling_layer": stock.pooler is not None} if hasattr(stock, "pooler") else {}
+        ours = self.backbone_class(self.config, **options)
         setattr(self, self.base_model_prefix, ours)
         super().post_init()

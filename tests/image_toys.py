@@ -10,7 +10,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 
 import toys
 
-IMAGE_BACKBONES = ("ViT", "DeiT")
+IMAGE_BACKBONES = ("ViT", "DeiT", "Dinov2")
 CLASSIFIER = "ForImageClassification"
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 

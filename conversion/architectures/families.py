@@ -15,6 +15,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeiTConfig,
+    Dinov2Config,
     LlamaConfig,
     PreTrainedConfig,
     Qwen2Config,
@@ -32,6 +33,7 @@ from crosshead.modeling.backbones.bert import CrossheadBertConfig
 from crosshead.modeling.backbones.deepseek_v2 import CrossheadDeepseekV2Config
 from crosshead.modeling.backbones.deepseek_v3 import CrossheadDeepseekV3Config
 from crosshead.modeling.backbones.deit import CrossheadDeiTConfig
+from crosshead.modeling.backbones.dinov2 import CrossheadDinov2Config
 from crosshead.modeling.backbones.llama import CrossheadLlamaConfig
 from crosshead.modeling.backbones.qwen2 import CrossheadQwen2Config
 from crosshead.modeling.backbones.qwen3 import CrossheadQwen3Config
@@ -129,6 +131,7 @@ FAMILIES: dict[str, Family] = {
         is_encoder=True,
         qkv_bias=lambda config: False,
     ),
+    "dinov2": Family(Dinov2Config, CrossheadDinov2Config, "Dinov2ForImageClassification", **_VISION),
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
@@ -219,8 +222,7 @@ def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
     """
     model = empty_model(config, attn_implementation="eager")
     if family_of(config).reads_images:
-        tensors = model.state_dict()
-        return {stored: tuple(tensors[name].shape) for name, stored in stored_names(model).items()}
+        return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)

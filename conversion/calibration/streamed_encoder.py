@@ -39,7 +39,7 @@ class AttentionView:
 
     def __init__(self, attention: Any, parts: Mapping[str, str]) -> None:
         self._module, self._names = attention, AttentionNames("", parts)
-        self._reader = attention.get_submodule(self._names.stored("q_proj").rpartition(".")[0])
+        self._reader = attention.get_submodule(self._names.stored("q_proj.").removesuffix(".").rpartition(".")[0])
 
     @property
     def o_proj(self) -> Any:
@@ -100,8 +100,13 @@ class StreamedEncoder(StreamedModel):
 FEATURES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "vit": lambda hidden: hidden[:, 0],
     "deit": lambda hidden: hidden[:, 0],
+    "dinov2": lambda hidden: torch.cat([hidden[:, 0], hidden[:, 1:].mean(1)], dim=-1),
 }
 """The stock `model_type` -> what its classifier reads of the hidden states (B, T, hidden)."""
+
+
+JOINT, JOINT_PARTS = "mlp.weights_in.", ("mlp.gate_proj.", "mlp.up_proj.")
+"""DINOv2's gated linear unit: the name in checkpoints of two projections, one after the other -> their names."""
 
 
 class StreamedImages(StreamedEncoder):
@@ -120,13 +125,21 @@ class StreamedImages(StreamedEncoder):
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Each layer with its weights, which are freed when the next layer is requested."""
-        for index, layer in enumerate(self._base.layers):
-            with self._weights(layer, f"{self._prefix}layers.{index}."):
+        place, layers = ("layers", getattr(self._base, "layers", None))
+        if layers is None:  # DINOv2
+            place, layers = "encoder.layer", self._base.encoder.layer
+        for index, layer in enumerate(layers):
+            with self._weights(layer, f"{self._prefix}{place}.{index}."):
                 yield index, layer
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
-        return AttentionView(layer.attention, {})
+        is_flat = hasattr(layer.attention, "q_proj")  # DINOv2 in older releases of transformers is not
+        return AttentionView(layer.attention, {} if is_flat else family_of(self.config).parts or {})
+
+    def call(self, layer: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+        """Run one of `layers` on hidden states (B, T, hidden)."""
+        return layer(hidden)
 
     @contextmanager
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
@@ -141,4 +154,8 @@ class StreamedImages(StreamedEncoder):
                 yield lambda hidden: classifier(features(norm(hidden)))
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
+        for place, part in enumerate(JOINT_PARTS):
+            if part in name:
+                whole = super()._stored(name.replace(part, JOINT), torch.Size([2 * shape[0], *shape[1:]]))
+                return whole.chunk(2)[place]
         return super()._stored(self._names[name], shape)

@@ -1,4 +1,4 @@
-"""Conversions of ViT and DeiT: neutral, back again, fitted to images, and what is refused."""
+"""Conversions of ViT, DeiT and DINOv2: neutral, back again, fitted to images, and what is refused."""
 
 import builtins
 import json
@@ -60,6 +60,17 @@ def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
     assert verified[difference] == 0 and verified.get("class_agreement", 1) == 1
 
 
+def test_a_gated_linear_unit(tmp_path):
+    """Of the giant DINOv2: two projections are one tensor in checkpoints."""
+    source = write_image_model(tmp_path / "source", "Dinov2", use_swiglu_ffn=True)
+    report = crosshead.convert(source, tmp_path / "made", {"knocking": {"form": "linear"}})
+    assert report["verification"]["must_equal"]
+    assert torch.equal(outputs(tmp_path / "made"), outputs(source))
+    crosshead.fold(tmp_path / "made", tmp_path / "back", verify=False)
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in before)
+
+
 def test_trained_weights_fold_into_the_projections(tmp_path):
     source = write_image_model(tmp_path / "source")
     crosshead.convert(source, tmp_path / "made", {"knocking": {"form": "linear"}}, verify=False)
@@ -92,8 +103,10 @@ def test_a_budget_for_each_layer(tmp_path):
     assert [gates.count_nonzero(-1).unique().tolist() for gates in heads] == [[2], [3]]
 
 
-def test_a_fitted_router_is_better_than_the_papers(tmp_path):
-    source, images = write_image_model(tmp_path / "source"), write_images(tmp_path / "images")
+@pytest.mark.oldest
+@pytest.mark.parametrize("backbone", ["ViT", "Dinov2"])
+def test_a_fitted_router_is_better_than_the_papers(backbone, tmp_path):
+    source, images = write_image_model(tmp_path / "source", backbone), write_images(tmp_path / "images")
     budget = {"active_heads": [2, 3]}
     report = crosshead.convert(source, tmp_path / "fitted", {"mixture": budget}, calibration=images)
     assert report["calibration"]["images"] == "images" and len(report["calibration"]["sha256"]) == 64

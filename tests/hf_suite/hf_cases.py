@@ -32,10 +32,11 @@ BACKBONES: dict[str, str] = {
     "albert": "Albert",
     "vit": "ViT",
     "deit": "DeiT",
+    "dinov2": "Dinov2",
     "t5": "T5",
 }
 ENCODERS = ("bert", "albert")
-IMAGES = ("vit", "deit")
+IMAGES = ("vit", "deit", "dinov2")
 SEQ2SEQ = ("t5",)
 
 ENCODER_SIZES: dict[str, Any] = {
@@ -67,6 +68,7 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
     },
     "vit": IMAGE_SIZES,
     "deit": IMAGE_SIZES,
+    "dinov2": {**IMAGE_SIZES, "intermediate_size": None, "mlp_ratio": 2},
 }
 
 
@@ -120,6 +122,7 @@ OURS: list[Case] = [
     Case("albert", {"differential": {}}),
     Case("vit", MIXTURE),
     Case("deit", {"talking": {}}),
+    Case("dinov2", MIXTURE),
     Case("t5", {"talking": {}, **MIXTURE}),
     Case("t5", EXPLICIT),
 ]

@@ -80,7 +80,7 @@ class Tester:
         self.num_attention_heads = SIZES["num_attention_heads"]
         if case.backbone in IMAGES:  # patches, and one token of the class, of DeiT another of the teacher
             self.num_masks, self.mask_length = 2, 4
-            self.seq_length = 4 + IMAGES.index(case.backbone) + 1
+            self.seq_length = 4 + (2 if case.backbone == "deit" else 1)
         elif case.backbone in SEQ2SEQ:
             self.is_encoder_decoder = True
             self.encoder_seq_length = self.decoder_seq_length = self.seq_length

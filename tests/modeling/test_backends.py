@@ -155,7 +155,10 @@ def test_continuous_batching(case: str) -> None:
     assert next(iter(results.values())).generated_tokens == expected
 
 
-OTHER_SIZES: dict[str, dict[str, Any]] = {"ViT": IMAGE_SIZES, "DeiT": IMAGE_SIZES, "TransNext": TRANSNEXT_SIZES}
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("ViT", "DeiT", "Dinov2"), IMAGE_SIZES),
+    "TransNext": TRANSNEXT_SIZES,
+}
 
 
 def test_families_are_registered() -> None:

@@ -16,7 +16,7 @@ from crosshead import CrossheadLlamaForCausalLM
 from toys import BACKBONES, CASES, LATENT, STOCK, mixed_config, mixed_model, stock_config, stock_model
 
 QWEN3_MOE = "crosshead_qwen3_moe"
-MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "TransNext")}
+MODEL_TYPES = {name: f"crosshead_{name.lower()}" for name in (*STOCK, "ViT", "DeiT", "Dinov2", "TransNext")}
 MODEL_TYPES |= {name: f"crosshead_{name[:8].lower()}_{name[8:].lower()}" for name in LATENT} | {"Qwen3Moe": QWEN3_MOE}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "knocking": {"form": "mlp", "on": ["value"], "init": "identity"},

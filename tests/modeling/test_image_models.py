@@ -17,7 +17,7 @@ from oracle_layers import OUTPUT_TOLERANCE, oracle_view
 from tiers import grid
 from toys import ENCODER_CASES, IMAGE_SIZES, NEUTRAL, lopsided
 
-BACKBONES = ("ViT", "DeiT")
+BACKBONES = ("ViT", "DeiT", "Dinov2")
 IMAGES = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))
 LABELS = torch.tensor([0, 2])
 CASES = ENCODER_CASES | {"a budget for each layer": {"mixture": {"active_heads": [3, 4], "shared_heads": 2}}}
@@ -34,7 +34,8 @@ def image_model(backbone: str, mixers: dict[str, Any], backend: str = "eager") -
 @for_each_case
 def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
     model = image_model(backbone, CASES[case]).double()
-    attention, config = model.base_model.layers[1].attention, model.config
+    base, config = model.base_model, model.config
+    attention = (base.encoder.layer if backbone == "Dinov2" else base.layers)[1].attention
     inputs = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
     mixers, _ = oracle_view(config, 1)
     shape = LayerShape(4, 4, 8, 1, config.layer_norm_eps, has_qk_norm=False)
