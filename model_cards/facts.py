@@ -18,6 +18,18 @@ RESULT = "model"
 Json = Mapping[str, Any]
 
 
+PARTS = ("encoder", "decoder", "cross")
+"""Of a model that has mechanisms for each."""
+
+
+def mechanisms(config: Json) -> Json:
+    """The mechanisms that a config has anywhere, with the options of the first part that has them."""
+    found: Json = config.get("mixers") or {}
+    if not any(part in found for part in PARTS):
+        return found
+    return {name: options for part in reversed(PARTS) for name, options in found.get(part, {}).items()}
+
+
 @dataclass(frozen=True)
 class Facts:
     """The content of a card; a field is empty if it was not measured."""
@@ -45,8 +57,7 @@ class Facts:
     @property
     def mixers(self) -> Json:
         """The mechanisms with their options, in order."""
-        found: Json = self.config.get("mixers") or {}
-        return found
+        return mechanisms(self.config)
 
     @property
     def remote_code(self) -> bool:

@@ -18,6 +18,12 @@ COSTS = {
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }
+NOUNS = {
+    "text-generation": "language model",
+    "text2text-generation": "encoder and decoder",
+    "unconditional-image-generation": "diffusion transformer",
+}
+"""Kinds of models by task."""
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
 IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("RGB", (640, 480))')
 """In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
@@ -39,8 +45,7 @@ def opening(facts: Facts) -> Iterator[str]:
     """The introduction."""
     kind = str(facts.config.get("model_type", "dit")).removeprefix("crosshead_")
     yield f"# {facts.name}"
-    task = task_of(facts.config)
-    noun = "diffusion transformer" if task is DIFFUSION else "language model" if task.generates else "encoder"
+    noun = NOUNS.get(task_of(facts.config).pipeline, "encoder")
     if facts.mixers:
         names = " and ".join(MECHANISMS[name].title for name in facts.mixers)
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
@@ -62,7 +67,7 @@ def changes(facts: Facts) -> Iterator[str]:
     """The mechanisms with their options, and the number of changed tensors."""
     yield "## Changes"
     if facts.mixers:
-        yield _code("json", json.dumps({"mixers": facts.mixers}, ensure_ascii=False))
+        yield _code("json", json.dumps({"mixers": facts.config["mixers"]}, ensure_ascii=False))
     counts = facts.conversion.get("counts")
     if counts:
         actions = ", ".join(f"{number:,} {action}" for action, number in counts.items())

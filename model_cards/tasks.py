@@ -32,12 +32,8 @@ class Task:
         return self.pipeline == "text-generation"
 
 
-GENERATION = Task(
-    "AutoModelForCausalLM",
-    "text-generation",
-    "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))",
-    PROJECTIONS,
-)
+GENERATE = "print(tokenizer.decode(model.generate(**tokens, max_new_tokens=20)[0]))"
+GENERATION = Task("AutoModelForCausalLM", "text-generation", GENERATE, PROJECTIONS)
 LOGITS = "print(model(**tokens).logits)"
 IMAGE_FEATURES = Task(
     "AutoModel", "image-feature-extraction", "print(model(**image).last_hidden_state[:, 0])", PROJECTIONS, True
@@ -45,6 +41,7 @@ IMAGE_FEATURES = Task(
 DIFFUSION = Task("AutoModel", "unconditional-image-generation", "", library="diffusers")
 TASKS = {
     "ForCausalLM": GENERATION,
+    "ForConditionalGeneration": Task("AutoModelForSeq2SeqLM", "text2text-generation", GENERATE, ("q", "k", "v", "o")),
     "ForMaskedLM": Task("AutoModelForMaskedLM", "fill-mask", LOGITS),
     "ForPreTraining": Task("AutoModelForPreTraining", "fill-mask", "print(model(**tokens).prediction_logits)"),
     "ForSequenceClassification": Task("AutoModelForSequenceClassification", "text-classification", LOGITS),

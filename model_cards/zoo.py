@@ -8,7 +8,7 @@ from typing import Any
 from .card import card_text
 from .errors import CardError
 from .evaluations import EVALUATION
-from .facts import CONVERSION, TRAINING, Facts, read_json
+from .facts import CONVERSION, TRAINING, Facts, mechanisms, read_json
 from .papers import MECHANISMS
 from .tables import NOT_MEASURED, change, figure, size, table
 
@@ -87,9 +87,9 @@ def _facts(entry: Entry) -> Facts:
 
 def _sections(entries: Sequence[Entry]) -> Iterator[str]:
     """A table for each mechanism."""
-    for mechanisms in dict.fromkeys(mechanisms_of(entry) for entry in entries):
-        rows = [row(entry) for entry in entries if mechanisms_of(entry) == mechanisms]
-        titles = [MECHANISMS[name].title for name in mechanisms.split("+") if name in MECHANISMS]
+    for names in dict.fromkeys(mechanisms_of(entry) for entry in entries):
+        rows = [row(entry) for entry in entries if mechanisms_of(entry) == names]
+        titles = [MECHANISMS[name].title for name in names.split("+") if name in MECHANISMS]
         yield f"## {' and '.join(titles) or 'Without a mechanism, as a baseline'}"
         linked = [[f"[{name}]({name}.md)", *rest[1:]] for name, *rest in rows]
         yield table([HEADS[0], *HEADS[2:]], linked)
@@ -97,14 +97,14 @@ def _sections(entries: Sequence[Entry]) -> Iterator[str]:
 
 def mechanisms_of(entry: Entry) -> str:
     """The names of the mechanisms, or none."""
-    return "+".join(entry["config"].get("mixers") or {}) or "none"
+    return "+".join(mechanisms(entry["config"])) or "none"
 
 
 def row(entry: Entry) -> list[str]:
     """The cells of an entry, in the order of `HEADS`."""
     cost, over = entry["cost"]["cost"], entry["cost"]["overhead"]
-    cached = f"{cost['kv_bytes_per_token']:,} {entry['cost']['dtype']}"
-    if mechanisms_of(entry) != "none":
+    cached = f"{cost['kv_bytes_per_token']:,} {entry['cost']['dtype']}" if cost["kv_bytes_per_token"] else "none"
+    if "kv_bytes_per_token" in over and mechanisms_of(entry) != "none":
         cached += f" ({change(over['kv_bytes_per_token'])})"
     backbone = entry["base_model"] or str(entry["config"]["model_type"]).removeprefix("crosshead_")
     parameters = [size(cost["parameters"]), f"{cost['new_parameters']:,}"]

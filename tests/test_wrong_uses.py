@@ -47,6 +47,7 @@ CASES = {
     "train text.txt": (1, "text.txt"),
     f"train {RECIPE} --set train.tokns=1": (1, "'tokens'"),
     f"train {RECIPE} --set train.tokens": (1, "train.tokens"),
+    "train small/bert_mixture --set objective.name=masked": (1, "'masked_tokens'"),
     f"train {RECIPE} --json": (2, "--dry-run"),
     f"train {RECIPE} --set output=there.json": (1, "output=there.json"),
     "sweep": (2, "sweep [OPTIONS]"),

@@ -57,44 +57,47 @@ def entries(place: Path) -> list[dict[str, Any]]:
 
 
 def _order(entry: dict[str, Any]) -> Iterator[Any]:
+    from crosshead.model_cards.facts import mechanisms
     from crosshead.modeling.mechanisms import MECHANISMS
 
-    mixers = entry["config"]["mixers"]
-    yield not mixers, [list(MECHANISMS).index(name) for name in mixers]
+    names = list(mechanisms(entry["config"]))
+    yield not names, [list(MECHANISMS).index(name) for name in names]
     yield entry["config"]["model_type"]
     yield entry["cost"]["cost"]["parameters"]
 
 
 def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
+    from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
 
-    config, length = _counted(recipe)
+    config = _config(recipe)
+    told = {"architectures": getattr(config, "architectures", None), "mixers": config.mixers}
     commands = _commands(recipe.model.convert or "")
     return {
         "recipe": name,
         "base_model": _source(commands),
-        "config": {"model_type": config.model_type, **recipe.model.config, "mixers": config.mixers},
+        "config": {"model_type": config.model_type, **recipe.model.config, **told},
         "convert": commands,
         "train": f"crosshead train {name}",
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
-        "cost": cost_report(config, length),
+        "cost": cost_report(config, usual_length(config, LENGTH)),
         "measured": measurements(place, name) | _short_run(place, name),
     }
 
 
-def _counted(recipe: Any) -> tuple[Any, int]:
-    """The configuration and the length of the costs."""
+def _config(recipe: Any) -> Any:
+    """The configuration whose cost is counted."""
     from crosshead.evals.cost.dit_config import DiTConfig
     from crosshead.recipes.schema.model_config import model_config
 
     config = model_config(recipe.model.config, recipe.objective)
     if recipe.objective.name == "noise":
-        dit = DiTConfig.read(config.content())
-        return dit, dit.tokens
+        return DiTConfig.read(config.content())
     config.dtype = DTYPE
-    return config, min(LENGTH, config.max_position_embeddings)
+    config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
+    return config
 
 
 def _short_run(place: Path, name: str) -> dict[str, Any]:

@@ -68,7 +68,8 @@ class Augmentation:
         """A random crop of an image of Pillow, changed by RandAugment."""
         from PIL import Image
 
-        box = crop_box(*image.size, self.smallest_crop, draws)
+        width, height = image.size
+        box = crop_box(width, height, self.smallest_crop, draws)
         image = image.resize(self.size[::-1], Image.Resampling.BICUBIC, box=box)
         if self.flip and draws.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)

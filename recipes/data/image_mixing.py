@@ -44,7 +44,9 @@ class MixImages:
             draws = np.random.default_rng(int(numbers[first]))
             pair = slice(first, first + 2)
             if self.cutmix and (not self.mixup or draws.random() < 0.5):
-                top, bottom, left, right = cut_box(*images.shape[2:], draws.beta(self.cutmix, self.cutmix), draws)
+                height, width = images.shape[2:]
+                share = draws.beta(self.cutmix, self.cutmix)
+                top, bottom, left, right = cut_box(height, width, share, draws)
                 images[pair, :, top:bottom, left:right] = others[pair, :, top:bottom, left:right]
                 shares[pair] = 1 - (bottom - top) * (right - left) / images[0, 0].numel()
             else:

@@ -52,15 +52,17 @@ class HeadRouting:
         A balance loss is not a sum over tokens. With that of all tokens, the loss of a step would depend on how the
         step is divided into micro batches and processes.
         """
-        layers = list(zip(self.scores(outputs), self._selected.values(), strict=True))
-        by_sequence = []
-        for row, share in enumerate(shares):
+
+        def of_sequence(*layers: torch.Tensor) -> torch.Tensor:
             losses = []
             for stack in self._stacks:
-                scores, selected = zip(*(layers[place] for place in stack), strict=True)
-                losses.append(balance_loss([each[row : row + 1] for each in scores], selected, None))
-            by_sequence.append(torch.stack(losses).mean() * share)
-        return self.weight * torch.stack(by_sequence).sum()
+                scores, selected = [layers[place].unsqueeze(0) for place in stack], [counts[place] for place in stack]
+                losses.append(balance_loss(scores, selected, None))
+            return torch.stack(losses).mean()
+
+        counts = list(self._selected.values())
+        by_sequence = torch.vmap(of_sequence)(*self.scores(outputs))
+        return self.weight * (by_sequence * shares).sum()
 
     def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each layer, the share of a micro batch's tokens that select each routed head (heads)."""

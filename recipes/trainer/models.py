@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from crosshead.common.access_tokens import without_tokens
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import RecipeError, one_line
 
 from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
@@ -48,7 +48,11 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
                 )
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
-        next(getattr(model, name) for name in names if hasattr(model, name))()
+        try:
+            next(getattr(model, name) for name in names if hasattr(model, name))()
+        except ValueError as error:  # of the library's ALBERT
+            reason = one_line(error)
+            raise RecipeError(f"train.checkpoint_activations=true is not possible with this model: {reason}") from None
     set_seed(recipe.train.seed)
     return set_trainable(model, recipe.train), teacher
 

@@ -191,3 +191,22 @@ def test_the_load_of_heads():
         "head_load/3/least": 0.0,
         "head_load/3/most": 1.0,
     }
+
+
+def test_layers_whose_heads_are_all_shared_have_no_load():
+    """TransNeXt's first stages in MoH-ViT; the balance loss is the mean over the others, as the model's."""
+    mixture = {"mixture": {"active_heads": [4, 3], "shared_heads": [4, 1]}}
+    model = mixed_model("Bert", mixture)
+    routing = HeadRouting.of(model.config)
+    out = model(tokens(), output_head_router_scores=True)
+    assert [scores.shape[-1] for scores in out.head_router_scores] == [0, 3]
+    loads = routing.load(routing.scores(out))
+    assert routing.layers == (1,) and [len(load) for load in loads] == [3]
+    assert set(load_metrics("head_load", dict(zip(routing.layers, loads, strict=True)))) == {
+        "head_load/1/least",
+        "head_load/1/most",
+    }
+    alone = sum(model(row[None], output_head_router_scores=True).balance_loss for row in tokens()) / 2
+    torch.testing.assert_close(routing.loss_by_sequence(out, torch.tensor([0.5, 0.5])), 0.01 * alone)
+    shared = mixed_model("Bert", {"mixture": {"active_heads": 4, "shared_heads": 4}}).config
+    assert HeadRouting.of(shared) is None

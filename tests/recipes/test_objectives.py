@@ -176,6 +176,8 @@ def test_runs_that_are_refused(tmp_path):
         train(replace(recipe, model=replace(recipe.model, path=decoder.model.path, config=None)))
     with pytest.raises(RecipeError, match="mask_token"):
         train(replace(recipe, model=replace(recipe.model, tokenizer=decoder.model.tokenizer)))
+    with pytest.raises(RecipeError, match=r"train\.checkpoint_activations"):  # the library's ALBERT has none
+        train(replace(recipe, train=replace(recipe.train, checkpoint_activations=True)))
     with pytest.raises(RecipeError, match=r"no distillation\.teacher"):
         save_teacher(recipe, tmp_path / "logits")
     assert not Path(recipe.output).exists()

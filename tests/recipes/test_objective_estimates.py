@@ -1,0 +1,67 @@
+"""The dry run of encoders and of T5, against real models: parameters, FLOPs, and what autograd keeps."""
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+from crosshead.recipes.estimate.memory import ONE_GPU
+from crosshead.recipes.trainer.models import load_model
+from crosshead.recipes.trainer.objectives import objective_of
+from tiers import first
+from toy_training import toy_run
+
+WIDER = {
+    "papers/talking_albert_base": ["hidden_size=96", "embedding_size=24", "intermediate_size=80"],
+    "small/bert_mixture": ["hidden_size=96", "intermediate_size=80"],
+    "small/t5_talking": ["d_model=72", "d_ff=104"],
+}
+"""Recipes -> widths that are no multiples of those that are measured."""
+
+
+def kept(model, inputs):
+    """Bytes that a forward pass saves, beside the weights."""
+    own = {part.untyped_storage().data_ptr() for part in model.parameters()}
+    found = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            found[storage.data_ptr()] = tensor
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(**inputs)
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize("name", first(["small/t5_talking", "small/bert_mixture", "papers/talking_albert_base"], 2))
+def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
+    recipe = toy_run(name, tmp_path, model={"path": None})
+    config = dict(recipe.model.config)
+    for change in WIDER[name]:
+        key, value = change.split("=")
+        config[key] = int(value)
+    recipe = toy_run(name, tmp_path, model={"path": None, "config": config})
+    report, objective = dry_run(recipe, ONE_GPU), objective_of(recipe)
+    tokenizer = objective.load_processor()
+    model = load_model(recipe, tokenizer).train()
+    data = objective.open_data(tokenizer, model.config, lambda *_: None)
+    samples = data.samples(4, 0)
+    rows = [{key: torch.stack([samples[row][key] for row in range(count)]) for key in samples[0]} for count in (2, 4)]
+    inputs = [objective.model_inputs(each) for each in rows]
+    assert report["parameters"] == report["trainable_parameters"] == sum(part.numel() for part in model.parameters())
+    assert report["new_parameters"] == sum(p.numel() for key, p in model.named_parameters() if ".mixers." in key) > 0
+    assert report["tokens_per_step"] == 256 and report["steps"] == 4
+    real = kept(model, inputs[1]) - kept(model, inputs[0])  # of two more sequences, which are a micro batch
+    assert recipe.train.micro_batch == 2
+    told = report["memory_per_gpu"]["activations"]
+    logits = objective.logits(model.config) * 2 * 4
+    assert told == pytest.approx(real, rel=0.03) or told == pytest.approx(real - logits, rel=0.03)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**{key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in inputs[0].items()})
+    assert report["training_flops_per_token"] == 3 * counter.get_total_flops() // recipe.data.length
+    lines = list(dry_run_lines(report))
+    assert any("FLOPs a token" in line for line in lines) and not any("KV cache" in line for line in lines)
