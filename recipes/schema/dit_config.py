@@ -39,7 +39,7 @@ class DiTFields:
         for key in SIZES:
             if key != "out_channels" or self.out_channels is not None:
                 Integer().parse(key, getattr(self, key), 0)
-        Flag().parse("attention_bias", self.attention_bias, 0)
+        Flag(True).parse("attention_bias", self.attention_bias, 0)
         Choice(("gelu", "gelu-approximate")).parse("activation_fn", self.activation_fn, 0)
         if isinstance(self.dropout, bool) or not isinstance(self.dropout, int | float) or not 0 <= self.dropout < 1:
             raise refuse("dropout", self.dropout, "use a number from 0 to below 1")

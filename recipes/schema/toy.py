@@ -60,7 +60,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
         teacher = _write_model(config | {"mixers": {}}, folder / "teacher", recipe.train.seed, objective)
         steps = {name: min(getattr(distillation, name), STEPS // 3) for name in ("match_steps", "transfer_steps")}
         distillation = replace(distillation, teacher=teacher, **steps)
-    model = ModelOptions(path=path, config=config, tokenizer=tokenizer and str(tokenizer))
+    model = ModelOptions(path=path, config=config, tokenizer=str(tokenizer) if tokenizer else None)
     return _small_run(replace(recipe, distillation=distillation), folder, model)
 
 

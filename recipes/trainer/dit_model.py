@@ -32,9 +32,9 @@ def initialise(model: nn.Module) -> None:
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
         if name.endswith(ZERO):
-            nn.init.zeros_(module.weight)  # type: ignore[arg-type]
+            nn.init.zeros_(module.weight)
         if name.endswith(SMALL):
-            nn.init.normal_(module.weight, std=SMALL_STD)  # type: ignore[arg-type]
+            nn.init.normal_(module.weight, std=SMALL_STD)
 
 
 def share_embeddings(model: Any) -> None:

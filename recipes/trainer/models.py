@@ -48,9 +48,8 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
                 )
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
-        enable = next(getattr(model, name) for name in names if hasattr(model, name))
         try:
-            enable()
+            next(getattr(model, name) for name in names if hasattr(model, name))()
         except ValueError as error:  # of the library's ALBERT
             reason = one_line(error)
             raise RecipeError(f"train.checkpoint_activations=true is not possible with this model: {reason}") from None

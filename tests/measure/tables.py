@@ -33,7 +33,7 @@ from crosshead.modeling.mechanisms import MECHANISMS
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import read_sharding
 from crosshead.recipes.schema.load import json_schema, load_recipe, shipped_recipes
-from crosshead.recipes.schema.model_config import model_config
+from crosshead.recipes.schema.model_config import DECODERS, model_config, model_types
 from rules import ROOT
 
 PAGES = ROOT / "modeling" / "docs"
@@ -211,10 +211,10 @@ def cost_table(mechanism: str) -> str:
         "FLOPs of a new token",
     )
     lines = [f"| {' | '.join(heads)} |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    for name, recipe in ((name, load_recipe(name)) for name in shipped_recipes()):
-        content = (recipe.objective.name == "next_token" and recipe.model.config) or {"mixers": {}}
-        if name.startswith("small/") and mechanism in content["mixers"]:
-            lines.append(_cost_row(name, mechanism, content))
+    for name in shipped_recipes():
+        raw = load_recipe(name).model.config or {}
+        if name.startswith("small/") and raw.get("model_type") in model_types(DECODERS) and mechanism in raw["mixers"]:
+            lines.append(_cost_row(name, mechanism, raw))
     return "\n".join(lines) + "\n"
 
 
