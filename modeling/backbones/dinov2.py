@@ -85,7 +85,9 @@ class CrossheadDinov2Model(CrossheadDinov2PreTrainedModel, stock.Dinov2Model):
         super().post_init()
 
     @wraps(stock.Dinov2Model.forward)
-    def forward(self, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any) -> Any:
+    def forward(  # type: ignore[override]
+        self, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any
+    ) -> Any:
         """As the stock model; with what the encoder records."""
         found: list[Any] = [] if backbone_outputs is None else backbone_outputs
         outputs = super().forward(*inputs, backbone_outputs=found, **kwargs)
