@@ -21,7 +21,7 @@ def encoder_cost(model: Any, length: int) -> Cost:
     """The cost of an encoder with the head that its config names."""
     if hasattr(model.config, "image_size"):
         _check_tokens(length, image_tokens(model), "an image")
-        inputs = torch.empty(1, *image_shape(model.config), device="meta")
+        inputs = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
     else:
         maximum = getattr(model.config, "max_position_embeddings", length)
         if length > maximum:
@@ -58,7 +58,7 @@ def _of_one_pass(model: Any, forward: int, length: int, copied: int = 0) -> Cost
 def image_tokens(model: Any) -> int:
     """The patches and special tokens of an image; of a model with stages, the patches of the first."""
     base = model.base_model
-    image = torch.empty(1, *image_shape(model.config), device="meta")
+    image = torch.empty(1, *image_shape(model.config), dtype=model.dtype, device="meta")
     if hasattr(base, STAGES):
         return int(getattr(base, STAGES)(image)[0].shape[1])
     return int(base.embeddings(image).shape[1])

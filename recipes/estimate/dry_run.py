@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.counting import multiplications, on_meta
-from crosshead.evals.cost.model import model_cost
+from crosshead.evals.cost.counting import TRAINING_PASSES, multiplications, on_meta
+from crosshead.evals.cost.model import model_cost, usual_length
 
-from ..schema.model_config import CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
+from ..schema.model_config import CLASSIFIERS, CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
 from ..schema.objectives import Noise
 from ..schema.recipe import Recipe
 from ..trainer.loading import load_config
@@ -116,9 +116,11 @@ def _report(
 def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
     """Parameters, FLOPs and, of a decoder, the KV cache."""
     unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
-    if recipe.objective.auto_class == DECODERS:
-        cost = model_cost(config, recipe.data.length)
-        flops, counts = cost.training_flops, {"kv_bytes_per_token": cost.kv_bytes_per_token}
+    if recipe.objective.auto_class in (DECODERS, CLASSIFIERS):
+        is_decoder = recipe.objective.auto_class == DECODERS
+        cost = model_cost(config, recipe.data.length if is_decoder else usual_length(config, 1))
+        flops = cost.training_flops if is_decoder else TRAINING_PASSES * cost.input_flops
+        counts = {"kv_bytes_per_token": cost.kv_bytes_per_token} if is_decoder else {}
         counts |= {"parameters": cost.parameters, "new_parameters": cost.new_parameters}
     else:
         model, example = on_meta(config), objective_of(recipe).example(config, 1)

@@ -167,7 +167,7 @@ def write_text(path: Path) -> str:
 def _toy_train(train: TrainOptions) -> TrainOptions:
     """Two micro batches a step, in float32; any warmup becomes one step."""
     counted = {"tokens": train.tokens, "samples": train.samples}
-    amounts = {"tokens": SEQUENCES * LENGTH, "samples": SEQUENCES}
+    amounts: dict[str, Any] = {"tokens": SEQUENCES * LENGTH, "samples": SEQUENCES}
     amounts = {unit: batch for unit, batch in amounts.items() if counted[unit] is not None}
     return replace(
         train,

@@ -41,8 +41,8 @@ class RunTrainer(CheckpointTrainer):
         # The configs of diffusers have no methods: the model itself describes its layers.
         self.routing = HeadRouting.of(model if hasattr(model, "mixers_of_layer") else model.config)
         self.balance = ExpertBalance(model, recipe.train.expert_bias_rate)
-        self.objective = objective_of(recipe)
-        self.training_loss = TrainingLoss(self.objective, self.routing, recipe.distillation, teacher)
+        self.run_objective = objective_of(recipe)
+        self.training_loss = TrainingLoss(self.run_objective, self.routing, recipe.distillation, teacher)
         self.first_step = step_of(checkpoint) if checkpoint else 0
         self.starts = starting_points(model)
         super().__init__(Path(recipe.output), checkpoint, recipe.checkpoints.keep, **options)
@@ -152,7 +152,7 @@ class RunTrainer(CheckpointTrainer):
         is_last = self.control.should_training_stop
         with torch.random.fork_rng(devices=[]), self._averaged():  # the loader changes the random state
             for inputs in dataloader:
-                scores = self.objective.evaluate(self.model, self._prepare_inputs(inputs))
+                scores = self.run_objective.evaluate(self.model, self._prepare_inputs(inputs))
                 for name, each in scores.items():
                     found.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(each))
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -4,7 +4,8 @@ usage: PYTHONPATH=tests python -P tests/measure/processes.py FOLDER [--steps 50]
 
 Models of toy size, each trained three times on the same steps of eight sequences: by one process at once, by two with
 four each, and by one with four twice. One has `mixture` and its balance loss, learns from a teacher, and has its
-attention matched for the first steps; one has documents apart, so that sequences predict different numbers of tokens.
+attention matched for the first steps; one has documents apart, so that sequences predict different numbers of tokens;
+a BERT with `mixture` learns masked tokens and the order of segments.
 One JSON document on stdout: the greatest difference of any step's loss; exit status 1 where one is above 1e-5.
 """
 
@@ -18,6 +19,9 @@ from crosshead.recipes.schema.recipe import Recipe
 from toy_training import KNOCKING, MIXTURE, toy_run
 from training_sessions import Run
 
+BERT = "small/bert_mixture"
+NO_DROPOUT = (f"model.config.{name}_dropout_prob=0" for name in ("hidden", "attention_probs"))
+ORDER = ("objective.segments=order", *NO_DROPOUT)
 DIVISIONS = {"1 x 8": (1, 8), "2 x 4": (2, 4), "1 x 2 x 4": (1, 4)}
 """Processes, and sequences at once."""
 ALLOWED = 1e-5
@@ -44,6 +48,7 @@ def recipes(folder: Path, steps: int) -> dict[str, Recipe]:
         "documents apart": toy_run(
             KNOCKING, folder / "apart", documents=100, data={"separate_documents": True}, train=train
         ),
+        "order of segments": toy_run(BERT, folder / "order", documents=100, given=ORDER, train=train),
     }
 
 

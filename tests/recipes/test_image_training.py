@@ -12,6 +12,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.data.toy_images import write_toy_images
+from crosshead.recipes.estimate.dry_run import dry_run
+from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding
 from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy
@@ -201,6 +203,20 @@ def test_the_shape_is_checked_for_the_channels_too(tmp_path):
 def test_recipes_that_cannot_train_are_refused(change, words):
     with pytest.raises(RecipeError, match=words):
         load_recipe(TRANSNEXT, [change])
+
+
+def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
+    recipe = run(VIT, tmp_path, given=("model.config.mixers={}", "model.path="))
+    report = dry_run(recipe, ONE_GPU)
+    patches, width, inner, layers = 16, 48, 64, 4
+    tokens = patches + 1
+    forward = patches * width * 3 * 16**2 + width * 4  # the patches and the classifier
+    forward += layers * (4 * tokens * width**2 + 2 * tokens**2 * width + 2 * tokens * width * inner)
+    assert report["training_flops_per_sample"] == 3 * 2 * forward
+    assert report["training_flops"] == 16 * 6 * forward and report["samples_per_step"] == 4
+    assert "kv_bytes_per_token" not in report and report["memory_per_gpu"]["activations"] > 0
+    sharded = dry_run(recipe, Sharding("two", FSDP, 2))["memory_per_gpu"]
+    assert 0 < sharded["weights"] < report["memory_per_gpu"]["weights"]
 
 
 def test_text_objectives_refuse_images():

@@ -34,7 +34,7 @@ def test_two_processes_that_are_killed(tmp_path):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["mixture", "documents apart"])
+@pytest.mark.parametrize("name", ["mixture", "documents apart", "order of segments"])
 def test_a_step_is_the_same_however_it_is_divided(name, tmp_path):
     found = processes.compared(processes.recipes(tmp_path, steps=50)[name], tmp_path / "runs", name)
     assert found["steps"] == 50
