@@ -36,7 +36,7 @@ def sample_of(backbone):
     """The input of a toy."""
     places = {name: torch.arange(float(count)).unsqueeze(1) for name, count in (("text", LENGTH), ("target", 5))}
     if backbone in IMAGES:
-        special = 1 if backbone == "ViT" else 2
+        special = 2 if backbone == "DeiT" else 1
         patches = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
         positions = {"image": torch.cat([torch.full((special, 2), torch.nan), patches])}
         return Sample({"pixel_values": image_toys.IMAGES[:1]}, {}, positions)

@@ -26,7 +26,7 @@ def inspect(
         list[str] | None, typer.Option(help="For T5: the decoder's text or text file, one for each --text.")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="For ViT and DeiT, instead of --text: image file. Repeatable.")
+        list[Path] | None, typer.Option(help="For vision transformers, instead of --text: image file. Repeatable.")
     ] = None,
     other: Annotated[
         str | None, typer.Argument(metavar="[MODEL2]", help="A second model, shown side by side.")

@@ -7,6 +7,7 @@ import transformers
 
 from crosshead.common.errors import EvalError
 from crosshead.modeling import BACKBONES as OURS
+from crosshead.modeling.backbones.dinov2 import NESTED
 
 from ..open_model import Opened, check_backbone
 
@@ -74,6 +75,10 @@ T5 = Backbone(
     head_size=("d_kv",),
 )
 VIT = Backbone((Part("encoder", r"layers\.\d+\.attention", IMAGE, IMAGE),), reads=(IMAGE,), special_tokens=("class",))
+DINOV2 = replace(VIT, parts=(Part("encoder", r"encoder\.layer\.\d+\.attention", IMAGE, IMAGE),))
+if NESTED:
+    NESTED_PART = replace(DINOV2.parts[0], modules=r"encoder\.layer\.\d+\.attention\.attention")
+    DINOV2 = replace(DINOV2, parts=(NESTED_PART,), value="value", output="")
 BACKBONES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "gta"), DECODER),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
@@ -88,6 +93,7 @@ BACKBONES = {
     "T5EncoderModel": replace(T5, parts=T5.parts[:1], reads=(TEXT,), classes=(), arguments=()),
     "vit": VIT,
     "deit": replace(VIT, special_tokens=("class", "distillation")),
+    "dinov2": DINOV2,
 }
 """By stock model type; by class, without our prefix, where that decides."""
 REFUSED = {
