@@ -196,6 +196,8 @@ WRONG = {
     "train.tokens=100": "train.tokens=100",
     "train.samples=null": "samples",
     "distillation={teacher: a}": "distillation",
+    "hub={repo: me/mine}": "hub",
+    "data.sources.0.kind=text": "kind='text'",
     "data.separate_documents=true": "data.separate_documents",
 }
 
