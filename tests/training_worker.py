@@ -20,7 +20,8 @@ def record(folder: Path) -> None:
     step = RunTrainer.training_step
 
     def recording(self: RunTrainer, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
-        rows = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in inputs["input_ids"]]
+        read = inputs["input_ids" if "input_ids" in inputs else "pixel_values"]
+        rows = [blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in read]
         with (folder / name).open("a") as file:
             file.write(f"{self.state.global_step} {' '.join(rows)}\n")
         return step(self, model, inputs, *others)

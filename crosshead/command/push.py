@@ -61,6 +61,8 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     from crosshead.model_cards.facts import CONFIG, read_json
     from crosshead.model_cards.published import check_folder
 
+    if (folder / CONFIG).is_file() and "_class_name" in read_json(folder / CONFIG):
+        raise ValueError(f"{folder} is a model of diffusers, which push cannot check: upload it with `hf upload`")
     files = check_folder(folder, TOKEN)
     code = foreign_code(folder)
     if code is not None and not trust_remote_code:

@@ -24,6 +24,7 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.noise_objective import Noise
 from toy_diffusion import LATENTS, PIXELS, recipe
 from toy_training import losses, metrics, resumed
+from training_sessions import Run
 
 EMBEDDING = ".norm1.emb."
 
@@ -100,6 +101,16 @@ def test_a_step_is_the_same_however_it_is_divided(tmp_path: Path) -> None:
         train(made)
         found.append(losses(made))
     assert found[0] == pytest.approx(found[1], abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_do_the_work_of_one(tmp_path: Path) -> None:
+    made = recipe(tmp_path, learning_rate=1e-3)
+    train(made)
+    run = Run(made, tmp_path, "two")
+    run.finish(2, "train.micro_batch=1")
+    assert list(run.losses().values()) == pytest.approx(losses(made), abs=2e-5)
 
 
 @pytest.mark.slow
@@ -185,6 +196,8 @@ WRONG = {
     "train.tokens=100": "train.tokens=100",
     "train.samples=null": "samples",
     "distillation={teacher: a}": "distillation",
+    "hub={repo: me/mine}": "hub",
+    "data.sources.0.kind=text": "kind='text'",
     "data.separate_documents=true": "data.separate_documents",
 }
 

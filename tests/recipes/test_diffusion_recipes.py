@@ -85,6 +85,8 @@ def test_the_card_of_a_result(tmp_path: Path, capfd: Any, monkeypatch: Any) -> N
     found: dict[str, Any] = {}
     exec(compile(example.replace("schedule.timesteps", "schedule.timesteps[:2]"), "card", "exec"), found)
     assert found["sample"].shape == (1, 1, 8, 8)
+    status, _, err = run_command(capfd, monkeypatch, f"push {folder} me/mine --dry-run")
+    assert status == 1 and "hf upload" in err and err.count("\n") == 1
     status, out, err = run_command(capfd, monkeypatch, f"cost {folder} --json")
     assert status == 0, err
     assert json.loads(out)["length"] == 16

@@ -147,6 +147,15 @@ SETTINGS = {
         clipping=1.0,
         length=8192,
     ),
+    "papers/moh_dit_xl_2": Settings(  # Mixture-of-Head, section 4.2 and table 2; in images
+        tokens=7_000_000 * 256,
+        batch=256,
+        learning_rate=1e-4,
+        lowest=1e-4,
+        decay=0.0,
+        train={"schedule": "constant", "average": 0.9999},
+        objective="noise",
+    ),
     "papers/moh_vit_s": MOH_VIT,
     "papers/talking_albert_base": Settings(  # Talking-Heads, section 7.2, and Lan et al. 2019, section 4.1
         tokens=125_000 * 4096 * 512, batch=4096 * 512, length=512, objective="masked_tokens"
@@ -178,8 +187,7 @@ DEVIATIONS = {
 
 
 def test_every_recipe_of_a_paper_has_its_settings():
-    papers = {name for name in shipped_recipes() if name.startswith("papers/")}
-    assert set(SETTINGS) == {name for name in papers if load_recipe(name).counts_tokens}
+    assert set(SETTINGS) == {name for name in shipped_recipes() if name.startswith("papers/")}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
