@@ -81,6 +81,9 @@ class CrossheadDinov2Model(CrossheadDinov2PreTrainedModel, stock.Dinov2Model):
 
     def post_init(self) -> None:
         """Replace the encoder before the initial values are set."""
+        if any(getattr(module, "gradient_checkpointing", False) for module in self.encoder.modules()):
+            # The stock encoder has removed the field from the config.
+            self.config.gradient_checkpointing = True
         self.encoder = CrossheadDinov2Encoder(self.config)
         super().post_init()
 
