@@ -11,7 +11,7 @@ import pytest
 
 from broken import run as run_command
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer import callbacks, run_trainer
+from crosshead.recipes.trainer import callbacks
 from crosshead.recipes.trainer.callbacks import StopOnSignal
 from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
 from tiers import first
@@ -57,7 +57,7 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
     watch = {"evaluate_every": 3, "every": 2}
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
     train(whole)
-    seen, real = [], run_trainer.evaluate
+    seen, real = [], text_objectives.evaluate
 
     def signalled(*arguments):
         seen.append(1)
@@ -65,12 +65,12 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(run_trainer, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
+    monkeypatch.setattr(text_objectives, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
     train(toy_run(KNOCKING, tmp_path / "counted", 6, watch=watch))
     batches = len(seen) // 2
     assert batches > 1
     seen.clear()
-    monkeypatch.setattr(run_trainer, "evaluate", signalled)
+    monkeypatch.setattr(text_objectives, "evaluate", signalled)
     outcome = train(recipe)
     if last:
         assert outcome.model and outcome.stopped_by is None and len(seen) == 2 * batches
