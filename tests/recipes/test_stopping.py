@@ -11,7 +11,7 @@ import pytest
 
 from broken import run as run_command
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer import callbacks
+from crosshead.recipes.trainer import callbacks, text_objectives
 from crosshead.recipes.trainer.callbacks import StopOnSignal
 from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
 from tiers import first
