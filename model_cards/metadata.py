@@ -8,7 +8,7 @@ from huggingface_hub import EvalResult, ModelCardData
 from .commands import datasets
 from .facts import Facts, Json
 from .papers import MECHANISMS
-from .tasks import GENERATION, Task, task_of
+from .tasks import Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
 HELD_OUT = ("held-out", "held-out part of the training data")
@@ -40,13 +40,14 @@ def tags(facts: Facts) -> list[str]:
 
 def results(facts: Facts) -> Iterator[EvalResult]:
     """The results that were measured on this model."""
+    task = task_of(facts.config)
     for evaluation in facts.evaluations:
-        yield from (_score(row, evaluation, task_of(facts.config)) for row in evaluation["scores"])
+        yield from (_score(row, evaluation, task) for row in evaluation["scores"])
     loss = facts.training.get("metrics", {}).get("eval_loss")
     if isinstance(loss, int | float):
         yield EvalResult(
-            task_type=GENERATION.pipeline,
-            task_name=GENERATION.title,
+            task_type=task.pipeline,
+            task_name=task.title,
             dataset_type=HELD_OUT[0],
             dataset_name=HELD_OUT[1],
             metric_type="loss",

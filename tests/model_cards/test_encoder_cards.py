@@ -8,6 +8,8 @@ from huggingface_hub import metadata_load
 
 import crosshead
 from broken import run
+from crosshead.model_cards.facts import Facts
+from crosshead.model_cards.metadata import card_metadata
 from encoder_toys import write_encoder
 from image_toys import write_image_model
 from t5_toys import write_t5
@@ -45,6 +47,19 @@ def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
         status, out, err = line(f"push {folder} me/{folder} --dry-run")
         assert (status, err) == (0, ""), err
         assert "model.safetensors" in out
+
+
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"architectures": ["CrossheadBertForMaskedLM"]}, "fill-mask"),
+        ({"_class_name": "CrossheadDiTTransformer2DModel"}, "unconditional-image-generation"),
+    ],
+)
+def test_a_held_out_loss_has_the_task_of_the_model(config, task):
+    facts = Facts("model", config, training={"metrics": {"eval_loss": 2.5}})
+    (found,) = card_metadata(facts).eval_results
+    assert (found.task_type, found.metric_type, found.metric_value) == (task, "loss", 2.5)
 
 
 def test_the_card_of_a_t5_has_the_mechanisms_of_its_parts(line, tmp_path):
