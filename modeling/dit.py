@@ -30,6 +30,11 @@ except ImportError as error:
     raise ImportError(f"DiT needs diffusers ({error}): pip install 'crosshead[diffusion]'") from error
 
 ACCEPTED = ("mixture", "knocking", "gating")
+REFUSED = {
+    **dict.fromkeys(("explicit", "differential", "bilinear"), "it changes the projections of attention"),
+    "talking": "its code registers an operator, and diffusers runs the code of a saved model again each time",
+}
+"""Mechanism -> why it is not possible; the rest are accepted."""
 """The mechanisms that leave the projections and the weights of attention as they are."""
 CODE = "modeling_crosshead"
 """The name of the file of code in a saved model's folder, without its ending."""
@@ -144,10 +149,10 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
 
     def __init__(self, *arguments: Any, mixers: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
+        for name in mixers or ():
+            if name in REFUSED:
+                raise refuse("mixers", name, f"{REFUSED[name]}; DiT takes {', '.join(map(repr, ACCEPTED))}")
         complete = complete_mixers({} if mixers is None else mixers, self.layouts())
-        for name, settings in complete.items():
-            if name not in ACCEPTED:
-                raise refuse(f"mixers.{name}", settings, f"DiT takes {', '.join(map(repr, ACCEPTED))}")
         self.register_to_config(mixers=complete)
         for layout, block in zip(self.layouts(), self.transformer_blocks, strict=True):
             settings = layer_settings(complete, layout.layer_index)

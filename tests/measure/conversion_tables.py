@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from backbone_support import support_table
 from crosshead.conversion.architectures.encoder_limits import LATENT_LIMITS, LIMITS, Limit
 from crosshead.modeling import BACKBONES
 from crosshead.modeling.backbones.transnext import TRANSNEXT_LIMITS
@@ -118,7 +119,7 @@ def latent_limits_table() -> str:
 
 
 def refused_table() -> str:
-    """What backbones refuse when a config is made."""
+    """What backbones refuse when a config is made: mechanisms with their defaults, and options."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for config in BACKBONES:
         for each in getattr(config, "refused", ()):
@@ -127,4 +128,4 @@ def refused_table() -> str:
             reasons.setdefault((option, each.reason), []).append(config.class_prefix.removeprefix("Crosshead"))
     lines = ["| backbone | option | reason |", "| --- | --- | --- |"]
     rows = (f"| {', '.join(names)} | {option} | {reason} |" for (option, reason), names in reasons.items())
-    return "\n".join([*lines, *rows]) + "\n"
+    return "\n".join([support_table(), *lines, *rows]) + "\n"
