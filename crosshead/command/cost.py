@@ -55,6 +55,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
     from crosshead.conversion.architectures.families import FAMILIES, kind_of, read_config
     from crosshead.conversion.compress.paired_heads import doubled_heads
+    from crosshead.conversion.mixer_parts import read_request
     from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
@@ -67,8 +68,7 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     if kind == "mixed" and not mixer:
         return config
     plain = mixed.from_dict({**content, "mixers": {}})
-    # In a T5, the mechanisms are for each part, and layers count within it: the encoder's come first.
-    mixers = read_mixers(asked, plain.layouts()[: plain.num_hidden_layers]).mixers
+    mixers = (read_request(asked, plain) if family else read_mixers(asked, plain.layouts())).mixers
     doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
     return mixed.from_dict({**content, "mixers": mixers, **doubled})
 

@@ -156,6 +156,9 @@ def test_a_stock_t5_and_a_transnext(place, line, report):
     toys.stock_config("T5").save_pretrained("t5")
     figures = report("t5 --length 7")
     assert figures["cost"] == figures["stock"] == cost_report(toys.mixed_config("T5", {}), 7)["cost"]
+    parts = {"encoder": {"talking": {}}, "cross": {"talking": {}}}
+    asked = report("t5 --length 7 --mixer talking@encoder+cross")
+    assert asked["cost"] == cost_report(toys.mixed_config("T5", parts), 7)["cost"]
     config = CrossheadTransNextConfig(**transnext_toys.SIZES, mixers=transnext_toys.ROUTED)
     config.save_pretrained("transnext")
     assert report("transnext") == {"model": "transnext"} | cost_report(config, 256)
