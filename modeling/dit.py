@@ -149,9 +149,9 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
 
     def __init__(self, *arguments: Any, mixers: Mapping[str, Any] | None = None, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        for name in mixers or ():
-            if name in REFUSED:
-                raise refuse("mixers", name, f"{REFUSED[name]}; DiT takes {', '.join(map(repr, ACCEPTED))}")
+        for name, reason in REFUSED.items():
+            if isinstance(mixers, Mapping) and name in mixers:
+                raise refuse(f"mixers.{name}", mixers[name], f"{reason}; DiT takes {', '.join(map(repr, ACCEPTED))}")
         complete = complete_mixers({} if mixers is None else mixers, self.layouts())
         self.register_to_config(mixers=complete)
         for layout, block in zip(self.layouts(), self.transformer_blocks, strict=True):

@@ -36,9 +36,9 @@ def test_parameters_are_those_of_the_paper(name: str) -> None:
         ({"mixture": {}}, "mixers.mixture.active_heads"),
         ({"mixture": {"active_heads": 5}}, "active_heads=5"),
         ({"mixture": {"active_heads": [3]}}, "active_heads"),
-        ({"explicit": {"norm": False}}, "mixers=.explicit"),
-        ({"differential": {}}, "mixers=.differential"),
-        ({"talking": {}}, "mixers=.talking"),
+        ({"explicit": {"norm": False}}, "mixers.explicit"),
+        ({"differential": {}}, "mixers.differential"),
+        ({"talking": {}}, "mixers.talking"),
         (["mixture"], "mixers"),
     ],
 )
