@@ -57,7 +57,9 @@ def starting_values(config: Any, layer: int, seed: int) -> dict[str, torch.Tenso
 
 def _initial_std(config: Any) -> float:
     """The standard deviation of random initial values; a T5 derives it from its width."""
-    std: float = getattr(config, "initializer_range", None) or config.initializer_factor * config.d_model**-0.5
+    if hasattr(config, "initializer_factor"):
+        return float(config.initializer_factor * config.d_model**-0.5)
+    std: float = config.initializer_range
     return std
 
 
