@@ -154,7 +154,10 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
         found, where = load_config(str(path), "model.path"), CONFIG
         check_model_type(found.model_type, recipe.objective)
         if expected is not None:
-            check_expected(found, model_config(expected, recipe.objective))
+            wanted = model_config(expected, recipe.objective)
+            if getattr(recipe.objective, "new_classifier", False):
+                found.num_labels = wanted.num_labels
+            check_expected(found, wanted)
     if hasattr(found, "auto_classes"):
         found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]
     return found, where

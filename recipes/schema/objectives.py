@@ -104,6 +104,8 @@ class Classes(ObjectiveOptions):
     """The column of images in a dataset of the Hub."""
     label_column: str = "label"
     """The column of classes."""
+    new_classifier: Flag = False
+    """Start with a new classification layer for the classes of the data, whatever classes `model.path` has."""
 
     @property
     def auto_class(self) -> str:
@@ -174,6 +176,14 @@ def check_sources(objective: ObjectiveOptions, sources: tuple[DataSource, ...]) 
                     f"{key}={getattr(source, key)} of the source {source.path} has no effect with the objective "
                     f"{objective.name}: leave it out"
                 )
+
+
+def check_classifier(objective: ObjectiveOptions, path: str | None) -> None:
+    """Only a model that is continued can get another classification layer."""
+    if isinstance(objective, Classes) and objective.new_classifier and path is None:
+        raise RecipeError(
+            "objective.new_classifier=true has no effect on a model from scratch: leave it out, or give model.path"
+        )
 
 
 def check_pairs(objective: ObjectiveOptions, micro_batch: int) -> None:

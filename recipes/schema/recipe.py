@@ -12,7 +12,16 @@ from crosshead.common.errors import RecipeError
 from ..data.sampling_order import SourceOrder
 from . import sections
 from .model_config import check_expert_bias, model_config
-from .objectives import NEXT_TOKEN, TOKENS, AnyObjective, Noise, check_pairs, check_sources, check_unit
+from .objectives import (
+    NEXT_TOKEN,
+    TOKENS,
+    AnyObjective,
+    Noise,
+    check_classifier,
+    check_pairs,
+    check_sources,
+    check_unit,
+)
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,7 @@ class Recipe(sections.Section):
         check_unit(self.objective, {key: getattr(train, key) for key in amounts})
         check_sources(self.objective, self.data.sources + self.data.evaluation)
         check_pairs(self.objective, train.micro_batch)
+        check_classifier(self.objective, self.model.path)
         if self.counts_tokens and self.model.path is None and self.model.tokenizer is None:
             raise RecipeError("model.tokenizer is missing: a model from scratch has none")
         is_noise = isinstance(self.objective, Noise)

@@ -70,12 +70,17 @@ class Classes(Objective):
         """The classes."""
         if CLASS_COUNT in (self.recipe.model.config or {}):
             check_count(config.num_labels, "model.config", processor.classes)
-        name_classes(config, processor.classes)
+        config.update(class_names(processor.classes))
+
+    def new_head(self, processor: ImageInputs) -> dict[str, Any]:
+        """The classes of the data, with `new_classifier`."""
+        objective: Any = self.recipe.objective
+        return class_names(processor.classes) if objective.new_classifier else {}
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
         """Augmented images; a model that is continued gets the names of their classes."""
         check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
-        name_classes(config, processor.classes)
+        config.update(class_names(processor.classes))
         objective: Any = self.recipe.objective
         augmentation = Augmentation(
             size=self.shape[1:],
@@ -145,11 +150,13 @@ def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:
     if number != len(classes):
         raise RecipeError(
             f"{whose} has num_labels={number}, but the data have {len(classes)} classes: use a model or data with the "
-            "same classes"
+            "same classes, or objective.new_classifier=true with model.path"
         )
 
 
-def name_classes(config: Any, classes: tuple[str, ...]) -> None:
-    """Write the names of the classes into a configuration."""
-    config.id2label = dict(enumerate(classes))
-    config.label2id = {name: number for number, name in enumerate(classes)}
+def class_names(classes: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a configuration with the names of the classes."""
+    return {
+        "id2label": dict(enumerate(classes)),
+        "label2id": {name: number for number, name in enumerate(classes)},
+    }

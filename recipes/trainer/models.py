@@ -59,16 +59,20 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
 
 def load_model(recipe: Recipe, processor: Any) -> Any:
     """The model to train, in float32: from `model.path`, or from scratch with the recipe's seed."""
-    options, objective = recipe.model, recipe.objective
+    options, objective, trained = recipe.model, recipe.objective, objective_of(recipe)
     if options.path is None:
         config = model_config(options.config or {}, objective)
-        trained = objective_of(recipe)
         trained.complete_config(config, processor)
         with torch.random.fork_rng(devices=[]), named_model_config():
             torch.manual_seed(recipe.train.seed)
             return trained.new_model(config)
     check_model_type(load_config(options.path, "model.path", options).model_type, objective)
-    model = _load(objective.auto_class, options.path, "model.path", torch.float32, options)
+    new_head = trained.new_head(processor)
+    model = _load(objective.auto_class, options.path, "model.path", torch.float32, options, new_head)
+    if new_head:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(recipe.train.seed)
+            replace_head(model, trained.new_model(model.config))
     _remove_tokens(model)
     if options.config is not None:
         check_expected(model.config, model_config(options.config, objective))
@@ -119,7 +123,22 @@ def load_teacher(name: str, vocabulary: int, tokenizer: Any) -> Any:
     return teacher
 
 
-def _load(auto_class: str, name: str, key: str, dtype: Any, options: ModelOptions | None = None) -> Any:
+def replace_head(model: Any, other: Any) -> None:
+    """Everything but the backbone comes from another model of the same class."""
+    for name, part in other.named_children():
+        if name != model.base_model_prefix:
+            setattr(model, name, part)
+
+
+def _load(
+    auto_class: str,
+    name: str,
+    key: str,
+    dtype: Any,
+    options: ModelOptions | None = None,
+    new_head: dict[str, Any] | None = None,
+) -> Any:
+    """`new_head` has changes of the configuration: the checkpoint may then lack the head or have another one."""
     kind: Any = getattr(transformers, auto_class)
     try:
         model, report = kind.from_pretrained(
@@ -129,13 +148,19 @@ def _load(auto_class: str, name: str, key: str, dtype: Any, options: ModelOption
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # reported below
             trust_remote_code=False,
+            **(new_head or {}),
         )
     except Exception as error:
         raise RecipeError(loading_error(key, name, error, options)) from None
-    missing = sorted(report["missing_keys"])
+
+    def is_replaced(tensor: str) -> bool:
+        return bool(new_head) and not tensor.startswith(f"{model.base_model_prefix}.")
+
+    missing = sorted(tensor for tensor in report["missing_keys"] if not is_replaced(tensor))
     if missing:
         raise RecipeError(f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}")
-    for tensor, stored, expected in sorted(report["mismatched_keys"])[:1]:
+    mismatched = [each for each in report["mismatched_keys"] if not is_replaced(each[0])]
+    for tensor, stored, expected in sorted(mismatched)[:1]:
         raise RecipeError(
             f"{key}={name} has {tensor} of shape {tuple(stored)}, but its config.json implies {tuple(expected)}: use "
             "the config.json that was saved with its weights"

@@ -77,6 +77,10 @@ class Objective(ABC):
         )
         return model
 
+    def new_head(self, processor: Any) -> dict[str, Any]:
+        """Changes to the configuration of a model that is continued with a new head; none if it keeps its own."""
+        return {}
+
     @abstractmethod
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
         """The data for a model with this configuration."""

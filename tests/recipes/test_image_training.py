@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoModelForImageClassification, pipeline
+from transformers import AutoModel, AutoModelForImageClassification, pipeline
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from crosshead.common.errors import RecipeError
@@ -21,7 +21,7 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.image_objective import check_shape
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
-from image_toys import write_image_model
+from image_toys import CLASSIFIER, write_image_model
 from toy_training import losses, metrics, resumed, weights
 
 VIT, TRANSNEXT = "small/vit_mixture", "papers/moh_vit_s"
@@ -133,15 +133,15 @@ def test_a_classifier_learns(tmp_path):
     assert outcome.metrics["eval_accuracy"] > 0.9 and outcome.metrics["eval_loss"] < 0.3
 
 
-def continued(tmp_path: Path, **changes) -> Path:
+def continued(tmp_path: Path, task: str = CLASSIFIER, objective: dict | None = None, **changes) -> Path:
     """The recipe file of a run that continues a model with three classes, on data with four."""
-    write_image_model(tmp_path / "model", **changes)
+    write_image_model(tmp_path / "model", task=task, **changes)
     write_toy_images(tmp_path / "images")
     path = tmp_path / "recipe.yaml"
     content = {
         "output": str(tmp_path / "out"),
         "model": {"path": str(tmp_path / "model")},
-        "objective": {"name": "classes"},
+        "objective": {"name": "classes"} | (objective or {}),
         "data": {"sources": [{"path": str(tmp_path / "images"), "kind": "images"}], "cache": str(tmp_path / "cache")},
         "train": {"learning_rate": 1e-3, "samples": 8, "batch_samples": 4, "dtype": "float32"},
     }
@@ -164,6 +164,43 @@ def test_another_number_of_classes_is_refused(tmp_path):
         train(replace(scratch, model=replace(scratch.model, config=config, path=None)))
     with pytest.raises(RecipeError, match=r"model.path has num_labels=4, but model.config has 5"):
         train(replace(scratch, model=replace(scratch.model, config=config)))
+
+
+@pytest.mark.parametrize(
+    ("task", "number"),
+    [(CLASSIFIER, 3), (CLASSIFIER, 4), ("Model", 3)],
+    ids=["other number of classes", "other classes", "none"],
+)
+def test_a_new_classifier_replaces_any_other(task, number, tmp_path):
+    recipe = load_recipe(continued(tmp_path, task, {"new_classifier": True}, num_labels=number))
+    _, model, _ = opened(recipe)
+    source = AutoModel.from_pretrained(tmp_path / "model", add_pooling_layer=False)
+    for name, part in source.named_parameters():
+        assert torch.equal(part, model.vit.get_parameter(name)), name
+    assert torch.equal(model.classifier.weight, opened(recipe)[1].classifier.weight)  # from the seed
+    assert model.classifier.bias.eq(0).all() and 0 < model.classifier.weight.std() < 0.05
+    finished = AutoModelForImageClassification.from_pretrained(train(recipe).model)
+    assert list(finished.config.id2label.values()) == CLASSES
+    assert finished.classifier.weight.shape == (4, source.config.hidden_size)
+
+
+def test_a_dry_run_counts_the_new_classifier(tmp_path):
+    recipe = run(VIT, tmp_path, given=("objective.new_classifier=true",))
+    reports = []
+    for number in (4, 7):
+        config = recipe.model.config | {"num_labels": number}
+        reports.append(dry_run(replace(recipe, model=replace(recipe.model, config=config)), ONE_GPU))
+    assert reports[1]["parameters"] - reports[0]["parameters"] == 3 * (recipe.model.config["hidden_size"] + 1)
+
+
+def test_a_new_classifier_has_no_effect_from_scratch(tmp_path):
+    with pytest.raises(RecipeError, match=r"new_classifier=true"):
+        load_recipe(VIT, ("model.path=null", "objective={name: classes, new_classifier: true}"))
+
+
+def test_a_model_without_classifier_is_refused(tmp_path):
+    with pytest.raises(RecipeError, match=r"lacks 2 tensors, the first is classifier"):
+        train(load_recipe(continued(tmp_path, "Model", num_labels=4)))
 
 
 def test_an_image_processor_of_another_model_is_refused(tmp_path):
