@@ -79,11 +79,12 @@ def cost(facts: Facts) -> Iterator[str]:
     found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
         f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for "
-        f"{_inputs(facts)} of "
-        f"{facts.cost['length']:,} tokens:"
+        f"{_inputs(facts)} of {facts.cost['length']:,} tokens:"
     )
-    # An encoder has no cache and does not decode.
+    # An encoder has no cache, no prompt, and does not decode.
     costs = {key: text for key, text in COSTS.items() if found[key] or key == "new_parameters"}
+    if not found["decode_flops"]:
+        costs["prefill_flops"] = "FLOPs per token"
     if facts.mixers:
         rows = [
             [text, count(found[key]), count(stock[key]), change(over[key]) if key in over else ""]
