@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from importlib.util import find_spec
-from itertools import takewhile
 from math import prod
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -16,6 +15,7 @@ from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.free_memory import fits_in_memory
+from crosshead.common.plain_text import end_tokens, read_text, start_tokens
 from crosshead.common.progress import Advance, Progress
 
 from ..architectures.families import FAMILIES, family_of
@@ -59,41 +59,12 @@ def held_out_text() -> str:
     return text[int(len(text) * HELD_OUT) :]
 
 
-def read_text(path: Path) -> str:
-    """The content of a text file; `ConversionError` for other files."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise ConversionError(f"the text {path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConversionError(f"{path} is not UTF-8 text (at byte {error.start}): give plain text") from error
-    if "\0" in text:
-        raise ConversionError(f"{path} is a binary file (it contains zero bytes): give plain text")
-    if not text.strip():
-        raise ConversionError(f"the text {path} is empty: give a file with text")
-    return text
-
-
-def start_tokens(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    pairs = zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True)
-    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)]
-
-
-def end_tokens(tokenizer: Any) -> list[int]:
-    """The special tokens that a tokenizer puts after any text: [SEP] for BERT."""
-    encoded = tokenizer("a", return_special_tokens_mask=True)
-    pairs = zip(reversed(encoded["input_ids"]), reversed(encoded["special_tokens_mask"]), strict=True)
-    return [token for token, _ in takewhile(lambda pair: pair[1], pairs)][::-1]
-
-
 def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
     """Token ids (count, length) of windows that do not overlap, evenly spaced over the text; fewer for a short text.
 
     Each begins with the tokenizer's start tokens, as in the model's training, and ends with its end tokens if it is
-    `closed`. A text too short for one window gives
-    one shorter window. `vocabulary` is the size of the model's vocabulary.
+    `closed`. A text too short for one window gives one shorter window. `vocabulary` is the size of the
+    model's vocabulary.
     """
     excerpt = _excerpts(text, length * CHARACTERS_PER_TOKEN, count)
     tokens = torch.tensor(tokenizer(excerpt, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.long)
@@ -187,7 +158,7 @@ class Text:
 
     def _content(self) -> str:
         if self.given is not None and not self.is_saved:
-            return read_text(self.given)
+            return read_text(self.given, ConversionError)
         text = default_text()
         return text[: int(len(text) * HELD_OUT)]
 

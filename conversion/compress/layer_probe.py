@@ -13,13 +13,14 @@ import torch
 from torch.nn import functional
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Progress, silent
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes, tied_tensors
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import Text, default_text, load_tokenizer, read_text, windows
+from ..calibration.text import Text, default_text, load_tokenizer, windows
 from ..plan import check_source
 from ..sources.resolve import open_source
 from .budget_search import STRIDE, Losses, by_layer, choose, component_variants, measure_losses
@@ -85,7 +86,7 @@ def _measured(
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")
         if length > (maximum := stock.max_position_embeddings):
             raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
-        content = default_text() if text is None else read_text(text)
+        content = default_text() if text is None else read_text(text, ConversionError)
         tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
         statistics = None

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
 
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
@@ -19,7 +20,7 @@ from ..architectures.stacks import decodes, predicts_tokens
 from ..calibration.images import RANDOM_NAME, random_pixels, read_pixels
 from ..calibration.streamed import stream
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, read_text, windows, within_context
+from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, windows, within_context
 from ..options import check_device
 from ..plan import check_source
 from ..sources.model_folder import (
@@ -76,7 +77,7 @@ def read_sample(source: Source, text: Path | None) -> Sample:
         if text is None:
             return Sample(random_pixels(config, IMAGES), RANDOM_NAME)
         return Sample(read_pixels(source, config, text, IMAGES), text.resolve().name)
-    content = held_out_text() if text is None else read_text(text)
+    content = held_out_text() if text is None else read_text(text, ConversionError)
     is_encoder = not decodes(config)
     length = within_context(config, LENGTH) if is_encoder else LENGTH
     tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, is_encoder)

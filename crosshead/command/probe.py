@@ -128,11 +128,13 @@ def _opened(name: str, length: int) -> Any:
 
 
 def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, seed: int, show: Any) -> Any:
-    from crosshead.conversion.calibration.text import default_text, read_text, windows
+    from crosshead.common.errors import EvalError
+    from crosshead.common.plain_text import read_text
+    from crosshead.conversion.calibration.text import default_text, windows
     from crosshead.evals.open_model import load_model
     from crosshead.evals.probe.masked_heads import counts_to_mask, masked_heads
 
-    prose = default_text() if text is None else read_text(text)
+    prose = default_text() if text is None else read_text(text, EvalError)
     tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
     counts = counts_to_mask(opened.config.num_attention_heads)
     stage = f"masking {opened.label}"

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError, nearest
+from crosshead.common.plain_text import read_text
 
 TEXT_COLUMNS = (
     ("sentence1", "sentence2"),
@@ -32,7 +33,7 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
         raise EvalError(
             f"{path} is not a file with rows: a sequence classifier reads {', '.join(SUFFIXES)} (JSON lines)"
         )
-    lines = [line.removesuffix("\r") for line in read_text(path).split("\n")]
+    lines = [line.removesuffix("\r") for line in read_text(path, EvalError).split("\n")]
     header = lines[0].split("\t") if path.suffix == ".tsv" else None
     first = 0 if header is None else 1
     numbered = [(number, line) for number, line in enumerate(lines[first:], first + 1) if line.strip()]
@@ -73,21 +74,6 @@ def _json_fields(where: str, line: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise EvalError(f"{where} is not a JSON object")
     return fields
-
-
-def read_text(path: Path) -> str:
-    """The content of a text file; `EvalError` for other files."""
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise EvalError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise EvalError(f"{path} is not UTF-8 text (at byte {error.start})") from error
-    if "\0" in text:
-        raise EvalError(f"{path} is a binary file (it contains zero bytes)")
-    if not text.strip():
-        raise EvalError(f"{path} is empty")
-    return text
 
 
 def text_files(path: Path) -> list[Path]:

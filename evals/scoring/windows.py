@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Generator, Tensor
 from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 from crosshead.common.errors import EvalError
+from crosshead.common.plain_text import end_tokens, read_text, start_tokens
 
 from ..open_model import Opened, check_tokens
 from .data import Data, padded, text_inputs, token_outcomes
-from .files import read_text, text_files
+from .files import text_files
 from .metrics import Score, token_scores
 
 SEED = 0
@@ -36,7 +37,7 @@ class Windows(Data):
         """Cut the text into windows of `length` tokens."""
         self.opened, self.tokens, self.files = opened, [], text_files(path)
         for file in self.files:
-            ids = opened.tokenizer(read_text(file), add_special_tokens=False, verbose=False)["input_ids"]
+            ids = opened.tokenizer(read_text(file, EvalError), add_special_tokens=False, verbose=False)["input_ids"]
             check_tokens(ids, opened.config.vocab_size)
             windows = [ids[start : start + length] for start in range(0, len(ids), length)]
             self.tokens += [window for window in windows if len(window) > 1]
@@ -61,9 +62,7 @@ class MaskedWindows(Windows):
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
         """Each window has the special tokens that the tokenizer puts around a text."""
-        encoded = opened.tokenizer("a", return_special_tokens_mask=True)
-        pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
-        start, end = ([token for token, _ in takewhile(lambda pair: pair[1], each)] for each in (pairs, pairs[::-1]))
+        start, end = start_tokens(opened.tokenizer), end_tokens(opened.tokenizer)
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context - len(start) - len(end))
         mask = opened.tokenizer.mask_token_id
@@ -76,7 +75,7 @@ class MaskedWindows(Windows):
             chosen = (
                 torch.randperm(len(window), generator=generator)[: max(1, round(RATE * len(window)))].sort().values
             )
-            ids = torch.tensor([*start, *window, *end[::-1]])
+            ids = torch.tensor([*start, *window, *end])
             ids[chosen + len(start)] = mask
             self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
             self.encoded.append({"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)})

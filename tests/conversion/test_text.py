@@ -3,8 +3,9 @@ import torch
 from tokenizers import processors
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.plain_text import end_tokens, start_tokens
 from crosshead.conversion.calibration import text as module
-from crosshead.conversion.calibration.text import default_text, read_text, start_tokens, windows
+from crosshead.conversion.calibration.text import default_text, windows
 from toy_tokenizer import toy_tokenizer
 
 
@@ -19,37 +20,6 @@ def test_default_text_is_prose_in_whatever_order_the_topics_come(monkeypatch):
     assert default_text() == text
 
 
-def test_a_text_file_is_read_as_it_is(tmp_path):
-    path = tmp_path / "text.txt"
-    path.write_bytes("Größe\r\n漢字\n".encode())
-    assert read_text(path) == "Größe\r\n漢字\n"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (b"", "empty"),
-        (b" \n\t", "empty"),
-        (b"caf\xe9", r"UTF-8.*byte 3"),
-        (b"text\0text", "binary"),
-        ("text".encode("utf-16"), r"UTF-8.*byte 0"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused(tmp_path, content, message):
-    path = tmp_path / "sample"
-    path.write_bytes(content)
-    with pytest.raises(ConversionError, match=message) as caught:
-        read_text(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def test_a_missing_file_and_a_folder_are_refused(tmp_path):
-    with pytest.raises(ConversionError, match=r"none\.txt"):
-        read_text(tmp_path / "none.txt")
-    with pytest.raises(ConversionError, match=tmp_path.name):
-        read_text(tmp_path)
-
-
 def test_windows_do_not_overlap_and_are_spread_over_the_text():
     taken = windows(toy_tokenizer(), words(60), 5, 4, 61)
     assert taken.dtype == torch.long
@@ -59,11 +29,11 @@ def test_windows_do_not_overlap_and_are_spread_over_the_text():
 
 def test_windows_begin_as_the_tokenizer_begins_a_text():
     tokenizer = toy_tokenizer()
-    assert start_tokens(tokenizer) == []
+    assert start_tokens(tokenizer) == [] and end_tokens(tokenizer) == []
     tokenizer._tokenizer.post_processor = processors.TemplateProcessing(
-        single="w7 w8 $A w9", special_tokens=[(f"w{token}", token) for token in (7, 8, 9)]
+        single="w7 w8 $A w9 w10", special_tokens=[(f"w{token}", token) for token in (7, 8, 9, 10)]
     )
-    assert start_tokens(tokenizer) == [7, 8]
+    assert start_tokens(tokenizer) == [7, 8] and end_tokens(tokenizer) == [9, 10]
     taken = windows(tokenizer, words(60), 5, 4, 61)
     assert taken[:, :2].tolist() == [[7, 8]] * 4
     assert taken[:, 2].tolist() == [1, 16, 31, 46]

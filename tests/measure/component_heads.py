@@ -24,7 +24,9 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import crosshead
-from crosshead.conversion.calibration.text import read_text, windows
+from crosshead.common.errors import ConversionError
+from crosshead.common.plain_text import read_text
+from crosshead.conversion.calibration.text import windows
 from crosshead.evals.bench.machine import machine
 
 
@@ -111,10 +113,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         text, neutral, out = Path(scratch, "calibration.txt"), Path(scratch, "neutral"), Path(scratch, "out")
         if options.calibration is not None:
-            text.write_text(part_of(read_text(options.calibration), options.calibration_part), encoding="utf-8")
+            text.write_text(
+                part_of(read_text(options.calibration, ConversionError), options.calibration_part), encoding="utf-8"
+            )
         crosshead.convert(options.model, neutral, {"explicit": {}}, dtype="float32", verify=False)
         tokenizer = AutoTokenizer.from_pretrained(neutral)
-        prose = part_of(read_text(options.text), options.part)
+        prose = part_of(read_text(options.text, ConversionError), options.part)
         tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
         source = loss(loaded(neutral), tokens)
         given = None if options.calibration is None else options.calibration.name

@@ -1,0 +1,37 @@
+"""Reads a text file, and finds the special tokens that a tokenizer puts around a text."""
+
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+
+def read_text(path: Path, error_type: type[ValueError]) -> str:
+    """The content of a text file; an error of the given type for other files."""
+    try:
+        text = path.read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise error_type(f"the text {path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise error_type(f"{path} is not UTF-8 text (at byte {error.start}): give plain text") from error
+    if "\0" in text:
+        raise error_type(f"{path} is a binary file (it contains zero bytes): give plain text")
+    if not text.strip():
+        raise error_type(f"the text {path} is empty: give a file with text")
+    return text
+
+
+def start_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts before any text: BOS for Llama, none for Qwen."""
+    return _special(tokenizer, 1)
+
+
+def end_tokens(tokenizer: Any) -> list[int]:
+    """The special tokens that a tokenizer puts after any text: [SEP] for BERT."""
+    return _special(tokenizer, -1)[::-1]
+
+
+def _special(tokenizer: Any, step: int) -> list[int]:
+    """The special tokens at one end of a text, from the outside in."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
+    return [token for token, _ in takewhile(lambda pair: pair[1], pairs[::step])]
