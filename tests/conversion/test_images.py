@@ -132,8 +132,8 @@ def test_streaming_gives_the_models_hidden_states(backbone, tmp_path):
     ("task", "mixers", "options", "message"),
     [
         (CLASSIFIER, {"mixture": {"active_heads": 2}}, {}, "--calibration"),
-        (CLASSIFIER, {"mixture": {"active_heads": 2}}, {"calibration": "empty"}, "empty has no images"),
-        (CLASSIFIER, {"mixture": {"active_heads": 2}}, {"calibration": "missing"}, "missing is not a folder"),
+        (CLASSIFIER, {"mixture": {"active_heads": 2}}, {"calibration": "empty"}, "empty"),
+        (CLASSIFIER, {"mixture": {"active_heads": 2}}, {"calibration": "missing"}, "missing"),
         (CLASSIFIER, {"mixture": {"active_heads": 2}}, {"calibration": "broken"}, "broken/0.png"),
         (CLASSIFIER, {"mixture": PAPER}, {"calibration": "empty"}, "--calibration"),
         ("ForMaskedImageModeling", {"knocking": {}}, {}, "ViTForMaskedImageModeling"),

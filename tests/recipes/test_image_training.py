@@ -156,13 +156,13 @@ def test_a_model_that_is_continued_gets_the_names_of_the_classes(tmp_path):
 
 
 def test_another_number_of_classes_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match="num_labels=3, but the data have 4 classes"):
+    with pytest.raises(RecipeError, match=r"num_labels=3\b.*\b4\b"):
         train(load_recipe(continued(tmp_path)))
     scratch = run(VIT, tmp_path / "scratch")
     config = scratch.model.config | {"num_labels": 5}
-    with pytest.raises(RecipeError, match=r"model.config has num_labels=5, but the data have 4"):
+    with pytest.raises(RecipeError, match=r"model\.config\b.*num_labels=5\b.*\b4\b"):
         train(replace(scratch, model=replace(scratch.model, config=config, path=None)))
-    with pytest.raises(RecipeError, match=r"model.path has num_labels=4, but model.config has 5"):
+    with pytest.raises(RecipeError, match=r"model\.path\b.*num_labels=4\b.*model\.config\b.*\b5\b"):
         train(replace(scratch, model=replace(scratch.model, config=config)))
 
 
@@ -199,7 +199,7 @@ def test_a_new_classifier_has_no_effect_from_scratch(tmp_path):
 
 
 def test_a_model_without_classifier_is_refused(tmp_path):
-    with pytest.raises(RecipeError, match=r"lacks 2 tensors, the first is classifier"):
+    with pytest.raises(RecipeError, match=r"model\.path=.*\b2\b.*classifier"):
         train(load_recipe(continued(tmp_path, "Model", num_labels=4)))
 
 
@@ -208,17 +208,17 @@ def test_an_image_processor_of_another_model_is_refused(tmp_path):
     place = tmp_path / "model" / "preprocessor_config.json"
     content = json.loads(place.read_text())
     place.write_text(json.dumps(content | {"size": {"height": 20, "width": 20}}))
-    with pytest.raises(RecipeError, match=r"\[3, 20, 20\], but the model reads \[3, 16, 16\]"):
+    with pytest.raises(RecipeError, match=r"\[3, 20, 20\].*\[3, 16, 16\]"):
         train(recipe)
     place.write_text("{")
-    with pytest.raises(RecipeError, match=r"image processor of model\.path"):
+    with pytest.raises(RecipeError, match=r"model\.path="):
         train(recipe)
 
 
 def test_the_shape_is_checked_for_the_channels_too(tmp_path):
     recipe = run(VIT, tmp_path)
     inputs = objective_of(recipe).load_processor()
-    with pytest.raises(RecipeError, match="the model reads"):
+    with pytest.raises(RecipeError, match=r"\[3, 64, 64\].*\[1, 64, 64\]"):
         check_shape(inputs, (1, 64, 64), "here")
 
 
@@ -257,7 +257,7 @@ def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
 
 
 def test_text_objectives_refuse_images():
-    with pytest.raises(RecipeError, match="kind='images' has no data for the objective next_token"):
+    with pytest.raises(RecipeError, match=r"kind='images'.*next_token"):
         load_recipe("small/smollm2_mixture", ["data.sources=[{path: here, kind: images}]"])
-    with pytest.raises(RecipeError, match="column='image' has no effect"):
+    with pytest.raises(RecipeError, match="column='image'"):
         DataSource("here", "images", column="image")

@@ -172,13 +172,13 @@ def test_runs_that_are_refused(tmp_path):
     with pytest.raises(RecipeError, match="type_vocab_size=1"):
         train(replace(recipe, model=replace(recipe.model, config=recipe.model.config | {"type_vocab_size": 1})))
     decoder = toy_run(KNOCKING, tmp_path / "decoder")
-    with pytest.raises(RecipeError, match="masked_tokens cannot train a model of model_type='crosshead_llama'"):
+    with pytest.raises(RecipeError, match=r"masked_tokens.*model_type='crosshead_llama'"):
         train(replace(recipe, model=replace(recipe.model, path=decoder.model.path, config=None)))
     with pytest.raises(RecipeError, match="mask_token"):
         train(replace(recipe, model=replace(recipe.model, tokenizer=decoder.model.tokenizer)))
     with pytest.raises(RecipeError, match=r"train\.checkpoint_activations"):  # the library's ALBERT has none
         train(replace(recipe, train=replace(recipe.train, checkpoint_activations=True)))
-    with pytest.raises(RecipeError, match=r"no distillation\.teacher"):
+    with pytest.raises(RecipeError, match=r"distillation\.teacher"):
         save_teacher(recipe, tmp_path / "logits")
     assert not Path(recipe.output).exists()
 
