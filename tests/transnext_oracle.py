@@ -94,18 +94,9 @@ def attention(
     inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers
 ) -> tuple[Pixels, list[tuple[Tensor, ...]]]:
     """The outputs of one layer, and what the router of mixture gives for each pixel."""
-    pixels = [sides(x, weights, shape.heads, mixers) for x in inputs]
-    pooled = [] if shape.reduction == 1 else pooled_keys(inputs, size, weights, shape)
-    far = [(sides(x, weights, shape.heads, mixers), x, i, j) for x, i, j in pooled]
-    if shape.reduction == 1:
-        far = [(pixels[t], inputs[t], *divmod(t, size[1])) for t in range(len(inputs))]
+    pixels, far, biases = features(inputs, size, weights, shape, mixers)
     outputs, routing = [], []
-    biases: Biases = {}
     for t, x in enumerate(inputs):
-        for _, _, row, column in far:
-            distance = t // size[1] - row, t % size[1] - column
-            if distance not in biases:
-                biases[distance] = position_bias(*distance, weights, shape.pretrained)
         heads = attend(t, inputs, pixels, far, biases, size, weights, shape, mixers)
         for name, options in mixers.items():
             if name == "mixture":
@@ -115,6 +106,31 @@ def attention(
                 heads = gating(heads, x, weights)
         outputs.append(linear(torch.cat(heads), weights, "o_proj"))
     return outputs, routing
+
+
+def attention_weights(inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers) -> Tensor:
+    """The weights (heads, pixels, keys) of a layer whose attention is global."""
+    pixels, far, biases = features(inputs, size, weights, shape, mixers)
+    rows = [weights_of(t, inputs, pixels, far, biases, size, weights, shape, mixers)[2] for t in range(len(inputs))]
+    return torch.stack([torch.stack(each) for each in rows], dim=1)
+
+
+def features(
+    inputs: Pixels, size: Size, weights: Weights, shape: Attention, mixers: Mixers
+) -> tuple[list[dict[str, list[Tensor]]], list[tuple[dict[str, list[Tensor]], Tensor, float, float]], Biases]:
+    """The heads of all pixels; heads, input and place of all keys outside the windows; the position biases."""
+    pixels = [sides(x, weights, shape.heads, mixers) for x in inputs]
+    pooled = [] if shape.reduction == 1 else pooled_keys(inputs, size, weights, shape)
+    far = [(sides(x, weights, shape.heads, mixers), x, i, j) for x, i, j in pooled]
+    if shape.reduction == 1:
+        far = [(pixels[t], inputs[t], *divmod(t, size[1])) for t in range(len(inputs))]
+    biases: Biases = {}
+    for t in range(len(inputs)):
+        for _, _, row, column in far:
+            distance = t // size[1] - row, t % size[1] - column
+            if distance not in biases:
+                biases[distance] = position_bias(*distance, weights, shape.pretrained)
+    return pixels, far, biases
 
 
 def attend(
@@ -129,6 +145,37 @@ def attend(
     mixers: Mixers,
 ) -> list[Tensor]:
     """The head outputs of pixel `t`: it attends to its window and to the keys of `far`."""
+    window, queries, rows = weights_of(t, inputs, pixels, far, biases, size, weights, shape, mixers)
+    if "differential" in mixers:
+        options, values = mixers["differential"], [key["value"] for key, *_ in far]
+        layer = LayerShape(shape.heads, shape.heads, 0, shape.layer, 1e-6, False)
+        if options["version"] == 2:
+            return paired_queries(rows, values, inputs[t], weights)
+        return differential(rows, values, weights, layer, options)
+    outputs = []
+    for head in range(shape.heads):
+        terms = []
+        for n, (place, s) in enumerate(window):
+            token = weights["learnable_tokens"][head, :, place]
+            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, place]
+            terms.append((rows[head][n] + learnt) * pixels[s]["value"][head])
+        terms += [rows[head][len(window) + n] * key["value"][head] for n, (key, *_) in enumerate(far)]
+        outputs.append(add(terms))
+    return outputs
+
+
+def weights_of(
+    t: int,
+    inputs: Pixels,
+    pixels: list[dict[str, list[Tensor]]],
+    far: list[tuple[dict[str, list[Tensor]], Tensor, float, float]],
+    biases: Biases,
+    size: Size,
+    weights: Weights,
+    shape: Attention,
+    mixers: Mixers,
+) -> tuple[list[tuple[int, int]], list[Tensor], list[Tensor]]:
+    """Of pixel `t`: its window as places and pixels, the queries of length one, and each head's weights."""
     row, column = divmod(t, size[1])
     bias_of = [biases[row - i, column - j] for _, _, i, j in far]
     half = shape.window // 2
@@ -150,22 +197,7 @@ def attend(
     key_inputs = [x for _, x, _, _ in far]
     rows = mix("logits", logits, inputs[t], key_inputs, weights, mixers)
     rows = mix("weights", [torch.softmax(each, dim=0) for each in rows], inputs[t], key_inputs, weights, mixers)
-    if "differential" in mixers:
-        options, values = mixers["differential"], [key["value"] for key, *_ in far]
-        layer = LayerShape(shape.heads, shape.heads, 0, shape.layer, 1e-6, False)
-        if options["version"] == 2:
-            return paired_queries(rows, values, inputs[t], weights)
-        return differential(rows, values, weights, layer, options)
-    outputs = []
-    for head in range(shape.heads):
-        terms = []
-        for n, (place, s) in enumerate(window):
-            token = weights["learnable_tokens"][head, :, place]
-            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, place]
-            terms.append((rows[head][n] + learnt) * pixels[s]["value"][head])
-        terms += [rows[head][len(window) + n] * key["value"][head] for n, (key, *_) in enumerate(far)]
-        outputs.append(add(terms))
-    return outputs
+    return window, queries, rows
 
 
 def mix(

@@ -1,6 +1,7 @@
 """Tables of the backbones: which attention layers they have, what they read, and the names in stock classes."""
 
 from dataclasses import dataclass, replace
+from math import ceil
 from typing import Any
 
 import transformers
@@ -8,6 +9,7 @@ import transformers
 from crosshead.common.errors import EvalError
 from crosshead.modeling import BACKBONES as OURS
 from crosshead.modeling.backbones.dinov2 import NESTED
+from crosshead.modeling.encoder import image_shape
 
 from ..open_model import Opened, check_backbone
 
@@ -96,23 +98,42 @@ BACKBONES = {
     "dinov2": DINOV2,
 }
 """By stock model type; by class, without our prefix, where that decides."""
-REFUSED = {
-    "transnext": "its layers attend to windows and pooled features of an image, for which there is no map of tokens",
-}
-"""Stock model type -> why it is not shown."""
 
 
 def backbone_of(opened: Opened) -> Backbone:
     """The entry of a model in the table; `EvalError` if it has none."""
     check_backbone(opened)
     family, name = opened.config.model_type.removeprefix("crosshead_"), _architecture(opened.config)
-    if family in REFUSED:
-        raise EvalError(f"{opened.name} has model_type={opened.config.model_type!r}: {REFUSED[family]}")
+    if family == "transnext":
+        return _global_stage(opened)
     backbone = BACKBONES.get(name.removeprefix("Crosshead")) or BACKBONES[family]
     if name and backbone.classes and not name.endswith(backbone.classes):
         endings = " or ".join(backbone.classes)
         raise EvalError(f"{opened.name} is a {name}: inspect needs a model whose class ends in {endings}")
     return backbone
+
+
+def _global_stage(opened: Opened) -> Backbone:
+    """The last stage of a TransNeXt. In the other stages there is no map of tokens."""
+    config = opened.config
+    if config.sr_ratios[-1] != 1:
+        raise EvalError(
+            f"{opened.name} has sr_ratios={list(config.sr_ratios)}: inspect shows the last stage, where 1 is needed, "
+            "because the layers of other stages attend to windows and pooled features"
+        )
+    part = Part("last", rf"block{len(config.depths)}\.\d+\.attn", IMAGE, IMAGE)
+    return Backbone((part,), reads=(IMAGE,))
+
+
+def patch_grid(config: Any) -> tuple[int, int]:
+    """The rows and columns of the tokens of an image."""
+    _, height, width = image_shape(config)
+    if hasattr(config, "depths"):  # each later stage of a TransNeXt halves the feature map
+        stride = config.patch_size * 2 ** (len(config.depths) - 1)
+        return ceil(height / stride), ceil(width / stride)
+    size = config.patch_size
+    down, across = size if isinstance(size, list | tuple) else (size, size)
+    return height // down, width // across
 
 
 def model_class(config: Any) -> Any:
@@ -126,12 +147,18 @@ def head_size(config: Any, backbone: Backbone) -> int:
     """The features of a query head."""
     if backbone.head_size:
         return sum(getattr(config, field) for field in backbone.head_size)
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(getattr(config, "head_dim", None) or config.hidden_size // query_heads(config))
+
+
+def query_heads(config: Any) -> int:
+    """The query heads of a layer, which a TransNeXt has for each stage."""
+    heads = config.num_attention_heads
+    return int(heads[-1] if isinstance(heads, list | tuple) else heads)
 
 
 def key_value_heads(config: Any) -> int:
     """As many as query heads where the config has no field for them."""
-    return getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or query_heads(config)
 
 
 def _architecture(config: Any) -> str:

@@ -13,7 +13,7 @@ from crosshead.common.images import open_processor, processed_image
 from crosshead.modeling.encoder import image_shape
 
 from ..open_model import Opened, check_tokens
-from .backbones import IMAGE, TARGET, TEXT, Backbone
+from .backbones import IMAGE, TARGET, TEXT, Backbone, patch_grid
 from .pack import pack_picture
 
 MAXIMUM_TOKENS = 512
@@ -124,20 +124,20 @@ def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]
 def _image_sample(opened: Opened, backbone: Backbone, processor: Any, name: str, file: Path) -> Sample:
     config, special = opened.config, len(backbone.special_tokens)
     channels, height, width = image_shape(config)
-    size = config.patch_size
-    down, across = size if isinstance(size, list | tuple) else (size, size)
-    places = torch.cartesian_prod(torch.arange(height // down), torch.arange(width // across))
+    rows, columns = patch_grid(config)
+    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in places.tolist())]
     if len(tokens) > MAXIMUM_TOKENS:
         raise EvalError(
             f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
-            f"model with larger patches than patch_size={size}, or smaller images than image_size={config.image_size}"
+            f"model with larger patches than patch_size={config.patch_size}, or smaller images than "
+            f"image_size={config.image_size}"
         )
     pixels = processed_image(file, processor, (channels, height, width), opened.label)
     positions = torch.cat([torch.full((special, 2), torch.nan), places.float()])
     image = {
-        "rows": height // down,
-        "columns": width // across,
+        "rows": rows,
+        "columns": columns,
         "special": special,
         "picture": pack_picture(_colours(pixels[0], processor)),
     }

@@ -14,7 +14,7 @@ import torch
 from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
-from .backbones import IMAGE, Backbone, Part, backbone_of, head_size, key_value_heads, model_class
+from .backbones import IMAGE, Backbone, Part, backbone_of, head_size, key_value_heads, model_class, query_heads
 from .inputs import MAXIMUM_TOKENS, Inputs, Sample, read_samples
 from .layer import TOP, LayerStates, layer_record, record_states
 from .matrices import description, matrix_records
@@ -66,7 +66,7 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": calls,
         "parts": [part_record(part, places) for part in backbone.parts],
-        "query_heads": config.num_attention_heads,
+        "query_heads": query_heads(config),
         "key_value_heads": key_value_heads(config),
         "head_dim": head_size(config, backbone),
         "matrices": [

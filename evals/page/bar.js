@@ -87,7 +87,7 @@ function factsOf(model) {
   });
   const sizes = [
     model.model_type, `${(model.parameters / 1e6).toFixed(model.parameters < 1e7 ? 2 : 0)} M parameters`,
-    ...(hasParts() ? model.parts.map(({ name, layers }) => `${layers} ${PARTS[name]} layers`) : [`${model.layers} layers`]),
+    ...(hasParts() || model.parts[0].name === "last" ? model.parts.map(({ name, layers }) => `${layers} ${PARTS[name]} layers`) : [`${model.layers} layers`]),
     `${model.query_heads} query heads`, `${model.key_value_heads} key/value heads`,
     `${model.head_dim} features a head`,
   ];

@@ -40,7 +40,7 @@ function keysOf(model) {
   return partOf(model).columns === "target" ? textOf(model).target : textOf(model);
 }
 
-const PARTS = { encoder: "encoder", decoder: "decoder", cross: "cross-attention" };
+const PARTS = { encoder: "encoder", decoder: "decoder", cross: "cross-attention", last: "last-stage" };
 
 function hasParts() {
   return models[0].parts.length > 1;

@@ -1,6 +1,7 @@
 """`crosshead inspect` of encoders, T5, vision transformers and decoders whose keys share a part, and the oracles."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -8,9 +9,11 @@ from PIL import Image
 
 import crosshead
 import toys
+import transnext_oracle
 import transnext_toys
 from broken import run, snapshot
-from crosshead.evals.inspect.backbones import BACKBONES, REFUSED
+from crosshead.common.images import open_processor, processed_image
+from crosshead.evals.inspect.backbones import BACKBONES
 from encoder_toys import write_encoder
 from image_toys import write_image_model, write_images
 from inspect_oracle import IMAGES, shown_and_called, shown_maps, truth
@@ -27,9 +30,9 @@ CASES = [
 STOCK_MODELS = ["Bert", "DeepseekV3", "DeepseekV2", "Albert", "ViT", "DeiT", "T5"]
 
 
-def test_every_backbone_is_shown_or_refused():
+def test_every_backbone_is_shown():
     families = {config.model_type.removeprefix("crosshead_") for config in crosshead.FAMILIES}
-    assert families == {name for name in BACKBONES if name.islower()} | set(REFUSED)
+    assert families == {name for name in BACKBONES if name.islower()} | {"transnext"}
 
 
 @pytest.mark.parametrize(("backbone", "case"), CASES)
@@ -186,6 +189,35 @@ def test_tokens_and_picture_of_an_image(tmp_path, report, backbone):
     assert picture[3, 2].tolist() == [200, 100, 0] and picture[15, 20].tolist() == [0, 50, 250]
 
 
+@pytest.mark.parametrize("case", first(["mixture", "plain", "talking", "differential"]))
+def test_the_last_stage_of_transnext(tmp_path, report, case):
+    model = transnext_toys.model_of(transnext_toys.CASES[case], image_size=96)
+    model.save_pretrained(tmp_path / "model")
+    write_image_model(tmp_path / "vit", image_size=96)
+    shutil.copy(tmp_path / "vit" / "preprocessor_config.json", tmp_path / "model")
+    image = write_images(tmp_path / "images", 1) / "0.png"
+    found = report("model", "--image", str(image))
+    (text,), attention = found["texts"], model.transnext.block4[0].attn
+    assert text["tokens"] == [f"patch ({row}, {column})" for row in range(3) for column in range(3)]
+    assert found["parts"] == [{"name": "last", "rows": "image", "columns": "image", "causal": False, "layers": 1}]
+    assert (found["query_heads"], found["key_value_heads"], found["head_dim"]) == (4, 4, 8)
+
+    inputs = []
+    attention.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0]))
+    processor = open_processor(tmp_path / "model", "model")
+    with torch.no_grad():
+        model(processed_image(image, processor, (3, 96, 96), "model"))
+    weights = {name: each.detach().double() for name, each in attention.named_parameters()}
+    mixers = model.config.mixers_of_layer(4)
+    shape = transnext_oracle.Attention(4, 1, 3, 3, 4)
+    wanted = transnext_oracle.attention_weights(list(inputs[0][0].double()), (3, 3), weights, shape, mixers)
+    shown = shown_maps(wanted, weights, mixers, 4)
+    (record,) = text["layers"]
+    assert torch.allclose(maps(record["maps"]), shown, atol=0.02)
+    assert torch.allclose(numbers(record["keys"]["weight"])[:, :, 0].abs(), shown.abs().amax(-1), atol=1e-3)
+    assert (record["routing"] is not None) == ("mixture" in mixers)
+
+
 @pytest.fixture
 def models(tmp_path, monkeypatch):
     """A model of each kind, and files that are no images."""
@@ -196,7 +228,7 @@ def models(tmp_path, monkeypatch):
     write_image_model(tmp_path / "fine", image_size=92)
     write_image_model(tmp_path / "bare")
     (tmp_path / "bare" / "preprocessor_config.json").unlink()
-    transnext_toys.model_of({}).save_pretrained(tmp_path / "transnext")
+    transnext_toys.model_of({}, sr_ratios=[8, 4, 2, 2]).save_pretrained(tmp_path / "windows")
     write_images(tmp_path / "images", 1)
     (tmp_path / "images" / "0.png").rename(tmp_path / "image.png")
     (tmp_path / "broken.png").write_bytes((tmp_path / "image.png").read_bytes()[:60])
@@ -219,7 +251,7 @@ REFUSED_USES = [
     (["vit", "--image", "image.png", "--image", "./image.png"], "two images"),
     (["bare", "--image", "image.png"], "preprocessor_config.json"),
     (["fine", "--image", "image.png"], "530 tokens"),
-    (["transnext", "--image", "image.png"], "windows and pooled features"),
+    (["windows", "--image", "image.png"], "sr_ratios=[8, 4, 2, 2]"),
 ]
 
 
