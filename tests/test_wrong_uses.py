@@ -69,6 +69,7 @@ CASES = {
     "inspect source --out page.html": (2, "--image"),
     f"inspect source {TEXT} --target none --out page.html": (1, "--target"),
     "inspect source --image text.txt --out page.html": (1, "--text"),
+    f"inspect source {TEXT} --time 3 --out page.html": (1, "--time"),
     f"inspect source {TEXT} --out page.txt": (1, "page.txt"),
     "inspect source --text none.txt --out page.html": (1, "none.txt"),
     f"inspect none {TEXT} --out page.html": (1, "none"),

@@ -26,7 +26,11 @@ def inspect(
         list[str] | None, typer.Option(help="For T5: the decoder's text or text file, one for each --text.")
     ] = None,
     image: Annotated[
-        list[Path] | None, typer.Option(help="For vision transformers, instead of --text: image file. Repeatable.")
+        list[Path] | None,
+        typer.Option(help="For vision and diffusion transformers, instead of --text: image. Repeatable."),
+    ] = None,
+    time: Annotated[
+        int | None, typer.Option(help="For diffusion transformers: time of the noise in the image; 250 by default.")
     ] = None,
     other: Annotated[
         str | None, typer.Argument(metavar="[MODEL2]", help="A second model, shown side by side.")
@@ -40,7 +44,7 @@ def inspect(
     crosshead inspect Qwen/Qwen3-0.6B --text "The cat sat on the mat." --out report.html
     """
     if not text and not image:
-        raise typer.BadParameter("give --text, or for a vision transformer --image")
+        raise typer.BadParameter("give --text, or for a vision or diffusion transformer --image")
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.evals.inspect.inputs import Inputs
@@ -51,7 +55,7 @@ def inspect(
     check_target(out, overwrite)
     texts = _named("text", [_read(each) for each in text or []])
     images = _named("image", [(each.name, _existing(each)) for each in image or []])
-    inputs = Inputs(texts, [_read(each)[1] for each in target or []], images)
+    inputs = Inputs(texts, [_read(each)[1] for each in target or []], images, time)
     with progress() as show:
         report = inspect_report([model] if other is None else [model, other], inputs, show)
     written = write_report(report, out)

@@ -15,6 +15,7 @@ from ..open_model import Opened, check_backbone
 
 TEXT, TARGET, IMAGE = "text", "target", "image"
 """What a model reads; also the names of the options of `crosshead inspect`."""
+DIT = "dit"
 
 
 @dataclass(frozen=True)
@@ -96,12 +97,15 @@ BACKBONES = {
     "vit": VIT,
     "deit": replace(VIT, special_tokens=("class", "distillation")),
     "dinov2": DINOV2,
+    DIT: Backbone((Part("encoder", r"transformer_blocks\.\d+\.attn1\.processor", IMAGE, IMAGE),), reads=(IMAGE,)),
 }
 """By stock model type; by class, without our prefix, where that decides."""
 
 
 def backbone_of(opened: Opened) -> Backbone:
     """The entry of a model in the table; `EvalError` if it has none."""
+    if opened.config.model_type == DIT:
+        return BACKBONES[DIT]
     check_backbone(opened)
     family, name = opened.config.model_type.removeprefix("crosshead_"), _architecture(opened.config)
     if family == "transnext":

@@ -1,6 +1,6 @@
 """Texts and images as the models read them, and their part of the report."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from pathlib import Path
@@ -13,11 +13,14 @@ from crosshead.common.images import open_processor, processed_image
 from crosshead.modeling.encoder import image_shape
 
 from ..open_model import Opened, check_tokens
-from .backbones import IMAGE, TARGET, TEXT, Backbone, patch_grid
+from .backbones import DIT, IMAGE, TARGET, TEXT, Backbone, patch_grid
+from .diffusion import TIME, image_reader
 from .pack import pack_picture
 
 MAXIMUM_TOKENS = 512
 """A page stores and draws the square of this."""
+ImageReader = Callable[[Path], tuple[dict[str, torch.Tensor], torch.Tensor]]
+"""Makes of a file the arguments of the model and the colours (height, width, channels) from 0 to 1."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Inputs:
     target: Sequence[str] = ()
     """The decoder's text for each text, for an encoder with a decoder."""
     image: Mapping[str, Path] = field(default_factory=dict)
+    time: int | None = None
+    """Of the noise that is added to images, for a diffusion transformer."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +52,11 @@ def read_samples(opened: Opened, backbone: Backbone, inputs: Inputs) -> list[Sam
     """What a model reads; `EvalError` where an option is missing, is of no use, or names what cannot be read."""
     check_options(opened, backbone, inputs)
     if IMAGE in backbone.reads:
-        processor = open_processor(opened.name, opened.label)
-        return [_image_sample(opened, backbone, processor, *image) for image in inputs.image.items()]
+        time = TIME if inputs.time is None else inputs.time
+        read, is_dit = _image_reader(opened, time), opened.config.model_type == DIT
+        names = [f"{name} at time {time}" if is_dit else name for name in inputs.image]
+        files = inputs.image.values()
+        return [_image_sample(opened, backbone, read, *image) for image in zip(names, files, strict=True)]
     targets: Sequence[str | None] = inputs.target or [None] * len(inputs.text)
     return [_text_sample(opened, *text, target) for text, target in zip(inputs.text.items(), targets, strict=True)]
 
@@ -62,6 +70,8 @@ def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
             problem = f"has no use for --{name}" if given else f"needs --{name}"
             reads = f"a model with model_type={opened.config.model_type!r} reads {needed}"
             raise EvalError(f"{opened.label} {problem}: {reads}")
+    if inputs.time is not None and opened.config.model_type != DIT:
+        raise EvalError(f"{opened.label} has no use for --time, which is for diffusion transformers")
     if inputs.target and len(inputs.target) != len(inputs.text):
         counts = f"{len(inputs.text)} --text and {len(inputs.target)} --target"
         raise EvalError(f"{counts} were given: give one --target for each --text, in the same order")
@@ -121,9 +131,20 @@ def split_text(text: str, spans: Sequence[tuple[int, int]], names: Sequence[str]
     return pieces, starts
 
 
-def _image_sample(opened: Opened, backbone: Backbone, processor: Any, name: str, file: Path) -> Sample:
+def _image_reader(opened: Opened, time: int) -> ImageReader:
+    if opened.config.model_type == DIT:
+        return image_reader(opened, time)
+    processor = open_processor(opened.name, opened.label)
+
+    def read(file: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        pixels = processed_image(file, processor, image_shape(opened.config), opened.label)
+        return {"pixel_values": pixels}, _colours(pixels[0], processor)
+
+    return read
+
+
+def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: str, file: Path) -> Sample:
     config, special = opened.config, len(backbone.special_tokens)
-    channels, height, width = image_shape(config)
     rows, columns = patch_grid(config)
     places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
     tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in places.tolist())]
@@ -133,16 +154,16 @@ def _image_sample(opened: Opened, backbone: Backbone, processor: Any, name: str,
             f"model with larger patches than patch_size={config.patch_size}, or smaller images than "
             f"image_size={config.image_size}"
         )
-    pixels = processed_image(file, processor, (channels, height, width), opened.label)
+    arguments, colours = read(file)
     positions = torch.cat([torch.full((special, 2), torch.nan), places.float()])
     image = {
         "rows": rows,
         "columns": columns,
         "special": special,
-        "picture": pack_picture(_colours(pixels[0], processor)),
+        "picture": pack_picture(colours),
     }
     record = {"name": name, "tokens": tokens, "starts": list(range(len(tokens))), "target": None, "image": image}
-    return Sample({"pixel_values": pixels}, record, {IMAGE: positions})
+    return Sample(arguments, record, {IMAGE: positions})
 
 
 def _colours(pixels: torch.Tensor, processor: Any) -> torch.Tensor:

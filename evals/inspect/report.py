@@ -14,7 +14,19 @@ import torch
 from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
-from .backbones import IMAGE, Backbone, Part, backbone_of, head_size, key_value_heads, model_class, query_heads
+from .backbones import (
+    BACKBONES,
+    DIT,
+    IMAGE,
+    Backbone,
+    Part,
+    backbone_of,
+    head_size,
+    key_value_heads,
+    model_class,
+    query_heads,
+)
+from .diffusion import load_dit, open_dit, record_block
 from .inputs import MAXIMUM_TOKENS, Inputs, Sample, read_samples
 from .layer import TOP, LayerStates, layer_record, record_states
 from .matrices import description, matrix_records
@@ -34,7 +46,7 @@ class Place(NamedTuple):
 
 def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> dict[str, Any]:
     """The report of one or two models on texts or images."""
-    opened = [open_config(name) for name in names]
+    opened = [open_dit(name) or open_config(name) for name in names]
     backbones = [backbone_of(each) for each in opened]
     opened = [
         each if IMAGE in backbone.reads else replace(each, tokenizer=open_tokenizer(each))
@@ -47,9 +59,7 @@ def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> 
 
 def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], progress: Progress) -> dict[str, Any]:
     """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text or image."""
-    # Eager attention returns its weights.
-    options = {"dtype": torch.float32, "device_map": None, "attn_implementation": "eager"}
-    model = load_model(opened, model_class(opened.config), **options)
+    model = _load(opened)
     config, done = opened.config, count(1)
     places = attention_places(model, backbone)
     calls = prod(getattr(config, name) for name in backbone.calls) if backbone.calls else len(places)
@@ -78,9 +88,17 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
     }
 
 
+def _load(opened: Opened) -> Any:
+    """The model in float32, on the CPU, with attention that returns its weights."""
+    if opened.config.model_type == DIT:
+        return load_dit(opened)
+    options = {"dtype": torch.float32, "device_map": None, "attn_implementation": "eager"}
+    return load_model(opened, model_class(opened.config), **options)
+
+
 def attention_places(model: Any, backbone: Backbone) -> list[Place]:
     """The attention modules of a model, part by part."""
-    modules = list(model.base_model.named_modules())
+    modules = list(getattr(model, "base_model", model).named_modules())
     return [
         Place(part, module, [])
         for part in backbone.parts
@@ -118,7 +136,10 @@ def layer_records(
 
     with ExitStack() as stack:
         for place in places:
-            stack.enter_context(record_states(place.attention, backbone, partial(receive, place)))
+            if backbone is BACKBONES[DIT]:
+                stack.enter_context(record_block(place.attention, partial(receive, place)))
+            else:
+                stack.enter_context(record_states(place.attention, backbone, partial(receive, place)))
         model(**sample.arguments, **dict(backbone.arguments))
     layers = [layer for of_part in found.values() for layer in of_part]
     similarity = {}

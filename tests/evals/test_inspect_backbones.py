@@ -32,7 +32,7 @@ STOCK_MODELS = ["Bert", "DeepseekV3", "DeepseekV2", "Albert", "ViT", "DeiT", "T5
 
 def test_every_backbone_is_shown():
     families = {config.model_type.removeprefix("crosshead_") for config in crosshead.FAMILIES}
-    assert families == {name for name in BACKBONES if name.islower()} | {"transnext"}
+    assert families == {name for name in BACKBONES if name.islower()} - {"dit"} | {"transnext"}
 
 
 @pytest.mark.parametrize(("backbone", "case"), CASES)
