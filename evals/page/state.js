@@ -80,9 +80,9 @@ function groupOf(model) {
   return Math.floor((outputOf(model) * opened[model].values.rows) / headsOf(model));
 }
 
-// The patch of another model at the same place of the image; special tokens in their order.
+// The patch of another model at the same place of the image; special tokens in their order, or the first patch.
 function samePatch(token, from, to) {
-  if (token < from.special) return Math.min(token, to.special - 1);
+  if (token < from.special) return Math.max(0, Math.min(token, to.special - 1));
   const place = token - from.special;
   const scaled = (at, size, other) => Math.floor(((at + 0.5) * other) / size);
   const row = scaled(Math.floor(place / from.columns), from.rows, to.rows);

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 import toys
+import transnext_toys
 from browser import BROWSER, DRIVER, opened, running, until
 from crosshead.evals.inspect.inputs import Inputs
 from crosshead.evals.inspect.page import write_report
@@ -16,7 +18,8 @@ MINUS = "\N{MINUS SIGN}"
 TEXT, TARGET = "the cat sat on the mat, and the dog saw it.", "it goes & goes."
 T5 = {"encoder": {"talking": {}}, "cross": {"mixture": {"active_heads": 3}}}
 BERT = {"knocking": {}}
-PAGES = ("t5", "bert", "albert", "vit", "pair")
+PAGES = ("t5", "bert", "albert", "vit", "pair", "stage")
+PAIRS = {"pair": ("vit", "deit"), "stage": ("vit", "transnext")}
 
 pytestmark = [
     pytest.mark.slow,
@@ -36,14 +39,17 @@ def place(tmp_path_factory):
     write_model(toys.mixed_model("Albert", {"talking": {}}, num_hidden_layers=3), folder / "albert")
     write_image_model(folder / "vit")
     write_image_model(folder / "deit", "DeiT", image_size=32)
+    transnext_toys.model_of({}, image_size=96, depths=[1, 1, 2, 2]).save_pretrained(folder / "transnext")
+    size = {"height": 96, "width": 96}
+    ViTImageProcessorPil(size=size).save_pretrained(folder / "transnext")
     image = write_images(folder / "images", 1) / "0.png"
     texts = dict.fromkeys(("bert", "albert"), Inputs({"prose": TEXT}))
     inputs = (
-        texts | {"t5": Inputs({"prose": TEXT}, [TARGET])} | dict.fromkeys(("vit", "pair"), Inputs(image={"a": image}))
+        texts | {"t5": Inputs({"prose": TEXT}, [TARGET])} | dict.fromkeys(("vit", *PAIRS), Inputs(image={"a": image}))
     )
     reports = {}
     for name in PAGES:
-        models = ("vit", "deit") if name == "pair" else (name,)
+        models = PAIRS.get(name, (name,))
         reports[name] = inspect_report([str(folder / each) for each in models], inputs[name], lambda *_: None)
         write_report(reports[name], folder / f"{name}.html")
     return folder, reports
@@ -200,3 +206,12 @@ def test_two_image_models_are_read_at_the_same_place(place, browser):
         assert token(page, "columns", 2 + 8 * 3 + 5, column=2).get_attribute("aria-selected") == "true"
         token(page, "rows", 1, column=2).click()  # distillation
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
+
+
+def test_a_model_without_special_tokens_beside_one_that_has_them(place, browser):
+    """A ViT of 4 x 4 patches, and the last stage of a TransNeXt, 3 x 3."""
+    with opened(browser, place[0] / "stage.html") as page:
+        assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # for the class token
+        assert "2 last-stage layers" in page.one("#facts .column:nth-child(2)").text
+        token(page, "columns", 8, column=2).click()  # patch (2, 2)
+        assert token(page, "columns", 1 + 4 * 3 + 3).get_attribute("aria-selected") == "true"
