@@ -2,8 +2,8 @@
 
 `K_i = sum_j C_ij B_j`: `h` key (value) heads from `h'` component heads, the same scalars for every token and
 feature. The cache holds the components. RoPE commutes with the combination, so cached components are rotated
-already. A per-head norm on keys (Qwen3) does not commute; there the cache holds the rotated `w * B_j` and, per token
-and combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts
+already. A per-head norm on keys does not commute; there the cache holds the rotated `w * B_j` and, per token and
+combined head, `1 / rms(sum_j C_ij B_j)` in float32 precision. With fewer components than heads, the layer starts
 as grouped attention over `h'` heads; with as many, it starts as it was. `norm` is an RMSNorm over each head's
 output. With `groups`, consecutive heads combine the components of their own group only: `C` is block-diagonal, and
 `weight` holds its blocks, as that of a grouped convolution does.
