@@ -80,7 +80,7 @@ def _measured(
         name = checkpoint.origin["name"]
         stock = read_config(checkpoint.config, "stock", name)
         if family_of(stock).is_encoder:
-            raise ConversionError(f"{name} is an encoder, whose layers have no loss to measure: give a decoder")
+            raise ConversionError(f"{name} is not a causal language model, whose loss is measured: give one")
         check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
         if stock.num_key_value_heads < 2:
             raise ConversionError(f"{name} has one KV head, which cannot be compressed")

@@ -18,7 +18,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
 
-from ..architectures.families import kind_of
+from ..architectures.families import FAMILIES, PREFIX, kind_of
 from ..calibration.text import load_tokenizer
 from ..fold import fold
 from ..sources.model_folder import read_record, record_file, write_json
@@ -64,6 +64,7 @@ def verify_in_engine(
             )
             for role, place in places.items()
         }
+        _check_decoder(opened["source"], engine)
         sample = read_sample(opened["source"], None if text is None else Path(text))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
@@ -83,6 +84,17 @@ def verify_in_engine(
         with suppress(OSError):  # a published folder may be read-only
             write_json(place, record | {"engines": record.get("engines", {}) | {engine: report}})
     return {"engine": {"name": engine, **report}}
+
+
+def _check_decoder(source: Source, engine: str) -> None:
+    """`ConversionError` for a model that does not predict the next token of a text."""
+    model_type = str(source.config.get("model_type"))
+    family = FAMILIES.get(model_type.removeprefix(PREFIX))
+    if family is not None and family.is_encoder:
+        raise ConversionError(
+            f"--engine {engine} compares causal language models, and {source.origin['name']} has model_type="
+            f"{model_type!r}: leave --engine out"
+        )
 
 
 def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.verification.engines import compared, verify_in_engine
+from encoder_toys import write_encoder
 from gguf_tokenizers import characters
 from toy_checkpoints import write_model
 
@@ -36,6 +37,14 @@ def test_refusals(engine, python, reason, folders):
     with pytest.raises(ConversionError) as caught:
         verify_in_engine(*folders, engine, python=python)
     assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "llama.cpp"])
+def test_refuses_encoders(engine, tmp_path):
+    source = write_encoder(tmp_path / "source")
+    with pytest.raises(ConversionError, match=rf"--engine {engine}.*'bert'") as caught:
+        verify_in_engine(source, source, engine)
     assert "\n" not in str(caught.value)
 
 
