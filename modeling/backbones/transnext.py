@@ -7,7 +7,7 @@ made for each size. Files have the names of the published checkpoints, those of 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import transformers.initialization as init
@@ -19,7 +19,7 @@ from transformers.core_model_loading import Chunk, WeightConverter, WeightRenami
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPooling, ImageClassifierOutput
 from transformers.models.pvt_v2.modeling_pvt_v2 import PvtV2DepthWiseConv, PvtV2DropPath
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import TransformersKwargs, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from ..configuration import MixersConfig
@@ -202,6 +202,7 @@ class CrossheadTransNextPreTrainedModel(CrossheadPreTrained, PreTrainedModel):
     config: CrossheadTransNextConfig
     base_model_prefix = "transnext"
     main_input_name = "pixel_values"
+    _input_embed_layer = "patch_embed1"
     input_modalities = ["image"]
     supports_gradient_checkpointing = True
     _supports_sdpa = True
@@ -241,7 +242,7 @@ class CrossheadTransNextModel(CrossheadBackbone, CrossheadTransNextPreTrainedMod
     @recording_forward
     @merge_with_config_defaults
     @capture_outputs(tie_last_hidden_states=False)
-    def forward(self, pixel_values: Tensor, **kwargs: Any) -> BaseModelOutputWithPooling:
+    def forward(self, pixel_values: Tensor, **kwargs: Unpack[TransformersKwargs]) -> BaseModelOutputWithPooling:
         """The last feature map (B, N, hidden) after its norm, and its mean over the pixels."""
         hidden_states, config = pixel_values.to(self.dtype), self.config
         for stage, reduction in enumerate(config.sr_ratios):
@@ -268,7 +269,9 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
         self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels else nn.Identity()
         self.post_init()
 
-    def _classify(self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Any) -> ImageClassifierOutput:
+    def _classify(
+        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
+    ) -> ImageClassifierOutput:
         """Logits, and with labels the loss."""
         outputs = self.transnext(pixel_values, **kwargs)
         logits = self.head(outputs.pooler_output)

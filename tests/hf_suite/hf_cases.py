@@ -28,22 +28,43 @@ BACKBONES: dict[str, str] = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "qwen3_moe": "Qwen3Moe",
+    "deepseek_v2": "DeepseekV2",
+    "deepseek_v3": "DeepseekV3",
+    "gta": "Gta",
     "bert": "Bert",
     "albert": "Albert",
     "vit": "ViT",
     "deit": "DeiT",
     "dinov2": "Dinov2",
+    "transnext": "TransNext",
     "t5": "T5",
 }
 ENCODERS = ("bert", "albert")
-IMAGES = ("vit", "deit", "dinov2")
+IMAGES = ("vit", "deit", "dinov2", "transnext")
 SEQ2SEQ = ("t5",)
+COMPARED = {"gta": "llama", "transnext": "vit"}
+"""Backbones without a stock class -> those whose stock class they are compared with."""
 
 ENCODER_SIZES: dict[str, Any] = {
     "num_labels": 2,
     "head_dim": None,
     "num_key_value_heads": None,
     "attention_probs_dropout_prob": 0.0,
+}
+LATENT_SIZES: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
 }
 IMAGE_SIZES: dict[str, Any] = {
     **dict.fromkeys(("vocab_size", "num_key_value_heads", "head_dim", "max_position_embeddings")),
@@ -54,6 +75,8 @@ IMAGE_SIZES: dict[str, Any] = {
 EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "qwen2": {"head_dim": None},  # Qwen2 has no such field: its head size is hidden_size / num_attention_heads
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "deepseek_v2": LATENT_SIZES | {"q_lora_rank": None},
+    "deepseek_v3": LATENT_SIZES | {"q_lora_rank": 10},
     "bert": ENCODER_SIZES,
     "albert": {**ENCODER_SIZES, "embedding_size": 16},
     "t5": {
@@ -69,6 +92,15 @@ EXTRA_SIZES: dict[str, dict[str, Any]] = {
     "vit": IMAGE_SIZES,
     "deit": IMAGE_SIZES,
     "dinov2": {**IMAGE_SIZES, "intermediate_size": None, "mlp_ratio": 2},
+    "transnext": {
+        **dict.fromkeys(set(SIZES) - {"num_labels"}),
+        "image_size": 16,
+        "hidden_sizes": [16, SIZES["hidden_size"]],
+        "num_attention_heads": [SIZES["num_attention_heads"]] * 2,
+        "depths": [1, 1],
+        "mlp_ratios": [2, 2],
+        "sr_ratios": [2, 1],
+    },
 }
 
 
@@ -87,7 +119,7 @@ class Case:
     @property
     def baseline(self) -> str:
         """The name of the stock case that this one is compared with."""
-        return Case(self.backbone).name
+        return Case(COMPARED.get(self.backbone, self.backbone)).name
 
     @property
     def prefix(self) -> str:
@@ -104,7 +136,7 @@ class Case:
 EXPLICIT = {"explicit": {"key_heads": 1, "value_heads": 1}}
 MIXTURE = {"mixture": {"shared_heads": 1, "active_heads": 3}}
 
-BASELINES: list[Case] = [Case(backbone) for backbone in BACKBONES]
+BASELINES: list[Case] = [Case(backbone) for backbone in BACKBONES if backbone not in COMPARED]
 OURS: list[Case] = [
     Case("llama", {"knocking": {}}),
     Case("llama", EXPLICIT),
@@ -116,6 +148,9 @@ OURS: list[Case] = [
     Case("qwen2", {"knocking": {}}),
     Case("qwen3", EXPLICIT),
     Case("qwen3_moe", MIXTURE),
+    Case("deepseek_v2", {"knocking": {}, **MIXTURE}),
+    Case("deepseek_v3", {"talking": {}}),
+    Case("gta", {"knocking": {}, **MIXTURE}),
     Case("bert", {"knocking": {}, **MIXTURE}),
     Case("bert", {"talking": {}}),
     Case("albert", EXPLICIT),
@@ -123,6 +158,7 @@ OURS: list[Case] = [
     Case("vit", MIXTURE),
     Case("deit", {"talking": {}}),
     Case("dinov2", MIXTURE),
+    Case("transnext", MIXTURE),
     Case("t5", {"talking": {}, **MIXTURE}),
     Case("t5", EXPLICIT),
 ]
