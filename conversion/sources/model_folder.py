@@ -22,7 +22,8 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.bundle import code_files
 
-from ..architectures.families import kind_of, read_config
+from ..architectures.families import kind_of
+from ..architectures.saved_config import saved_config
 from ..writing.shard_writer import digest_of
 from ..writing.work_folder import is_fixed
 from .safetensors_store import INDEX, WEIGHTS
@@ -139,7 +140,7 @@ def foreign_code(folder: Path) -> str | None:
     """The name of the first Python file in a folder that differs from the code this crosshead writes there."""
     files = sorted(folder.rglob("*.py"))
     content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files else {}
-    own = code_files(read_config(content, "mixed", folder.name)) if kind_of(content) == "mixed" else {}
+    own = code_files(saved_config(content, folder.name)) if kind_of(content) == "mixed" else {}
     for file in files:
         if own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name

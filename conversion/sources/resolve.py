@@ -108,7 +108,9 @@ def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
 def _check_inputs(config: Mapping[str, Any], files: set[str], name: str) -> None:
     """`ConversionError` if a folder has no tokenizer, or no image processor where its model reads images."""
     family = FAMILIES.get(str(config.get("model_type")).removeprefix(PREFIX))
-    if family is not None and family.reads_images:
+    if family is None:
+        return  # refused later
+    if family.reads_images:
         if IMAGE_PROCESSOR not in files:
             raise ConversionError(f"{name} has no image processor ({IMAGE_PROCESSOR}): copy the file into it")
     elif not any(needed <= files for needed in _TOKENIZERS):

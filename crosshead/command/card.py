@@ -62,7 +62,8 @@ def write_card(
 
 def _cost(facts: Any) -> dict[str, Any]:
     """The cost of the model, and of the same model without mechanisms."""
-    from crosshead.conversion.architectures.families import PREFIX, family_of, read_config
+    from crosshead.conversion.architectures.families import family_of
+    from crosshead.conversion.architectures.saved_config import saved_config
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
 
@@ -71,8 +72,7 @@ def _cost(facts: Any) -> dict[str, Any]:
 
         dit = DiTConfig.read(facts.config)
         return cost_report(dit, dit.tokens)
-    kind = "mixed" if str(facts.config.get("model_type")).startswith(PREFIX) else "stock"
-    config = read_config(dict(facts.config), kind, facts.name)
-    if kind == "stock":
+    config = saved_config(dict(facts.config), facts.name)
+    if not hasattr(config, "mixers"):
         config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
     return cost_report(config, usual_length(config, LENGTH))

@@ -53,7 +53,8 @@ def cost(
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     """A crosshead config, with the mechanisms that `convert` would add for the same --mixer."""
-    from crosshead.conversion.architectures.families import FAMILIES, kind_of, read_config
+    from crosshead.conversion.architectures.families import FAMILIES, kind_of
+    from crosshead.conversion.architectures.saved_config import config_class_of, saved_config
     from crosshead.conversion.compress.paired_heads import doubled_heads
     from crosshead.conversion.mixer_parts import read_request
     from crosshead.conversion.options import read_mixers, with_recipe
@@ -62,43 +63,14 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     asked, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
     if "_class_name" in content:
         return _dit_config(content, asked, model)
-    mixed = _config_class(content, model)
-    family, kind = FAMILIES.get(mixed.model_type.removeprefix(PREFIX)), kind_of(content)
-    config = _of_no_family(mixed, content, model) if family is None else read_config(content, kind, model)
+    mixed, kind = config_class_of(content, model), kind_of(content)
+    family, config = FAMILIES.get(mixed.model_type.removeprefix(PREFIX)), saved_config(content, model)
     if kind == "mixed" and not mixer:
         return config
     plain = mixed.from_dict({**content, "mixers": {}})
     mixers = (read_request(asked, plain) if family else read_mixers(asked, plain.layouts())).mixers
     doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
     return mixed.from_dict({**content, "mixers": mixers, **doubled})
-
-
-def _config_class(content: dict[str, Any], name: str) -> Any:
-    """The config class with mechanisms for a stock or crosshead `model_type`."""
-    from crosshead.modeling import BACKBONES
-
-    classes = {config.model_type.removeprefix(PREFIX): config for config in BACKBONES}
-    model_type = content.get("model_type")
-    found = classes.get(str(model_type).removeprefix(PREFIX))
-    if found is None:
-        raise ValueError(f"{name} has model_type={model_type!r}: use a model of type {', '.join(classes)}")
-    return found
-
-
-def _of_no_family(mixed: Any, content: dict[str, Any], name: str) -> Any:
-    """The checked config of a model that is not converted."""
-    from crosshead.common.errors import one_line
-    from crosshead.conversion.architectures.config_fields import check_fields
-    from crosshead.evals.cost.counting import on_meta
-
-    numbers = {field: value for field, value in content.items() if not isinstance(value, list)}  # not of stages
-    check_fields(numbers, mixed, f"config.json of {name}")
-    try:
-        config = mixed.from_dict({"mixers": {}} | content)
-        on_meta(config)  # some values are checked only when a model is created
-        return config
-    except Exception as error:  # a config may contain anything, and transformers raises many types of errors
-        raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
 
 
 def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:

@@ -54,7 +54,7 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
     import torch
 
     from crosshead.common.access_tokens import TOKEN
-    from crosshead.conversion.architectures.families import auto_class, family_of, kind_of, read_config
+    from crosshead.conversion.architectures.saved_config import saved_auto_class, saved_config
     from crosshead.conversion.calibration.images import random_pixels
     from crosshead.conversion.sources.model_folder import foreign_code
     from crosshead.conversion.verification.reload import reload_check
@@ -71,10 +71,10 @@ def checked(folder: Path, trust_remote_code: bool = False) -> dict[str, int]:
             "then add --trust-remote-code"
         )
     content = read_json(folder / CONFIG)
-    config = read_config(content, kind_of(content), folder.name)
-    images = family_of(config).reads_images
+    config = saved_config(content, folder.name)
+    images = hasattr(config, "image_size")
     inputs = random_pixels(config, 1) if images else torch.arange(1, TOKENS + 1)[None] % config.vocab_size
-    found = reload_check(folder, inputs, auto_class=auto_class(config))
+    found = reload_check(folder, inputs, auto_class=saved_auto_class(config))
     for fault in ("missing", "unexpected", "mismatched", "errors", "unloaded"):
         if found.get(fault):
             raise ValueError(f"{folder} does not load completely without crosshead: {fault} {found[fault][0]}")

@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import metadata_load
 
 import crosshead
+import transnext_toys
 from broken import run
 from crosshead.model_cards.facts import Facts
 from crosshead.model_cards.metadata import card_metadata
@@ -47,6 +48,24 @@ def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
         status, out, err = line(f"push {folder} me/{folder} --dry-run")
         assert (status, err) == (0, ""), err
         assert "model.safetensors" in out
+
+
+def test_a_model_that_transformers_does_not_have(line, tmp_path):
+    """Trained or built, TransNeXt gets a card and is pushed; it is not converted."""
+    transnext_toys.model_of(transnext_toys.ROUTED, image_size=96).save_pretrained(tmp_path / "made")
+    processor = {"image_processor_type": "ViTImageProcessor", "size": {"height": 96, "width": 96}}
+    (tmp_path / "made" / "preprocessor_config.json").write_text(json.dumps(processor))
+    assert line("card made")[0] == 0
+    text = (tmp_path / "made" / "README.md").read_text()
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile("\n".join(examples), "README.md", "exec"), names := {})
+    assert "lora" in str(names["model"])
+    status, out, err = line("push made me/made --dry-run")
+    assert (status, err) == (0, "") and "model.safetensors" in out
+    for command in ("convert made again --mixer knocking", "fold made stock", "verify made made"):
+        status, out, err = line(command)
+        assert (status, out, err.count("\n")) == (1, "", 1)
+        assert "'crosshead_transnext'" in err and "mixers" in err
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,24 @@ def test_the_trainer_accumulates_the_whole_loss(tmp_path: Path) -> None:
             assert functional.cosine_similarity(change.flatten(), other.flatten(), dim=0) > 0.99, name
 
 
+@pytest.mark.parametrize(
+    "mixers",
+    [
+        {"knocking": {"on": ["query", "key", "value"]}, "gating": {}},
+        {"talking": {"layers": [4]}},
+        {"mixture": {"active_heads": [2, 4, 4, 4, 4], "shared_heads": 1, "gate": "binary"}},
+    ],
+    ids=lambda mixers: "+".join(mixers),
+)
+@torch.no_grad()
+def test_mechanisms_that_are_added_start_neutral(mixers: dict[str, Any], tmp_path: Path) -> None:
+    source = model_of({})
+    source.save_pretrained(tmp_path)
+    model = CrossheadTransNextForImageClassification.from_pretrained(tmp_path, mixers=mixers)
+    assert list(model.config.mechanisms()) == list(mixers)
+    assert (model(IMAGES).logits - source(IMAGES).logits).abs().max() < 1e-6
+
+
 @pytest.mark.compile
 @torch.no_grad()
 def test_compiled_without_a_break() -> None:

@@ -1,0 +1,52 @@
+"""Checked configs of saved crosshead models, also of those that transformers has no stock model of."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from crosshead.common.errors import ConversionError, one_line
+from crosshead.modeling import BACKBONES
+
+from .config_fields import check_fields
+from .families import FAMILIES, PREFIX, auto_class, kind_of, read_config
+
+
+def config_class_of(content: Mapping[str, Any], name: str) -> Any:
+    """The config class with mechanisms for a stock or crosshead `model_type`."""
+    classes = {config.model_type.removeprefix(PREFIX): config for config in BACKBONES}
+    model_type = content.get("model_type")
+    found = classes.get(str(model_type).removeprefix(PREFIX))
+    if found is None:
+        raise ConversionError(f"{name} has model_type={model_type!r}: use a model of type {', '.join(classes)}")
+    return found
+
+
+def saved_config(content: dict[str, Any], name: str) -> Any:
+    """The config of a saved model, stock or crosshead."""
+    mixed = config_class_of(content, name)
+    if mixed.model_type.removeprefix(PREFIX) in FAMILIES:
+        return read_config(content, kind_of(content), name)
+    numbers = {field: value for field, value in content.items() if not isinstance(value, list)}  # not of stages
+    check_fields(numbers, mixed, f"config.json of {name}")
+    try:
+        config = mixed.from_dict({"mixers": {}} | content)
+        with torch.device("meta"):
+            _model_class(config)(config)  # some values are checked only when a model is created
+        return config
+    except Exception as error:  # a config may contain anything, and transformers raises many types of errors
+        raise ConversionError(f"config.json of {name} cannot be used: {one_line(error)}") from error
+
+
+def saved_auto_class(config: Any) -> str:
+    """The Auto class that loads a saved model."""
+    if config.model_type.removeprefix(PREFIX) in FAMILIES:
+        return auto_class(config)
+    ending = _model_class(config).__name__.removeprefix(config.class_prefix)
+    return next(auto for auto, each in config.auto_classes.items() if each == ending)
+
+
+def _model_class(config: Any) -> Any:
+    """The class that a config names, or the first one of its kind."""
+    classes = {each.__name__: each for each in BACKBONES[type(config)]}
+    return classes.get((config.architectures or [""])[0]) or next(iter(classes.values()))
