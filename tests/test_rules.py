@@ -1,10 +1,12 @@
 """Every rule of the code base holds in every file, and each rule finds a snippet that breaks it."""
 
+import re
 import tomllib
 from graphlib import TopologicalSorter
 
 import pytest
 
+import crosshead
 import rules
 from rules import ROOT, Source
 
@@ -124,6 +126,17 @@ each_rule = pytest.mark.parametrize("rule", [*PYTHON_RULES, rules.machine_paths]
 @pytest.fixture(scope="module")
 def sources():
     return {path: rules.read(ROOT / path) for path in FILES}
+
+
+def test_mechanisms_and_attention_name_no_backbone(sources):
+    families = {config.class_prefix.removeprefix("Crosshead").lower() for config in crosshead.FAMILIES} | {"dit"}
+    shared = "transformers.models.llama.modeling_llama import apply_rotary_pos_emb"  # the library keeps it there
+    named = re.compile(rf"\b({'|'.join(families)})(\d|_\w+)?\b")
+    common = {f"modeling/{name}.py" for name in ("attention", "backends", "cache", "ops")}
+    files = [path for path in sources if path in common or path.startswith("modeling/mechanisms/")]
+    assert len(files) > 8
+    for path in files:
+        assert not named.search(sources[path].text.replace(shared, "").lower()), path
 
 
 @pytest.mark.parametrize("rule", PYTHON_RULES, ids=lambda rule: rule.__name__)

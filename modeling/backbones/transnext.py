@@ -269,9 +269,7 @@ class CrossheadTransNextForImageClassification(CrossheadTransNextPreTrainedModel
         self.head = nn.Linear(config.hidden_size, config.num_labels) if config.num_labels else nn.Identity()
         self.post_init()
 
-    def _classify(
-        self, pixel_values: Tensor, labels: Tensor | None = None, **kwargs: Unpack[TransformersKwargs]
-    ) -> ImageClassifierOutput:
+    def _classify(self, pixel_values: Tensor, labels: Any = None, **kwargs: Unpack[TransformersKwargs]) -> Any:
         """Logits, and with labels the loss."""
         outputs = self.transnext(pixel_values, **kwargs)
         logits = self.head(outputs.pooler_output)
