@@ -116,13 +116,20 @@ class Plain:
         return {"pixel_values": self.inputs.pixels(sample["image"]), "labels": sample["labels"]}
 
 
-def image_processor(size: int, channels: int) -> Any:
-    """For a model from scratch: a central crop of 7/8 of the shorter side, and pixel values from -1 to 1."""
+def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any:
+    """For a model from scratch: the central square, and pixel values from -1 to 1.
+
+    The square has 7/8 of the shorter side, as usual for a model that trains on crops, and all of it for other models.
+    """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 
     half = [0.5] * channels
     return ConvNextImageProcessorPil(
-        size={"shortest_edge": size}, crop_pct=7 / 8, image_mean=half, image_std=half, do_convert_rgb=channels == 3
+        size={"shortest_edge": size},
+        crop_pct=1.0 if smallest_crop == 1 else 7 / 8,
+        image_mean=half,
+        image_std=half,
+        do_convert_rgb=channels == 3,
     )
 
 

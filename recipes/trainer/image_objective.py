@@ -59,7 +59,7 @@ class Classes(Objective):
             raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
         if path is None and height != width:
             raise RecipeError(f"model.config has image_size=[{height}, {width}]: use one number, for square images")
-        processor = image_processor(height, channels) if path is None else load_image_processor(path)
+        processor = image_processor(height, channels, objective.crop) if path is None else load_image_processor(path)
         columns = objective.image_column, objective.label_column
         inputs = find_images(self.recipe.data, columns, processor, channels)
         if path is not None:
