@@ -184,4 +184,4 @@ def test_accelerate_understands_its_configurations(path):
 
 
 def test_there_are_recipes_of_every_kind():
-    assert len(SHIPPED) == 33 and len(ACCELERATE) == 4
+    assert len(SHIPPED) == 35 and len(ACCELERATE) == 4
