@@ -76,7 +76,13 @@ def embedding_table(report: Content) -> str:
     """The cosines of sentence embeddings."""
     lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest |", "| --- | ---: | ---: |"]
     lines += [f"| {name} | {found['mean']:.4f} | {found['minimum']:.4f} |" for name, found in report["cases"].items()]
+    differences = [found["difference"] for found in report["cases"].values() if "difference" in found]
     lines.append("")
+    if differences:
+        lines.append(
+            f"In the {len(differences)} neutral conversions, the embeddings, of length one, differ from the source's by "
+            f"{max(differences):.1g} at most in any number."
+        )
     lines.append(
         f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
         "sentences are of the same text; the default text is Python's help texts. Trained: all weights, "

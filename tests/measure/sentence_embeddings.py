@@ -105,8 +105,11 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def record(name: str, model: Any, **further: float) -> None:
-        cosines = (all_embeddings(model, tokenizer, held_out) * expected).sum(-1)
+        found = all_embeddings(model, tokenizer, held_out)
+        cosines = (found * expected).sum(-1)
         rows[name] = {"mean": round(float(cosines.mean()), 5), "minimum": round(float(cosines.min()), 5), **further}
+        if name in NEUTRAL:
+            rows[name]["difference"] = float((found - expected).abs().max())
         print(json.dumps({name: rows[name]}), flush=True)
 
     record("source, trained on sentences", source, loss=round(train(source, tokenizer, calibration), 5))
