@@ -80,7 +80,7 @@ def embedding_table(report: Content) -> str:
     lines.append("")
     if differences:
         lines.append(
-            f"In the {len(differences)} neutral conversions, the embeddings, of length one, differ from the source's by "
+            f"In the {len(differences)} neutral conversions, embeddings of length one differ from the source's by "
             f"{max(differences):.1g} at most in any number."
         )
     lines.append(
