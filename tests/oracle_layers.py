@@ -136,14 +136,16 @@ class Layer:
 
     def gradients(self, output: torch.Tensor) -> dict[str, torch.Tensor]:
         """Gradients of a lopsided sum over the real rows, by input and parameter."""
-        generator = torch.Generator().manual_seed(9)
-        direction = torch.randn(output.shape, generator=generator, dtype=torch.float64) * self.rows[..., None]
         named = {"inputs": self.inputs, **dict(self.attention.named_parameters())}
-        found = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
-        return {
-            name: torch.zeros_like(named[name]) if gradient is None else gradient
-            for name, gradient in zip(named, found, strict=True)
-        }
+        return gradients(output * self.rows[..., None], named)
+
+
+def gradients(output: torch.Tensor, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradients of a lopsided sum."""
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
+    found = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
+    pairs = zip(named.items(), found, strict=True)
+    return {name: torch.zeros_like(x) if gradient is None else gradient for (name, x), gradient in pairs}
 
 
 def assert_layer_agrees(layer: Layer, run: Callable[[], torch.Tensor] | None = None, least: float = 0.1) -> None:

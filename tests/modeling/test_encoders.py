@@ -16,7 +16,7 @@ import crosshead
 import oracles
 from case_grids import for_each_case_and_encoder
 from oracle_arithmetic import LayerShape
-from oracle_layers import OUTPUT_TOLERANCE, additive, oracle_view
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, additive, gradients, oracle_view
 from tiers import grid
 from toys import (
     ENCODER_CASES,
@@ -59,6 +59,7 @@ def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
     model = mixed_model(backbone, ENCODER_CASES[case], backend="eager").double()
     attention, config = attention_of(model), model.config
     inputs = torch.randn(2, 7, config.hidden_size, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs.requires_grad_()
     allowed = torch.ones(2, 7, 7, dtype=torch.bool)
     allowed[1, :, 4:] = False
     weights = {
@@ -73,11 +74,15 @@ def test_attention_follows_the_oracle(case: str, backbone: str) -> None:
     if backbone == "Albert":
         expected = attention.LayerNorm(inputs + expected)
     assert expected.abs().max() > 0.1
+    named = {"inputs": inputs, **dict(attention.named_parameters())}
+    truth = gradients(expected, named)
     for backend in ("eager", "sdpa"):
         model.set_attn_implementation(backend)
         given = additive(allowed) if backend == "eager" else allowed[:, None]
         output, _ = attention(inputs, attention_mask=given)
         assert (output - expected).abs().max() < OUTPUT_TOLERANCE, backend
+        for name, gradient in gradients(output, named).items():
+            assert (gradient - truth[name]).abs().max() < GRADIENT_TOLERANCE, (backend, name)
 
 
 @for_each_case_and_encoder

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import crosshead
 import oracles
 from oracle_arithmetic import LayerShape
-from oracle_layers import OUTPUT_TOLERANCE, oracle_view
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, gradients, oracle_view
 from tiers import grid
 from toys import ENCODER_CASES, IMAGE_SIZES, NEUTRAL, lopsided
 
@@ -48,16 +48,21 @@ def test_attention_follows_the_oracle(backbone: str, case: str) -> None:
     base, config = model.base_model, model.config
     attention = (base.encoder.layer if backbone == "Dinov2" else base.layers)[1].attention
     inputs = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    inputs.requires_grad_()
     mixers, _ = oracle_view(config, 1)
     shape = LayerShape(4, 4, 8, 1, config.layer_norm_eps, has_qk_norm=False)
     allowed = torch.ones(2, 7, 7, dtype=torch.bool)
     expected, _ = oracles.attention_layer(inputs, oracle_names(attention), shape, mixers, None, None, allowed)
     assert expected.abs().max() > 0.1
+    named = {"inputs": inputs, **dict(attention.named_parameters())}
+    truth = gradients(expected, named)
     for backend in ("eager", "sdpa"):
         model.set_attn_implementation(backend)
         found = attention(inputs)
         output = found[0] if isinstance(found, tuple) else found  # of older releases
         assert (output - expected).abs().max() < OUTPUT_TOLERANCE, backend
+        for name, gradient in gradients(output, named).items():
+            assert (gradient - truth[name]).abs().max() < GRADIENT_TOLERANCE, (backend, name)
 
 
 @pytest.mark.oldest

@@ -12,7 +12,7 @@ import oracle_routing
 import transnext_oracle
 from crosshead import CrossheadTransNextConfig, CrossheadTransNextForImageClassification
 from crosshead.modeling.backbones.transnext_attention import feature_map
-from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE
+from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, gradients
 from tiers import first, grid
 from transnext_toys import CASES, CONSTANT, IMAGES, LABELS, ROUTED, SIZES, model_of
 
@@ -20,14 +20,6 @@ from transnext_toys import CASES, CONSTANT, IMAGES, LABELS, ROUTED, SIZES, model
 def attention_layers(model: Any) -> list[Any]:
     """The attention modules of all layers."""
     return [getattr(parent, name) for _, parent, name in model.base_model._attention_places()]
-
-
-def gradients(output: torch.Tensor, named: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients of a lopsided sum."""
-    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
-    found = torch.autograd.grad((output * direction).sum(), list(named.values()), allow_unused=True)
-    pairs = zip(named.items(), found, strict=True)
-    return {name: torch.zeros_like(x) if gradient is None else gradient for (name, x), gradient in pairs}
 
 
 @pytest.mark.parametrize(("case", "size"), grid(CASES, [(5, 6), (1, 3), (4, 4)], strength=1))
