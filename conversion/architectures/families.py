@@ -291,7 +291,7 @@ def check_plain(content: dict[str, Any], name: str) -> None:
 
 def _wrong_family(name: str, model_type: Any, kind: str, allowed: list[str]) -> str:
     given, family = f"{name} has model_type={model_type!r}", str(model_type).removeprefix(PREFIX)
-    if family not in (model_type, *FAMILIES):
+    if family != str(model_type) and family not in FAMILIES:
         return f"{given}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
     if kind == "stock" and isinstance(model_type, str) and model_type.startswith(PREFIX):
         return f"{given}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
