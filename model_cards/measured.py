@@ -26,7 +26,7 @@ SINGLE = {
     "cosine of the mean hidden states of an input": "embedding_cosine",
 }
 """Some of them: logits of decoders and of image classifiers, hidden states of encoders."""
-CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "held-out loss"}
+CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out data"}
 
 
 def results(facts: Facts) -> Iterator[str]:
