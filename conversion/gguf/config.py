@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError
 
@@ -111,6 +113,8 @@ class _ModelMetadata:
         value: Any = self.values.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise self.error(key, "but it must be a positive number: download the file again")
+        if type(value) is float and np.float32(value) == value:  # 9.999999747378752e-06 is the float32 of 1e-5
+            return float(str(np.float32(value)))
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:

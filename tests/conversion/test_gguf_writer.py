@@ -69,7 +69,7 @@ def contents(path):
 
 @pytest.mark.parametrize(("backbone", "tied"), oldest(grid(toys.BACKBONES, (True, False))))
 def test_our_reader_gives_the_folded_model(backbone, tied, tmp_path):
-    report, path, folder = folded(tmp_path, backbone, tie_word_embeddings=tied, rms_norm_eps=2**-16)
+    report, path, folder = folded(tmp_path, backbone, tie_word_embeddings=tied, rms_norm_eps=1e-5)
     verification = report["verification"]
     assert verification["must_equal"] and verification["kl_divergence"] < 1e-6
     store, expected = GgufStore(path), load_file(folder / "model.safetensors")
