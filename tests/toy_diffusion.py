@@ -32,7 +32,7 @@ def write_diffusion_model(folder: Path) -> None:
     """A model of random weights in a folder, as a training leaves it."""
     sizes: dict[str, Any] = {"num_attention_heads": 2, "attention_head_dim": 4, "num_layers": 1, "sample_size": 4}
     model = CrossheadDiTTransformer2DModel(
-        **sizes, out_channels=8, num_embeds_ada_norm=3, mixers={"mixture": {"active_heads": 1}}
+        **sizes, in_channels=3, out_channels=6, num_embeds_ada_norm=3, mixers={"mixture": {"active_heads": 1}}
     )
     model.save_pretrained(folder)
     noise_schedule(learns_variance=True).save_pretrained(folder)
