@@ -18,12 +18,13 @@ from crosshead.common.progress import Advance, Counter, Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import HEAD, Shapes, tensor_shapes
-from ..compress.fitted_output import AttentionCalls, output_change
+from ..compress.fitted_output import AttentionCalls
 from ..compress.fitted_router import HeadOutputs, Routing, fit_router, routed
+from ..compress.fitted_steps import solve_layer
 from ..compress.head_groups import Counts
 from ..compress.layer_rewrites import Tensors, substituted
 from ..compress.reorder_heads import HeadUse
-from ..compress.virtual_heads import approximate, output_name, shapes_of_solved, solved
+from ..compress.virtual_heads import shapes_of_solved
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
@@ -204,7 +205,7 @@ def _recorded(
         heads = observers.layouts[layer].query_heads
         if solves:
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
-            compressed = [_solve(attention, statistics, *each) for each in zip(calls, solves, strict=True)]
+            compressed = [solve_layer(attention, statistics, *each) for each in zip(calls, solves, strict=True)]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
@@ -240,16 +241,6 @@ def _observe(observers: Iterable[Observer], attention: nn.Module, args: Any, inp
     with full_products():
         for observer in observers:
             observer.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
-
-
-def _solve(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> Tensors:
-    """Add the frames for these component heads and the fitted output projection; returns equivalent stock tensors."""
-    layout, tensors = statistics.layout, {name: each.cpu() for name, each in attention.state_dict().items()}
-    statistics.sums |= solved(statistics, layout, counts)
-    compressed = approximate(tensors, statistics, layout, counts, "aligned")
-    changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
-    statistics.sums[output_name(counts)] = output_change(attention, calls, changed)
-    return approximate(tensors, statistics, layout, counts, "aligned")
 
 
 def observe(

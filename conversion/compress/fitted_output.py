@@ -31,6 +31,8 @@ class AttentionCalls:
         kept = [(window, window - given) for window, given in zip(converted, source, strict=True)][:: self._every]
         self.inputs = [norm(window[None]).to(fast_dtype()) for window, _ in kept]
         self.outputs = [-drift[None].to(fast_dtype()) for _, drift in kept]
+        self.sizes = [(window - drift)[None].float() for window, drift in kept]
+        """The source's hidden states; after the calls, their mean squares after the attention (1, T)."""
         self.arguments: dict[str, Any] = {}
         """Positions and mask, the same for all calls."""
 
@@ -40,6 +42,8 @@ class AttentionCalls:
         self._count += 1
         if rest == 0:
             self.outputs[index] += output[0]
+            size = (self.sizes[index] + output[0]).square().mean(-1)
+            self.sizes[index] = size.clamp_min(torch.finfo(size.dtype).tiny)
             self.arguments = {name: value for name, value in inputs.items() if name != "hidden_states"}
 
 

@@ -27,6 +27,17 @@ def read_attention(store: TensorStore, names: AttentionNames) -> Tensors:
     return {part: tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for part, tensor in tensors.items()}
 
 
+def as_stock(tensors: Tensors, groups: int) -> Tensors:
+    """Stock attention tensors, equivalent to a layer's with component heads."""
+    stock = {name: tensor for name, tensor in tensors.items() if not name.startswith("mixers.")}
+    for side, projection in (("key", "k_proj"), ("value", "v_proj")):
+        scalars = tensors[f"mixers.explicit.{side}.weight"].unflatten(0, (groups, -1))  # (groups, heads, components)
+        for name in stock.keys() & {f"{projection}.weight", f"{projection}.bias"}:
+            components = stock[name].unflatten(0, (groups, scalars.shape[-1], -1))
+            stock[name] = torch.einsum("gij,gj...->gi...", scalars, components).flatten(0, 2)
+    return stock
+
+
 @contextmanager
 def substituted(attention: nn.Module, tensors: Tensors) -> Iterator[None]:
     """A context in which some parameters of an attention layer have other values."""

@@ -22,7 +22,7 @@ from ..calibration.head_statistics import KINDS, PARTS, HeadStatistics
 from .aligned_frame import Errors, Frame
 from .aligned_maps import aligned_keys, aligned_values, mixed_keys
 from .head_groups import Counts, Group, equal_groups, query_order
-from .layer_rewrites import Tensors
+from .layer_rewrites import Tensors, as_stock
 from .reorder_heads import reorder
 
 METHODS = ("aligned", "svd")
@@ -47,11 +47,6 @@ class _Compressed:
         """The scalars of each group, as the model stores them: (h, h' / groups)."""
         by_group = self.scalars.unflatten(1, (groups, -1)).unflatten(0, (groups, -1))
         return by_group.diagonal(dim1=0, dim2=2).permute(2, 0, 1).flatten(0, 1)
-
-    def heads(self) -> torch.Tensor:
-        """The approximated heads: (h, d, hidden)."""
-        heads = torch.einsum("ij,jdn->idn", self.scalars, self.components)
-        return heads if self.maps is None else self.maps @ heads
 
 
 def rewritten_names(layout: HeadLayout, counts: Counts, method: str) -> list[str]:
@@ -82,15 +77,32 @@ def solved(statistics: HeadStatistics, layout: HeadLayout, counts: Counts) -> Te
 
 
 def shapes_of_solved(layout: HeadLayout, counts: Counts, biased: bool) -> Shapes:
-    """The shapes of these tensors, and of the change of the output projection."""
+    """The shapes of these tensors, of the change of the output projection, and of the tensors fitted by steps."""
     heads, size = layout.key_value_heads, layout.head_dim
     shapes: Shapes = {output_name(counts): (layout.hidden_size, layout.query_heads * size)}
     if counts.reorders:
         shapes[_order_name(counts)] = (heads,)
     for side, count in counts.sides.items():
-        of_frame = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
-        shapes |= {_frame_name(side, counts, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
-    return shapes
+        if count < heads:
+            of_frame = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
+            shapes |= {_frame_name(side, counts, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
+    rows = {"q_proj": layout.query_heads * size, "k_proj": counts.key * size, "v_proj": counts.value * size}
+    of_part: Shapes = {f"{name}.weight": (count, layout.hidden_size) for name, count in rows.items()}
+    of_part |= {f"{name}.bias": (count,) for name, count in rows.items() if biased}
+    of_part["o_proj.weight"] = shapes[output_name(counts)]
+    of_part |= {f"mixers.explicit.{side}.weight": (heads, n // counts.groups) for side, n in counts.sides.items()}
+    fitted = of_part.keys() & {*fitted_parts(layout, counts)}
+    return shapes | {fitted_name(counts, part): of_part[part] for part in sorted(fitted)}
+
+
+def fitted_parts(layout: HeadLayout, counts: Counts) -> list[str]:
+    """The tensors that are fitted by steps, within the layer's attention; includes possible biases."""
+    return [name for name in dict.fromkeys(rewritten_names(layout, counts, "aligned")) if name != "o_proj.bias"]
+
+
+def fitted_name(counts: Counts, part: str) -> str:
+    """The name, in the statistics, of a tensor that is fitted by steps."""
+    return f"fitted.{counts.label(f'{counts.key}x{counts.value}')}.{part}"
 
 
 def output_name(counts: Counts) -> str:
@@ -109,18 +121,16 @@ def rewrite(
         new[f"mixers.explicit.{side}.weight"] = compressed.blocks(counts.groups).to(tensors["q_proj.weight"])
         if compressed.maps is not None:
             new |= _ABSORB[side](tensors, compressed.maps)
-    return new
+    fitted = {} if statistics is None or method == "svd" else statistics.sums
+    names = {fitted_name(counts, part): part for part in fitted_parts(layout, counts)}
+    return new | {names[name]: tensor.to(tensors["q_proj.weight"]) for name, tensor in fitted.items() if name in names}
 
 
 def approximate(
     tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
 ) -> Tensors:
     """Stock attention tensors that compute the same as those of `rewrite`, up to rounding."""
-    tensors, sides = _compress(tensors, statistics, layout, counts, method)
-    new = dict(tensors)
-    for side, compressed in sides.items():
-        new |= _split(compressed.heads().flatten(0, 1), tensors, PROJECTIONS[side])
-    return new
+    return as_stock(rewrite(tensors, statistics, layout, counts, method), counts.groups)
 
 
 def _compress(

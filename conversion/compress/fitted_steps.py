@@ -1,0 +1,71 @@
+"""Fits a layer's compressed attention to the source's by a few steps of Adam, after the closed forms.
+
+The closed forms of `aligned_maps` and `fitted_output` minimise approximations of the error of the attention's output.
+Steps from there minimise the error itself, of all projections and scalars at once. An error counts relative to its
+token's hidden states, as the norm of the next block sees it.
+"""
+
+from itertools import cycle, islice
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from ..calibration.head_statistics import HeadStatistics
+from .fitted_output import AttentionCalls, output_change
+from .head_groups import Counts
+from .layer_rewrites import Tensors, as_stock
+from .virtual_heads import approximate, fitted_name, fitted_parts, output_name, rewrite, solved
+
+STEPS = 48
+"""Of one window each."""
+RATE = 0.005
+"""The first step's size relative to a tensor's root mean square; it falls to zero."""
+BETAS = (0.9, 0.95)
+SEED = 0
+
+
+def solve_layer(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> Tensors:
+    """Add what is fitted for these component heads to the statistics; returns equivalent stock tensors."""
+    layout, tensors = statistics.layout, {name: each.cpu() for name, each in attention.state_dict().items()}
+    statistics.sums |= solved(statistics, layout, counts)
+    compressed = approximate(tensors, statistics, layout, counts, "aligned")
+    changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
+    statistics.sums[output_name(counts)] = output_change(attention, calls, changed)
+    rewritten = rewrite(tensors, statistics, layout, counts, "aligned")
+    fitted = fit_by_steps(attention, calls, rewritten, fitted_parts(layout, counts), counts.groups)
+    statistics.sums |= {fitted_name(counts, part): tensor for part, tensor in fitted.items()}
+    return as_stock(rewritten | fitted, counts.groups)
+
+
+def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts: list[str], groups: int) -> Tensors:
+    """Some `parts` of a stock layer's tensors with component heads after the steps, or before if the error rose."""
+    device = attention.o_proj.weight.device
+    others = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+    start = {name: others.pop(name) for name in parts if name in others}
+    fitted = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
+
+    def error(of: Tensors, index: int) -> torch.Tensor:
+        inputs, expected = calls.inputs[index].float(), calls.outputs[index].float()
+        arguments = {"hidden_states": inputs, **calls.arguments}
+        output = functional_call(attention, as_stock(others | of, groups), (), arguments)[0]
+        return ((output - expected).square().mean(-1) / calls.sizes[index]).mean()
+
+    def total(of: Tensors) -> float:
+        return sum(float(error(of, index)) for index in range(len(calls.inputs)))
+
+    rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
+    optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
+    order = torch.randperm(len(calls.inputs), generator=torch.Generator().manual_seed(SEED)).tolist()
+    before = total(start)
+    with torch.enable_grad():
+        for index in islice(cycle(order), STEPS):
+            optimiser.zero_grad()
+            error(fitted, index).backward()
+            optimiser.step()
+            schedule.step()
+    fitted = {name: tensor.detach() for name, tensor in fitted.items()}
+    chosen = fitted if total(fitted) < before else start  # start, too, if the error is NaN
+    return {name: tensor.cpu() for name, tensor in chosen.items()}
