@@ -154,7 +154,7 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
     asked = [{"explicit": {"key_heads": 2, "value_heads": count, "groups": 1}} for count in (2, 3)]
     crosshead.convert(source, tmp_path / "made", asked[0], calibration=text, save_calibration=saved, verify=False)
     held = load_file(saved)
-    assert {name.split(".")[2] for name in held if ".statistics." in name} == {"key", "value", "output"}
+    assert {name.split(".")[2] for name in held if ".statistics." in name} == {"key", "value", "output", "fitted"}
     made = [
         crosshead.convert(source, tmp_path / name, asked[1], calibration=given)["verification"]["kl_divergence"]
         for name, given in (("other", saved), ("anew", text))
