@@ -1,0 +1,100 @@
+"""Steps after the closed forms: the attention's error falls, only named tensors move, and never for the worse."""
+
+import pytest
+import torch
+from torch.func import functional_call
+
+import toys
+from crosshead.conversion.calibration.head_statistics import HeadStatistics
+from crosshead.conversion.compress import fitted_steps
+from crosshead.conversion.compress.fitted_output import AttentionCalls
+from crosshead.conversion.compress.fitted_steps import fit_by_steps, solve_layer
+from crosshead.conversion.compress.head_groups import Counts
+from crosshead.conversion.compress.layer_rewrites import as_stock
+from crosshead.conversion.compress.virtual_heads import approximate, fitted_parts, rewrite, shapes_of_solved
+
+SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
+BACKBONES = ["Llama", "Qwen2", "Qwen3"]
+
+
+def recorded(backbone, drift=0.05):
+    """A layer's attention, its statistics, its calls on three windows, and the source's states after the attention."""
+    model = toys.stock_model(backbone, **SIZES).eval()
+    layout = toys.mixed_config(backbone, {}, **SIZES).layouts()[1]
+    layer, windows = model.model.layers[1], toys.tokens(batch=3, length=30)
+    statistics, after = HeadStatistics(layout), []
+
+    def observe(attention, args, inputs):
+        statistics.observe(attention, inputs["hidden_states"], inputs["position_embeddings"])
+
+    with torch.no_grad():
+        states = model(windows, use_cache=False, output_hidden_states=True).hidden_states[1]
+        generator = torch.Generator().manual_seed(0)
+        converted = states + drift * torch.randn(states.shape, generator=generator)
+        calls = AttentionCalls(layer.input_layernorm, states, converted)
+        attention = layer.self_attn
+        handles = [
+            attention.register_forward_pre_hook(observe, with_kwargs=True),
+            attention.register_forward_hook(calls, with_kwargs=True),
+            layer.post_attention_layernorm.register_forward_pre_hook(lambda module, args: after.append(args[0])),
+        ]
+        for window in windows.split(1):
+            model(window, use_cache=False)
+    for handle in handles:
+        handle.remove()
+    return attention, statistics, calls, converted, after
+
+
+def error(attention, tensors, groups, calls, converted, after):
+    """Of the states after the attention, relative to the source's, as a mean of all tokens."""
+    found = []
+    for index, wanted in enumerate(after):
+        arguments = {"hidden_states": calls.inputs[index].float(), **calls.arguments}
+        with torch.no_grad():
+            output = functional_call(attention, as_stock(tensors, groups), (), arguments)[0]
+        lost = (converted[index] + output - wanted).square().sum(-1) / wanted.square().sum(-1)
+        found.append(float(lost.mean()))
+    return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("counts", [Counts(2, 2), Counts(4, 2), Counts(2, 4, 2, True)], ids=["both", "values", "keys"])
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, counts):
+    attention, statistics, calls, converted, after = recorded(backbone)
+    layout, source = statistics.layout, {name: t.clone() for name, t in attention.state_dict().items()}
+    stock = solve_layer(attention, statistics, calls, counts)
+    assert all(torch.equal(source[name], tensor) for name, tensor in attention.state_dict().items())
+    assert {name: tuple(statistics.sums[name].shape) for name in statistics.sums if name.startswith("fitted")} == {
+        name: shape
+        for name, shape in shapes_of_solved(layout, counts, backbone == "Qwen2").items()
+        if name.startswith("fitted")
+    }
+    held = HeadStatistics(layout, statistics.as_tensors())
+    new = rewrite(source, held, layout, counts, "aligned")
+    torch.testing.assert_close(approximate(source, held, layout, counts, "aligned"), stock)
+    start = {name: tensor for name, tensor in statistics.sums.items() if not name.startswith("fitted")}
+    before = rewrite(source, HeadStatistics(layout, start), layout, counts, "aligned")
+    measured = (counts.groups, calls, converted, after)
+    assert error(attention, new, *measured) < 0.99 * error(attention, before, *measured)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
+def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
+    attention, statistics, calls, *_ = recorded(backbone)
+    tensors = rewrite(attention.state_dict(), statistics, statistics.layout, Counts(2, 3), "aligned")
+    parts = fitted_parts(statistics.layout, Counts(2, 3))
+    first, second = (fit_by_steps(attention, calls, tensors, parts, 1) for _ in range(2))
+    assert first.keys() == tensors.keys() & {*parts}
+    for name, tensor in first.items():
+        assert torch.equal(tensor, second[name])
+        assert not torch.equal(tensor, tensors[name].float())
+
+
+@pytest.mark.parametrize("rate", [100.0, float("nan")])
+def test_steps_that_make_it_worse_are_undone(rate, monkeypatch):
+    monkeypatch.setattr(fitted_steps, "RATE", rate)
+    attention, statistics, calls, *_ = recorded("Llama")
+    tensors = rewrite(attention.state_dict(), statistics, statistics.layout, Counts(2, 2), "aligned")
+    parts = fitted_parts(statistics.layout, Counts(2, 2))
+    found = fit_by_steps(attention, calls, tensors, parts, 1)
+    assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in found.items())
