@@ -6,23 +6,28 @@ token's hidden states, as the norm of the next block sees it.
 """
 
 from itertools import cycle, islice
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
-from ..calibration.head_statistics import HeadStatistics
+from ..calibration.head_statistics import HeadStatistics, fast_products
 from .fitted_output import AttentionCalls, output_change
 from .head_groups import Counts
 from .layer_rewrites import Tensors, as_stock
 from .virtual_heads import approximate, fitted_name, fitted_parts, output_name, rewrite, solved
 
-STEPS = 48
-"""Of one window each."""
-RATE = 0.005
+STEPS, BATCH = 24, 2
+"""A step takes the mean error of so many windows."""
+RATE = 0.003
 """The first step's size relative to a tensor's root mean square; it falls to zero."""
 BETAS = (0.9, 0.95)
+EVERY = 4
+"""The part of the windows that decides whether the steps were of use."""
+MIN_ERROR = 1e-4
+"""A smaller error is about the rounding of `fast_products`, and a fit to it would be one to noise."""
 SEED = 0
 
 
@@ -49,23 +54,25 @@ def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts:
     def error(of: Tensors, index: int) -> torch.Tensor:
         inputs, expected = calls.inputs[index].float(), calls.outputs[index].float()
         arguments = {"hidden_states": inputs, **calls.arguments}
-        output = functional_call(attention, as_stock(others | of, groups), (), arguments)[0]
-        return ((output - expected).square().mean(-1) / calls.sizes[index]).mean()
+        with fast_products():
+            output = functional_call(attention, as_stock(others | of, groups), (), arguments)[0]
+        return ((output.float() - expected).square().mean(-1) / calls.sizes[index]).mean()
 
-    def total(of: Tensors) -> float:
-        return sum(float(error(of, index)) for index in range(len(calls.inputs)))
+    def mean_error(of: Tensors) -> float:
+        return fmean(float(error(of, index)) for index in range(0, len(calls.inputs), EVERY))
 
     rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
     optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.0, STEPS)
-    order = torch.randperm(len(calls.inputs), generator=torch.Generator().manual_seed(SEED)).tolist()
-    before = total(start)
+    order = cycle(torch.randperm(len(calls.inputs), generator=torch.Generator().manual_seed(SEED)).tolist())
+    before = mean_error(start)
     with torch.enable_grad():
-        for index in islice(cycle(order), STEPS):
+        for _ in range(STEPS if before > MIN_ERROR else 0):
             optimiser.zero_grad()
-            error(fitted, index).backward()
+            for index in islice(order, BATCH):
+                (error(fitted, index) / BATCH).backward()
             optimiser.step()
             schedule.step()
     fitted = {name: tensor.detach() for name, tensor in fitted.items()}
-    chosen = fitted if total(fitted) < before else start  # start, too, if the error is NaN
+    chosen = fitted if mean_error(fitted) < before else start  # start, too, if the error is NaN
     return {name: tensor.cpu() for name, tensor in chosen.items()}

@@ -2,7 +2,7 @@
 
 Method `svd` is the paper's: the singular value decomposition of a projection's weights, one column for each head. It
 needs no text, but the model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses much less:
-see `aligned_frame`, `aligned_maps` and `fitted_output`. Both leave keys (values) unchanged that keep as many
+see `aligned_frame`, `aligned_maps`, `fitted_output` and `fitted_steps`. Both leave keys (values) unchanged that keep as many
 components as heads. Groups of heads are compressed each on its own; `aligned` can first reorder the KV heads, so that
 those that share components well are in one group.
 
@@ -22,7 +22,7 @@ from ..calibration.head_statistics import KINDS, PARTS, HeadStatistics
 from .aligned_frame import Errors, Frame
 from .aligned_maps import aligned_keys, aligned_values, mixed_keys
 from .head_groups import Counts, Group, equal_groups, query_order
-from .layer_rewrites import Tensors, as_stock
+from .layer_rewrites import Tensors
 from .reorder_heads import reorder
 
 METHODS = ("aligned", "svd")
@@ -47,6 +47,11 @@ class _Compressed:
         """The scalars of each group, as the model stores them: (h, h' / groups)."""
         by_group = self.scalars.unflatten(1, (groups, -1)).unflatten(0, (groups, -1))
         return by_group.diagonal(dim1=0, dim2=2).permute(2, 0, 1).flatten(0, 1)
+
+    def heads(self) -> torch.Tensor:
+        """The approximated heads: (h, d, hidden)."""
+        heads = torch.einsum("ij,jdn->idn", self.scalars, self.components)
+        return heads if self.maps is None else self.maps @ heads
 
 
 def rewritten_names(layout: HeadLayout, counts: Counts, method: str) -> list[str]:
@@ -91,8 +96,8 @@ def shapes_of_solved(layout: HeadLayout, counts: Counts, biased: bool) -> Shapes
     of_part |= {f"{name}.bias": (count,) for name, count in rows.items() if biased}
     of_part["o_proj.weight"] = shapes[output_name(counts)]
     of_part |= {f"mixers.explicit.{side}.weight": (heads, n // counts.groups) for side, n in counts.sides.items()}
-    fitted = of_part.keys() & {*fitted_parts(layout, counts)}
-    return shapes | {fitted_name(counts, part): of_part[part] for part in sorted(fitted)}
+    parts = fitted_parts(layout, counts)
+    return shapes | {fitted_name(counts, part): shape for part, shape in of_part.items() if part in parts}
 
 
 def fitted_parts(layout: HeadLayout, counts: Counts) -> list[str]:
@@ -121,16 +126,21 @@ def rewrite(
         new[f"mixers.explicit.{side}.weight"] = compressed.blocks(counts.groups).to(tensors["q_proj.weight"])
         if compressed.maps is not None:
             new |= _ABSORB[side](tensors, compressed.maps)
-    fitted = {} if statistics is None or method == "svd" else statistics.sums
-    names = {fitted_name(counts, part): part for part in fitted_parts(layout, counts)}
-    return new | {names[name]: tensor.to(tensors["q_proj.weight"]) for name, tensor in fitted.items() if name in names}
+    if method == "aligned" and statistics is not None:
+        fitted = {part: statistics.sums.get(fitted_name(counts, part)) for part in fitted_parts(layout, counts)}
+        new |= {part: tensor.to(tensors["q_proj.weight"]) for part, tensor in fitted.items() if tensor is not None}
+    return new
 
 
 def approximate(
     tensors: Tensors, statistics: HeadStatistics | None, layout: HeadLayout, counts: Counts, method: str
 ) -> Tensors:
-    """Stock attention tensors that compute the same as those of `rewrite`, up to rounding."""
-    return as_stock(rewrite(tensors, statistics, layout, counts, method), counts.groups)
+    """Stock attention tensors equivalent to those of `rewrite` before the steps; no projection absorbs a map."""
+    tensors, sides = _compress(tensors, statistics, layout, counts, method)
+    new = dict(tensors)
+    for side, compressed in sides.items():
+        new |= _split(compressed.heads().flatten(0, 1), tensors, PROJECTIONS[side])
+    return new
 
 
 def _compress(
@@ -140,11 +150,9 @@ def _compress(
     if counts.reorders and statistics is not None:
         statistics = with_order(statistics, layout, counts)
         tensors = reorder(tensors, query_order(_order(statistics, layout, counts), layout), layout)
-    if method == "aligned" and statistics is not None:
-        change = statistics.sums.get(output_name(counts))
-        if change is not None:
-            output = tensors["o_proj.weight"]
-            tensors = tensors | {"o_proj.weight": output + change.to(output)}
+    if method == "aligned" and statistics is not None and output_name(counts) in statistics.sums:
+        output = tensors["o_proj.weight"]
+        tensors = tensors | {"o_proj.weight": output + statistics.sums[output_name(counts)].to(output)}
     return tensors, {side: _compress_side(tensors, statistics, layout, side, counts, method) for side in PROJECTIONS}
 
 
