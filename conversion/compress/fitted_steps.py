@@ -41,6 +41,8 @@ def solve_layer(attention: nn.Module, statistics: HeadStatistics, calls: Attenti
     rewritten = rewrite(tensors, statistics, layout, counts, "aligned")
     fitted = fit_by_steps(attention, calls, rewritten, fitted_parts(layout, counts), counts.groups)
     statistics.sums |= {fitted_name(counts, part): tensor for part, tensor in fitted.items()}
+    if all(tensor.equal(rewritten[part]) for part, tensor in fitted.items()):
+        return approximate(tensors, statistics, layout, counts, "aligned")  # rounds as the source does
     return as_stock(rewritten | fitted, counts.groups)
 
 

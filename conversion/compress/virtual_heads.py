@@ -2,7 +2,7 @@
 
 Method `svd` is the paper's: the singular value decomposition of a projection's weights, one column for each head. It
 needs no text, but the model must be trained afterwards. Method `aligned` needs `HeadStatistics` and loses much less:
-see `aligned_frame`, `aligned_maps`, `fitted_output` and `fitted_steps`. Both leave keys (values) unchanged that keep as many
+see `aligned_frame`, `aligned_maps`, `fitted_output` and `fitted_steps`. Both leave a side unchanged that keeps as many
 components as heads. Groups of heads are compressed each on its own; `aligned` can first reorder the KV heads, so that
 those that share components well are in one group.
 
