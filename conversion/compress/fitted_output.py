@@ -28,10 +28,10 @@ class AttentionCalls:
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
         self._every, self._count = -(-source.shape[0] * source.shape[1] // MAX_TOKENS), 0
-        kept = [(window, window - given) for window, given in zip(converted, source, strict=True)][:: self._every]
-        self.inputs = [norm(window[None]).to(fast_dtype()) for window, _ in kept]
-        self.outputs = [-drift[None].to(fast_dtype()) for _, drift in kept]
-        self.sizes = [(window - drift)[None].float() for window, drift in kept]
+        kept = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
+        self.inputs = [norm(window).to(fast_dtype()) for window, _ in kept]
+        self.outputs = [(given - window).to(fast_dtype()) for window, given in kept]
+        self.sizes = [given for _, given in kept]
         """The source's hidden states; after the calls, their mean squares after the attention (1, T)."""
         self.arguments: dict[str, Any] = {}
         """Positions and mask, the same for all calls."""
