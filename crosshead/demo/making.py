@@ -43,7 +43,7 @@ class Training:
     batch_tokens: int
     length: int
     learning_rate: float
-    match_steps: int
+    transfer_steps: int
     """First steps, which fit attention outputs."""
     log_every: int
 
@@ -92,7 +92,7 @@ def continue_training(
         "data.length": asked.length,
         "data.cache": str(work / "tokens"),
         "distillation.teacher": source,
-        "distillation.match_steps": asked.match_steps,
+        "distillation.transfer_steps": asked.transfer_steps,
         "train.tokens": asked.steps * asked.batch_tokens,
         "train.batch_tokens": asked.batch_tokens,
         "train.micro_batch": 1,
