@@ -10,7 +10,7 @@ Paper: "Explicit Multi-head Attention for Inter-head Interaction in Large Langua
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -101,8 +101,8 @@ def shapes_of_solved(layout: HeadLayout, counts: Counts, biased: bool) -> Shapes
 
 
 def fitted_parts(layout: HeadLayout, counts: Counts) -> list[str]:
-    """The tensors that are fitted by steps, within the layer's attention; includes possible biases."""
-    return [name for name in dict.fromkeys(rewritten_names(layout, counts, "aligned")) if name != "o_proj.bias"]
+    """The tensors that are fitted by steps: none of a side that keeps all its heads; includes possible biases."""
+    return sorted({*rewritten_names(layout, replace(counts, reorders=False), "aligned")} - {"o_proj.bias"})
 
 
 def fitted_name(counts: Counts, part: str) -> str:
@@ -151,8 +151,8 @@ def _compress(
         statistics = with_order(statistics, layout, counts)
         tensors = reorder(tensors, query_order(_order(statistics, layout, counts), layout), layout)
     if method == "aligned" and statistics is not None and output_name(counts) in statistics.sums:
-        output = tensors["o_proj.weight"]
-        tensors = tensors | {"o_proj.weight": output + statistics.sums[output_name(counts)].to(output)}
+        output, change = tensors["o_proj.weight"], statistics.sums[output_name(counts)]
+        tensors = tensors | {"o_proj.weight": output + change.to(output)}
     return tensors, {side: _compress_side(tensors, statistics, layout, side, counts, method) for side in PROJECTIONS}
 
 

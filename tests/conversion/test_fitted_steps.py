@@ -75,6 +75,8 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
     start = {name: tensor for name, tensor in statistics.sums.items() if not name.startswith("fitted")}
     before = rewrite(source, HeadStatistics(layout, start), layout, counts, "aligned")
     closed = approximate(source, HeadStatistics(layout, start), layout, counts, "aligned")
+    kept = {f"{side[0]}_proj.weight" for side, count in counts.sides.items() if count == layout.key_value_heads}
+    assert all(torch.equal(new[name], before[name]) for name in kept)
     measured = (calls, converted, after)
     start_error = error(attention, as_stock(before, counts.groups), *measured)
     assert error(attention, closed, *measured) == pytest.approx(start_error, rel=1e-3)
