@@ -1,6 +1,7 @@
 """Runs a recipe: starts or resumes, trains, stops cleanly, and saves a model that loads without crosshead."""
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -25,6 +26,8 @@ from .trainer.process_group import is_main_process, main_process_first
 from .trainer.run_trainer import RunTrainer
 from .trainer.teacher_logits import WithTeacher, run_key
 from .trainer.training_arguments import training_arguments
+
+logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
 CONFIGS = ("config.json", "generation_config.json")
@@ -68,6 +71,12 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     if not (output / checkpoints.MODEL / RESULT).is_file():
+        if recipe.match_steps >= recipe.steps and is_main_process():
+            logger.warning(
+                "distillation.transfer_steps and match_steps are %d steps of %d: the loss on the data is not trained",
+                recipe.match_steps,
+                recipe.steps,
+            )
         newest = _newest_checkpoint(output)
         on_signal = StopOnSignal()
         trainer = RunTrainer(

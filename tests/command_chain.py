@@ -48,6 +48,7 @@ COMMANDS = {
     f"probe heads made --draws 1 {SMALL}": 0,
     f"probe layers source --method svd {SMALL}": 0,
     f"probe budget source --method svd {SMALL}": 0,
+    f"probe budget source --active {SMALL} --out active.json": 0,
     "card made --eval eval.json --source source": 0,
     "push made me/mine --dry-run": 0,
     "push made me/mine": 0,

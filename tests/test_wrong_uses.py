@@ -82,6 +82,7 @@ CASES = {
     "probe heads source --draws 0": (2, "--draws"),
     "probe layers made": (1, "crosshead_llama"),
     "probe budget made": (1, "crosshead_llama"),
+    "probe budget source --active --method svd": (1, "--method svd"),
     "bench": (2, "bench [OPTIONS]"),
     "bench atention": (2, "'attention'"),
     "bench attention mixture-haf-2048": (1, "'mixture-half-2048'"),

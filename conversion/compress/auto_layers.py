@@ -31,8 +31,6 @@ from .budget_search import (
 from .convert_layers import component_counts
 
 TRIAL_LENGTH, TRIALS = 256, 8
-FIT_WINDOWS = 8
-"""Windows of the calibration text to which the routers of trials are fitted."""
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),
@@ -107,8 +105,7 @@ class AutoLayers:
             kept, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
             yield component_variants(self.source.store, self.stock, layouts, kept, calibration, method)
         if self.active is not None:
-            windows = self.text.tokens(self.source, model, folder, progress)
-            yield active_variants(model, windows[:: -(-len(windows) // FIT_WINDOWS)])
+            yield active_variants(model, self.text.tokens(self.source, model, folder, progress))
 
     def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:
         chosen: dict[str, Any] = {}

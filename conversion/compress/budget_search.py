@@ -32,6 +32,8 @@ from .virtual_heads import PROJECTIONS, approximate
 
 STRIDE = 2
 """Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
+FIT_WINDOWS = 8
+"""Windows of the calibration text to which the routers of trials are fitted."""
 ACTIVE = "active"
 """The side of a trial with fewer active heads; the others are those of `PROJECTIONS`."""
 Trial = tuple[int, str, int]
@@ -114,8 +116,8 @@ def component_variants(
 
 
 def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
-    """Fewer active heads, by routers that are fitted on the source's outputs for windows of tokens (B, T)."""
-    hidden = model.embed(tokens)
+    """Fewer active heads, by routers that are fitted on the source's outputs for some windows of tokens (B, T)."""
+    hidden = model.embed(tokens[:: -(-len(tokens) // FIT_WINDOWS)])
 
     def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
         attention, outputs = model.attention(module), HeadOutputs(hidden)

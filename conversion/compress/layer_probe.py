@@ -1,6 +1,7 @@
 """Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper).
 
-`probe_budget` adds these losses up: the expected loss of a whole model, for every budget of the KV cache.
+`probe_budget` adds these losses up, or those of fewer active heads: the expected loss of a whole model, for every
+budget of the KV cache or of active heads.
 """
 
 import tempfile
@@ -22,8 +23,17 @@ from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import Text, default_text, load_tokenizer, windows
 from ..plan import check_source
-from ..sources.resolve import open_source
-from .budget_search import STRIDE, Losses, by_layer, choose, component_variants, measure_losses
+from ..sources.resolve import Source, open_source
+from .budget_search import (
+    STRIDE,
+    Losses,
+    active_variants,
+    by_layer,
+    choose,
+    choose_active,
+    component_variants,
+    measure_losses,
+)
 from .head_groups import Counts
 from .virtual_heads import METHODS
 
@@ -40,29 +50,41 @@ def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
     return report | {"rises": by_layer(rises)}
 
 
-def probe_budget(source: str | Path, **options: Any) -> dict[str, Any]:
-    """The expected increase of the loss for budgets of the KV cache, and the component heads of each.
+def probe_budget(source: str | Path, *, active: bool = False, **options: Any) -> dict[str, Any]:
+    """The expected increase of the loss for budgets of the KV cache or of active heads, and the heads of each layer.
 
     The options are those of `probe_layers`. Budgets that are too small, or that allow no more than a smaller one, are
     left out.
     """
-    report, rises, layouts = _measured(source, **options)
+    report, rises, layouts = _measured(source, active=active, **options)
     curve: list[dict[str, Any]] = []
     for budget in BUDGETS:
         try:
-            choice = choose(rises, layouts, budget)
+            point = _active_point(rises, layouts, budget) if active else _cache_point(rises, layouts, budget)
         except ConversionError:
             continue
-        if not curve or choice.cache != curve[-1]["cache"]:
-            key_heads, value_heads = zip(*choice.pairs, strict=True)
-            expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
-            curve.append({"budget": budget, **expected, "key_heads": key_heads, "value_heads": value_heads})
+        if not curve or point != curve[-1] | {"budget": budget}:
+            curve.append(point)
     return report | {"rises": by_layer(rises), "curve": curve}
+
+
+def _cache_point(rises: Losses, layouts: list[HeadLayout], budget: float) -> dict[str, Any]:
+    choice = choose(rises, layouts, budget)
+    key_heads, value_heads = zip(*choice.pairs, strict=True)
+    expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
+    return {"budget": budget, **expected, "key_heads": key_heads, "value_heads": value_heads}
+
+
+def _active_point(rises: Losses, layouts: list[HeadLayout], budget: float) -> dict[str, Any]:
+    heads, rise = choose_active(rises, layouts, budget)
+    part = sum(heads) / sum(layout.query_heads for layout in layouts)
+    return {"budget": budget, "active": part, "expected_rise": round(rise, 6), "active_heads": heads}
 
 
 def _measured(
     source: str | Path,
     *,
+    active: bool = False,
     revision: str | None = None,
     method: str = "aligned",
     calibration: Path | None = None,
@@ -75,27 +97,27 @@ def _measured(
     """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
+    if active and method != "aligned":
+        raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
-        name = checkpoint.origin["name"]
-        stock = read_config(checkpoint.config, "stock", name)
-        if family_of(stock).is_encoder:
-            raise ConversionError(f"{name} is not a causal language model, whose loss is measured: give one")
-        check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
-        if stock.num_key_value_heads < 2:
-            raise ConversionError(f"{name} has one KV head, which cannot be compressed")
-        if length > (maximum := stock.max_position_embeddings):
-            raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
+        stock = _checked(checkpoint, length, active)
         content = default_text() if text is None else read_text(text, ConversionError)
         tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
-        statistics = None
-        if method == "aligned":
-            observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
-            cached = Path(scratch, "calibration.safetensors")
-            statistics = observe(
-                checkpoint, stock, Text.of(calibration, checkpoint), observers, cached, progress, device=device
-            )
+        model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
+        if active and fitted_to.is_saved:
+            raise ConversionError(f"--active fits routers to a text: name one instead of --calibration {calibration}")
+        if active:
+            variants = active_variants(model, fitted_to.tokens(checkpoint, model, Path(scratch), progress))
+        else:
+            statistics = None
+            if method == "aligned":
+                observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
+                cached = Path(scratch, "calibration.safetensors")
+                statistics = observe(checkpoint, stock, fitted_to, observers, cached, progress, device=device)
+            kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
+            variants = component_variants(checkpoint.store, stock, layouts, kept, statistics, method)
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -103,19 +125,31 @@ def _measured(
                 source_losses[window] = _loss(expected, tokens[window])
             return _loss(logits, tokens[window]) - source_losses[window]
 
-        model = StreamedModel(checkpoint.store, stock, device=device)
-        kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
-        advance = partial(progress, "measuring")
-        variants = component_variants(checkpoint.store, stock, layouts, kept, statistics, method)
-        rises = measure_losses(model, variants, tokens, advance, rise)
+        rises = measure_losses(model, variants, tokens, partial(progress, "measuring"), rise)
     report = {
         "source": checkpoint.origin,
-        "method": method,
-        "heads": stock.num_key_value_heads,
+        "method": "calibrated" if active else method,
+        "heads": stock.num_attention_heads if active else stock.num_key_value_heads,
         "tokens": tokens.numel(),
         "loss": fmean(source_losses.values()),
     }
     return report, rises, layouts
+
+
+def _checked(checkpoint: Source, length: int, active: bool) -> Any:
+    """The configuration of a causal language model whose heads can be fewer."""
+    name = checkpoint.origin["name"]
+    stock = read_config(checkpoint.config, "stock", name)
+    if family_of(stock).is_encoder:
+        raise ConversionError(f"{name} is not a causal language model, whose loss is measured: give one")
+    check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
+    if active and stock.num_attention_heads < 2:
+        raise ConversionError(f"{name} has one head, which is always active")
+    if not active and stock.num_key_value_heads < 2:
+        raise ConversionError(f"{name} has one KV head, which cannot be compressed")
+    if length > (maximum := stock.max_position_embeddings):
+        raise ConversionError(f"--length {length} is more than the context of {name}: use at most {maximum}")
+    return stock
 
 
 def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
@@ -125,8 +159,10 @@ def _loss(logits: torch.Tensor, tokens: torch.Tensor) -> float:
 
 
 def budget_lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """The line of a plot: part of the source's cache, and expected rise."""
-    return {"expected": [(point["cache"], point["expected_rise"]) for point in report["curve"]]}
+    """The line of a plot: part of the source's cache, or of the heads, and expected rise."""
+    return {
+        "expected": [(point.get("active", point.get("cache")), point["expected_rise"]) for point in report["curve"]]
+    }
 
 
 def lines(report: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:

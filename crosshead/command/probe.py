@@ -91,6 +91,9 @@ def layers(
 @app.command(no_args_is_help=True, cls=StrictCommand)
 def budget(
     source: Source,
+    active: Annotated[
+        bool, typer.Option("--active/--cache", help="Budgets of the active heads of mixture, or of the KV cache.")
+    ] = False,
     text: TextFile = None,
     calibration: Calibration = None,
     method: Method = "aligned",
@@ -102,7 +105,8 @@ def budget(
 ) -> None:
     """Estimate the increase of the loss for each size of the KV cache, from layers compressed one at a time.
 
-    `crosshead convert --cache` chooses component heads in the same way. For example:
+    `crosshead convert --cache` chooses component heads in the same way; with --active, the number of active heads is
+    tried instead, as in `convert --active`. For example:
 
     crosshead probe budget Qwen/Qwen3-0.6B --text prose.txt --out budget.json
     """
@@ -111,8 +115,9 @@ def budget(
     _check_out(out, overwrite)
     options = {"revision": revision, "method": method, "calibration": calibration, "text": text}
     with progress() as show:
-        report = probe_budget(source, **options, length=length, count=windows, progress=show)
-    _write(out, report, budget_lines(report), ("part of the source's KV cache", "expected rise of the loss"))
+        report = probe_budget(source, active=active, **options, length=length, count=windows, progress=show)
+    part = "active heads, as a part of all" if active else "part of the source's KV cache"
+    _write(out, report, budget_lines(report), (part, "expected rise of the loss"))
 
 
 def _opened(name: str, length: int) -> Any:

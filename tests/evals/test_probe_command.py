@@ -1,6 +1,7 @@
 """`crosshead probe`: the figures, the plots made of them, and what it refuses."""
 
 import json
+from itertools import product
 from xml.etree import ElementTree
 
 import pytest
@@ -93,6 +94,29 @@ def test_budgets(place, line):
     assert "wrote found.json" in out
 
 
+def test_budgets_of_active_heads(place, line):
+    """A head more for the layer that gains most by it."""
+    status, out, err = line("budget", "source", "--active", *SMALL, "--out", "found.json")
+    assert (status, err) == (0, "")
+    report = json.loads((place / "found.json").read_text())
+    assert report["heads"] == 8 and report["method"] == "calibrated"
+    rises = {
+        layer: {8: 0.0} | {int(n): rise for n, rise in report["rises"][layer]["active"].items()} for layer in "01"
+    }
+    assert [*rises["0"]] == [8, 1, 3, 4, 5, 7]
+    for point in report["curve"]:
+        assert point["active"] == sum(point["active_heads"]) / 16 <= point["budget"]
+        affordable = [
+            rises["0"][first] + rises["1"][second]
+            for first, second in product(rises["0"], rises["1"])
+            if (first + second) / 16 <= point["budget"]
+        ]
+        chosen = sum(rises[layer][count] for layer, count in zip("01", point["active_heads"], strict=True))
+        assert point["expected_rise"] == pytest.approx(chosen, abs=1e-5)
+        assert chosen == pytest.approx(min(affordable), abs=1e-5)
+    assert len(report["curve"]) > 3 and f"{report['curve'][0]['active']:g}: " in out
+
+
 CASES = {
     "no such model": (["heads", "nowhere/at/all"], 1, "'nowhere/at/all'"),
     "no model": (["heads"], 2, "probe heads"),
@@ -107,6 +131,12 @@ CASES = {
     "beyond its context": (["layers", "source", "--length", "129"], 1, "--length 129"),
     "a mixed model": (["layers", "two"], 1, "crosshead_llama"),
     "one head for a budget": (["budget", "single", *SMALL], 1, "KV head"),
+    "a method of other heads": (["budget", "source", "--active", "--method", "svd"], 1, "--method svd"),
+    "a saved calibration": (
+        ["budget", "source", "--active", *SMALL, "--calibration", "m.safetensors"],
+        1,
+        "m.safetensors",
+    ),
     "one head": (["layers", "single", *SMALL], 1, "KV head"),
     "an empty text": (["layers", "source", *SMALL, "--text", "empty.txt"], 1, "empty.txt"),
 }

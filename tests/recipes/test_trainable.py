@@ -37,9 +37,9 @@ def test_all(tmp_path):
 
 
 @pytest.mark.parametrize("saving", [False, True])
-def test_a_transfer_trains_attention_alone(saving, tmp_path):
-    """Weight decay does not change the rest either."""
-    found = []
+def test_a_transfer_trains_attention_alone(saving, tmp_path, caplog):
+    """Weight decay does not change the rest either; a warning says that nothing but the transfer was trained."""
+    found, warnings = [], []
     for steps in (0, 2):
         options = {"weight_decay": 0.5, "checkpoint_activations": saving}
         distillation = {"match_steps": 0, "transfer_steps": steps}
@@ -47,6 +47,8 @@ def test_a_transfer_trains_attention_alone(saving, tmp_path):
         before = load_file(Path(recipe.model.path, "model.safetensors"))
         train(recipe)
         found.append(moved(before, weights(recipe)))
+        warnings.append("distillation.transfer_steps" in caplog.text)
+    assert warnings == [False, True]
     assert found[0] == set(before)
     assert found[1] == {name for name in before if ".self_attn." in name}
 
