@@ -28,7 +28,14 @@ CALIBRATION_SUFFIX = ".safetensors"
 MAX_INTEGER = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The dtypes of the option --dtype -> their names in safetensors."""
+DATASET = "datasets:"
+"""Before the name of a dataset on the Hub, instead of a path."""
 PATHS = ("calibration", "save_calibration")
+
+
+def is_dataset(given: str | Path) -> bool:
+    """Whether a calibration is the name of a dataset."""
+    return str(given).startswith(DATASET)
 
 
 def check_device(device: str) -> None:
@@ -266,6 +273,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
     mixers = content.pop("mixers", None) or {}
     if not isinstance(mixers, dict):
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
-    content |= {key: path.parent / content[key] for key in PATHS if isinstance(content.get(key), str)}
+    for key in PATHS:
+        if isinstance(place := content.get(key), str) and not is_dataset(place):
+            content[key] = path.parent / place
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
     return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})

@@ -37,6 +37,7 @@ COMMANDS = {
     f"convert source heads {CALIBRATED} --calibration text.txt --save-calibration seen.safetensors": 0,
     "convert source chosen --cache 80% --calibration text.txt --no-verify": 0,
     "convert source fewer --active 80% --calibration text.txt --no-verify": 0,
+    f"convert source lines {CALIBRATED} --calibration text.jsonl --no-verify": 0,
     "fold made back": 0,
     "verify source made --json": 0,
     "cost made --json": 0,

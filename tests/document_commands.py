@@ -55,6 +55,8 @@ PLACEHOLDERS = {
     "RECIPE.yaml": "recipe.yaml",
     "MIXERS.yaml": "mixers.yaml",
     "TEXT.txt": "text.txt",
+    "datasets:HuggingFaceTB/smoltalk:all": "text.txt",
+    "datasets:Salesforce/wikitext:wikitext-2-raw-v1": "text.txt",
     "PARAGRAPH.txt": "paragraph.txt",
     "IMAGES": "images",
     "IMAGE.png": "images/0.png",

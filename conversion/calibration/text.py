@@ -20,9 +20,10 @@ from crosshead.common.progress import Advance, Progress
 
 from ..architectures.families import FAMILIES, family_of
 from ..architectures.stacks import decodes
-from ..options import CALIBRATION_SUFFIX
+from ..options import CALIBRATION_SUFFIX, is_dataset
 from ..sources.model_folder import file_digest
 from ..sources.resolve import Source
+from .documents import has_documents, read_documents
 from .head_statistics import fast_dtype
 from .streamed_model import StreamedModel
 
@@ -119,15 +120,19 @@ def parameters(source: Source) -> int:
 
 @dataclass(frozen=True)
 class Text:
-    """The input of calibration: a text file, a saved calibration, or the default text."""
+    """The input of calibration: a text, documents, a saved calibration, or the default text."""
 
     given: Path | None
     is_sampled: bool = False
     """Whether sequences sampled from the model are added to the default text."""
+    documents: str | None = None
+    """The documents of JSON lines or of a dataset, as one text."""
 
     @classmethod
     def of(cls, given: Path | None, source: Source) -> "Text":
-        """The given file; without one, the default text."""
+        """The given text; without one, the default text."""
+        if given is not None and has_documents(given):
+            return cls(given, documents=read_documents(given, load_tokenizer(source)))
         generates = not FAMILIES[source.config["model_type"]].is_encoder
         return cls(given, generates and given is None and parameters(source) <= MAX_SAMPLED_PARAMETERS)
 
@@ -142,21 +147,27 @@ class Text:
             sampled = ", and sequences sampled from the model" if self.is_sampled else ""
             name = f"{DEFAULT_NAME}, with random tokens in it{sampled}"
             return {**self.of_windows(), "text": name, "default": True}
+        if self.documents is not None:
+            return dict(self.of_windows())
         try:
             return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
     def windows(self, source: Source, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
-        """Windows of tokens (count, length) of the text file, or else of the default text."""
+        """Windows of tokens (count, length) of the given text, or else of the default text."""
         return windows(load_tokenizer(source), self._content(), length, count, vocabulary, closed)
 
     def of_windows(self) -> dict[str, str]:
         """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
         name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
+        if self.given is not None and is_dataset(self.given):
+            name = str(self.given)
         return {"text": name, "sha256": sha256(self._content().encode()).hexdigest()}
 
     def _content(self) -> str:
+        if self.documents is not None:
+            return self.documents
         if self.given is not None and not self.is_saved:
             return read_text(self.given, ConversionError)
         text = default_text()
@@ -172,7 +183,7 @@ class Text:
         return load_file(cached)["tokens"]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
-        """Windows of the text file; or of the default text with random tokens, and of sampled sequences.
+        """Windows of the given text; or of the default text with random tokens, and of sampled sequences.
 
         The default text covers one subject, and a fit to it alone generalises less well. Random tokens cover the rest
         of the vocabulary, and sampled sequences resemble the model's training data.

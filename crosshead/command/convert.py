@@ -20,8 +20,9 @@ Dtype = Annotated[
 Calibration = Annotated[
     Path | None,
     typer.Option(
-        help="A text file, or for vision models a folder of images, to calibrate on; or a saved calibration. By "
-        "default Python's help texts."
+        help="Text to calibrate on: a text file, a .jsonl file with `text` or `messages`, or a dataset "
+        "(datasets:NAME[:SUBSET[:SPLIT]]); for vision models a folder of images; or a saved calibration. By default "
+        "Python's help texts."
     ),
 ]
 Save = Annotated[Path | None, typer.Option(help="Save the calibration to this .safetensors file, for other runs.")]

@@ -20,7 +20,7 @@ TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. De
 Windows = Annotated[int, typer.Option(min=1, help="Number of windows of the text.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
 Source = Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")]
-Calibration = Annotated[Path | None, typer.Option(help="Calibration text for the components, or a saved calibration.")]
+Calibration = Annotated[Path | None, typer.Option(help="Calibration text, as for `convert`, or a saved calibration.")]
 Method = Annotated[str, typer.Option(help="Compression method: aligned or svd.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the Hub.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]

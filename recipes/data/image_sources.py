@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.hub_rows import reading_hub
 from crosshead.common.progress import Counter, Progress, silent
 
 from ..schema.sections import DataSource
-from .readers import expand_home, files_in, missing_column, reading_hub
+from .readers import expand_home, files_in, missing_column
 from .token_cache import locked
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -103,7 +104,7 @@ class DatasetImages:
             raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from None
         self._source, self._image = source, image
         path = expand_home(source.path)
-        with reading_hub(source):
+        with reading_hub(source.path, source.split, RecipeError):
             rows: Any = datasets.load_dataset(path, source.subset, split=source.split, revision=source.revision)
             for column in (image, label):
                 if column not in rows.column_names:

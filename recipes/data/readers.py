@@ -6,7 +6,6 @@ A document is an iterable of strings, the parts of its text, to be consumed befo
 import codecs
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from glob import escape, glob
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.hub_rows import hub_rows
 
 from ..schema.sections import DataSource
 
@@ -25,10 +25,6 @@ ROWS = 256
 """Rows of a table read at a time."""
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file, never of text."""
-SIGNED_QUERY = re.compile(r"\?\S*")
-"""The part of a URL that may contain a signature."""
-EMPTY_SPLIT = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
-"""Parts of the messages of datasets about a split or file without rows."""
 
 Document = Iterable[str]
 Advance = Callable[[int], None]
@@ -194,52 +190,11 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Documen
 
 
 def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Document]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise RecipeError('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
-    with reading_hub(source):
-        rows = load_dataset(expand_home(source.path), source.subset, **options)
-        if rows.column_names is not None and source.column in rows.column_names:
-            rows = rows.select_columns([source.column])  # others may be images
-        for number, row in enumerate(rows, 1):
-            yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
-            advance(1)
-
-
-@contextmanager
-def reading_hub(source: DataSource) -> Iterator[None]:
-    """`RecipeError` for all errors of datasets, in one line."""
-    try:
-        with _silent_datasets():
-            yield
-    except RecipeError:
-        raise
-    except Exception as error:  # of the library, the network or a file format
-        reason = SIGNED_QUERY.sub("", one_line(error.__cause__ or error))
-        if any(words in reason for words in EMPTY_SPLIT):
-            raise RecipeError(
-                f"the Hub dataset {source.path} has an empty split {source.split!r}, or an empty file in it: choose "
-                "another, or remove the file"
-            ) from error
-        raise RecipeError(f"the Hub dataset {source.path} cannot be read: {reason}") from error
-
-
-@contextmanager
-def _silent_datasets() -> Iterator[None]:
-    """Without progress bars and log messages of datasets: its errors become one line."""
-    import datasets
-
-    is_silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    try:
-        yield
-    finally:
-        datasets.logging.set_verbosity(verbosity)
-        if not is_silent:
-            datasets.enable_progress_bars()
+    rows = hub_rows(expand_home(source.path), source.subset, [source.column], RecipeError, **options)
+    for number, row in enumerate(rows, 1):
+        yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
+        advance(1)
 
 
 def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:

@@ -1,0 +1,77 @@
+"""Calibration text from JSON lines or a dataset on the Hub: documents, or conversations in the chat template."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.hub_rows import hub_rows
+from crosshead.common.plain_text import read_text
+
+from ..options import DATASET, is_dataset
+
+LINES_SUFFIX = ".jsonl"
+CHAT, TEXT = "messages", "text"
+"""The fields of a line or row that are read; a conversation, if there is one."""
+CHARACTERS = 2**20
+"""Enough for all windows. Of a longer file, evenly spaced lines are read; of a dataset, the first rows."""
+Row = tuple[str, dict[str, Any]]
+"""Where it stands, and its fields."""
+
+
+def has_documents(given: Path) -> bool:
+    """Whether a calibration is JSON lines or a dataset."""
+    return is_dataset(given) or given.suffix == LINES_SUFFIX
+
+
+def read_documents(given: Path, tokenizer: Any) -> str:
+    """The documents as one text; conversations are written by the tokenizer's chat template."""
+    documents, size = [], 0
+    for place, row in _dataset_rows(given) if is_dataset(given) else _json_lines(given):
+        documents.append(_document(row, tokenizer, place))
+        size += len(documents[-1])
+        if size >= CHARACTERS:
+            break
+    if not size:
+        raise ConversionError(f"--calibration {given} contains no text: give one that does")
+    return "\n\n".join(documents)
+
+
+def _json_lines(path: Path) -> Iterator[Row]:
+    content = read_text(path, ConversionError)
+    lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
+    for number, line in lines[:: max(1, len(content) // CHARACTERS)]:
+        place = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ConversionError(f"{place} is not JSON ({one_line(error)}): give one JSON object a line") from None
+        if not isinstance(row, dict):
+            raise ConversionError(f"{place} is {line[:40]}, not a JSON object: give one a line")
+        yield place, row
+
+
+def _dataset_rows(given: Path) -> Iterator[Row]:
+    name, *rest = str(given).removeprefix(DATASET).split(":")
+    if not name or len(rest) > 2:
+        raise ConversionError(f"--calibration {given} is not {DATASET}NAME, with :SUBSET or :SUBSET:SPLIT after it")
+    subset, split = (*rest, *("", "train")[len(rest) :])
+    rows = hub_rows(name, subset or None, (CHAT, TEXT), ConversionError, split=split, streaming=True)
+    for number, row in enumerate(rows, 1):
+        yield f"row {number} of the Hub dataset {name}", row
+
+
+def _document(row: dict[str, Any], tokenizer: Any, place: str) -> str:
+    """The text of a row, or its conversation in the chat template."""
+    if row.get(CHAT) is not None and (tokenizer.chat_template is not None or TEXT not in row):
+        if tokenizer.chat_template is None:
+            raise ConversionError(f"{place} has {CHAT!r}, but the tokenizer has no chat template: give {TEXT!r}")
+        try:
+            return str(tokenizer.apply_chat_template(row[CHAT], tokenize=False))
+        except Exception as error:  # of the template, whatever it does with this conversation
+            raise ConversionError(f"{place} does not fit the chat template: {one_line(error)}") from None
+    if not isinstance(row.get(TEXT), str):
+        names = ", ".join(map(repr, row)) or "none"
+        raise ConversionError(f"{place} has no text in {TEXT!r} and no {CHAT!r}: its fields are {names}")
+    return str(row[TEXT])

@@ -1,0 +1,66 @@
+"""Rows of a dataset on the Hub, or of a folder with a copy of one. Every error of datasets becomes one line."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from .errors import one_line
+
+SIGNED_QUERY = re.compile(r"\?\S*")
+"""The part of a URL that may contain a signature."""
+EMPTY_SPLIT = ("BatchSize must be greater than 0", "corresponds to no data", "at least one example", "StopIteration")
+"""Parts of the messages of datasets about a split or file without rows."""
+
+
+def hub_rows(
+    path: str, subset: str | None, columns: Sequence[str], error_type: type[ValueError], **options: Any
+) -> Iterator[dict[str, Any]]:
+    """All rows, with those of the columns that there are; with all columns if there is none of them.
+
+    `options` are those of `datasets.load_dataset`, at least the split. Errors are of the given type.
+    """
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise error_type('Hub datasets need the datasets package: pip install "crosshead[train]"') from error
+    with reading_hub(path, options["split"], error_type):
+        rows = load_dataset(path, subset, **options)
+        present = [column for column in columns if column in (rows.column_names or ())]
+        if present:
+            rows = rows.select_columns(present)  # others may be images
+        yield from rows
+
+
+@contextmanager
+def reading_hub(path: str, split: str, error_type: type[ValueError]) -> Iterator[None]:
+    """An error of the given type, in one line, for all errors of datasets."""
+    try:
+        with _silent_datasets():
+            yield
+    except error_type:
+        raise
+    except Exception as error:  # of the library, the network or a file format
+        reason = SIGNED_QUERY.sub("", one_line(error.__cause__ or error))
+        if any(words in reason for words in EMPTY_SPLIT):
+            raise error_type(
+                f"the Hub dataset {path} has an empty split {split!r}, or an empty file in it: choose another, or "
+                "remove the file"
+            ) from error
+        raise error_type(f"the Hub dataset {path} cannot be read: {reason}") from error
+
+
+@contextmanager
+def _silent_datasets() -> Iterator[None]:
+    """Without progress bars and log messages of datasets: its errors become one line."""
+    import datasets
+
+    is_silent, verbosity = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(verbosity)
+        if not is_silent:
+            datasets.enable_progress_bars()
