@@ -71,9 +71,9 @@ def _training(facts: Facts) -> Iterator[str]:
     if "eval_loss" not in metrics:
         rows.append((CURVE["eval_loss"], NOT_MEASURED))
     rows += [
-        (f"distance of `{key.removeprefix('moved/')}` from its initial value", figure(value))
+        (f"distance of `{key.removeprefix('drift/')}` from its initial value", figure(value))
         for key, value in metrics.items()
-        if key.startswith("moved/")
+        if key.startswith("drift/")
     ]
     yield table(["", "value"], rows)
 

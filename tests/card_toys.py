@@ -48,7 +48,7 @@ def training(place: str = "") -> dict[str, Any]:
     """What a run leaves beside its model; its paths lie in `place`."""
     sources = [{"path": "org/text", "kind": "hub", "subset": None}, {"path": f"{place}own.jsonl", "kind": "jsonl"}]
     recipe = {"output": f"{place}run", "model": {"path": f"{place}made"}, "data": {"sources": sources, "length": 64}}
-    metrics = {"step": 1200, "loss": 2.5, "eval_loss": 2.625, "moved/knocking": 0.0421}
+    metrics = {"step": 1200, "loss": 2.5, "eval_loss": 2.625, "drift/knocking": 0.0421}
     return {"recipe": recipe, "processes": 2, "metrics": metrics}
 
 

@@ -20,7 +20,7 @@ README = DOCUMENTS["README.md"].read_text(encoding="utf-8")
 CONTRIBUTING = DOCUMENTS["CONTRIBUTING.md"].read_text(encoding="utf-8")
 NAMED_FILE = re.compile(r"`(\.?[\w-][\w.-]*/[\w./-]*|[\w.-]+\.(?:md|py|toml|txt))`")
 MADE = re.compile(
-    r"((configuration|modeling)_crosshead\.py|checkpoint-STEP|measured/RECIPE|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|moved)\b"
+    r"((configuration|modeling)_crosshead\.py|checkpoint-STEP|measured/RECIPE|\.partial|model|build/[\w/.]+|runs/\w+|models/\w+|head_load|expert_load|drift)\b"
 )
 """Names of what commands make, and of metrics."""
 LINK = re.compile(r"\]\(([^)\s]+)\)")

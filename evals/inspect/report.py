@@ -7,10 +7,13 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers.utils.hub import cached_file
 
+from crosshead.common.checked_json import parse_object
 from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
@@ -32,6 +35,8 @@ from .layer import TOP, LayerStates, layer_record, record_states
 from .matrices import description, matrix_records
 from .pack import rounded
 
+TRAINING, DRIFT = "training.json", "drift/"
+"""The record of a training in a model's folder, and the beginning of its metrics of mechanisms."""
 Progress = Callable[[str, int, int], None]
 """Called with the stage, the layers done, and all layers."""
 
@@ -73,6 +78,7 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         "model_type": config.model_type,
         "mixers": getattr(config, "mixers", None) or {},
         "mechanisms": {name: description(mechanism) for _, name, mechanism in mechanisms},
+        "drift": recorded_drift(opened.name),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": calls,
         "parts": [part_record(part, places) for part in backbone.parts],
@@ -86,6 +92,15 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         ],
         "texts": texts,
     }
+
+
+def recorded_drift(name: str) -> dict[str, float]:
+    """The distance of each mechanism from its start, as recorded by `crosshead train`; empty without a record."""
+    ignored = ("missing_entries", "connection_errors")
+    path = cached_file(name, TRAINING, **{f"_raise_exceptions_for_{error}": False for error in ignored})
+    metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
+    found = metrics.items() if isinstance(metrics, dict) else ()
+    return {key.removeprefix(DRIFT): each for key, each in found if key.startswith(DRIFT) and isinstance(each, float)}
 
 
 def _load(opened: Opened) -> Any:

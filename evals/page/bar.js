@@ -85,6 +85,9 @@ function factsOf(model) {
     const said = Object.entries(options).map(([option, value]) => `${option.replaceAll("_", " ")} ${optionValue(value)}`);
     return make("li", {}, make("b", {}, name), ` ${said.join(", ")}`);
   });
+  for (const [name, distance] of Object.entries(model.drift)) {
+    names.push(make("li", {}, make("b", {}, name), ` has moved by ${distance.toPrecision(3)} from its start in training`));
+  }
   const sizes = [
     model.model_type, `${(model.parameters / 1e6).toFixed(model.parameters < 1e7 ? 2 : 0)} M parameters`,
     ...(hasParts() || model.parts[0].name === "last" ? model.parts.map(({ name, layers }) => `${layers} ${PARTS[name]} layers`) : [`${model.layers} layers`]),

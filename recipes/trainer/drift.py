@@ -66,7 +66,7 @@ def drift(model: nn.Module, starts: dict[str, torch.Tensor]) -> dict[str, float]
             now = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             distance = (now.float().cpu() - start.float()).norm() / start.shape[0] ** 0.5
             mechanism = plain_name(name).split(MIXERS)[1].split(".")[0]
-            distances.setdefault(f"moved/{mechanism}", []).append(distance.item())
+            distances.setdefault(f"drift/{mechanism}", []).append(distance.item())
     return {name: mean(found) for name, found in distances.items()}
 
 

@@ -81,6 +81,18 @@ def test_every_mechanism(place, line, case):
     assert routes == ["mixture" in toys.CASES[case]] * 2
 
 
+def test_the_drift_that_a_training_has_recorded(place, line):
+    write_model(toys.mixed_model("Llama", {"knocking": {}}), place / "trained")
+    training = place / "trained" / "training.json"
+    assert measured(line, "trained", "--text", TEXT)["models"][0]["drift"] == {}
+    training.write_text(json.dumps({"metrics": {"step": 3, "drift/knocking": 0.25, "loss": 2.0}}))
+    (record,) = measured(line, "trained", "--text", TEXT, "--overwrite")["models"]
+    assert record["drift"] == {"knocking": 0.25}
+    training.write_text("[]")
+    status, _, error = line("trained", "--text", TEXT, "--overwrite", "--out", "report.html")
+    assert status == 1 and "training.json" in error
+
+
 def test_load_and_scores_are_those_of_the_routers(place, line):
     mixers = {"mixture": {"shared_heads": 1, "active_heads": 3}}
     model = toys.mixed_model("Llama", mixers)

@@ -56,8 +56,8 @@ def trained(folder: Path, case: str, seed: int, tokens: int) -> dict[str, float]
     if train(wanted).model is None:
         raise SystemExit("stopped: the same command goes on")
     lines = MetricsFile.lines(Path(wanted.output))
-    found = {key: line[key] for line in lines for key in ("eval_loss", "moved/knocking") if key in line}
-    return {"loss": found["eval_loss"], "drift": found.get("moved/knocking", 0.0)}
+    found = {key: line[key] for line in lines for key in ("eval_loss", "drift/knocking") if key in line}
+    return {"loss": found["eval_loss"], "drift": found.get("drift/knocking", 0.0)}
 
 
 def report(found: dict[str, dict[int, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:

@@ -97,15 +97,15 @@ def test_how_far_a_mechanism_has_moved():
     starts = starting_points(model)
     knocking = {f"model.layers.{n}.self_attn.mixers.knocking.value.weight" for n in (0, 1)}
     assert knocking < set(starts)
-    assert drift(model, starts)["moved/knocking"] > 0 and drift(model, starts)["moved/mixture"] == 0
+    assert drift(model, starts)["drift/knocking"] > 0 and drift(model, starts)["drift/mixture"] == 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in knocking:
                 parameter.copy_(starts[name])
-    assert drift(model, starts) == {"moved/knocking": 0.0, "moved/mixture": 0.0}
+    assert drift(model, starts) == {"drift/knocking": 0.0, "drift/mixture": 0.0}
     with torch.no_grad():
         model.model.layers[0].self_attn.mixers["knocking"].value.weight.zero_()
-    found = drift(model, starts)["moved/knocking"]
+    found = drift(model, starts)["drift/knocking"]
     assert found == pytest.approx(0.5)  # as far as zero, in one of two layers
 
 
@@ -115,14 +115,14 @@ def test_what_does_not_start_neutral_moves_from_where_the_run_begins(options, ne
     with torch.no_grad():
         for layer in model.model.layers:
             layer.self_attn.mixers["explicit"].key.weight.fill_(3.0)
-    assert (drift(model, starting_points(model))["moved/explicit"] == 0) is not neutral
+    assert (drift(model, starting_points(model))["drift/explicit"] == 0) is not neutral
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_mechanism_with_parameters_tells_how_far_it_has_moved(case):
     model = mixed_model("Llama", CASES[case])
     names = {name.split(".mixers.")[1].split(".")[0] for name, _ in model.named_parameters() if ".mixers." in name}
-    assert set(drift(model, starting_points(model))) == {f"moved/{name}" for name in names}
+    assert set(drift(model, starting_points(model))) == {f"drift/{name}" for name in names}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -57,7 +57,7 @@ def test_a_run_reports_to_the_tracker_that_is_named(trackio, tmp_path):
     found = [line for line in trackio.logged if "train/loss" in line]
     assert [line["train/global_step"] for line in found] == [line["step"] for line in expected] == [2, 4]
     for line, written in zip(found, expected, strict=True):
-        for name in ("loss", "grad_norm", "learning_rate", "spikes", "moved/knocking"):
+        for name in ("loss", "grad_norm", "learning_rate", "spikes", "drift/knocking"):
             assert line[f"train/{name}"] == written[name], name
     assert any("eval/loss" in line for line in trackio.logged)
 

@@ -56,7 +56,7 @@ def test_a_transfer_trains_attention_alone(saving, tmp_path, caplog):
 def test_mixers_alone(tmp_path):
     before, after, recipe = trained("mixers", tmp_path, lora=None)
     assert moved(before, after) == {name for name in before if ".mixers." in name} != set()
-    assert 0 < metrics(recipe)[-2]["moved/knocking"] < 0.1
+    assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
 
 
 def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
@@ -69,7 +69,7 @@ def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
     # Without peft: it is the model itself, and its own code.
     assert not list(Path(recipe.output, "model").glob("adapter*"))
     assert type(AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))).__module__.startswith("crosshead")
-    assert 0 < metrics(recipe)[-2]["moved/knocking"] < 0.1
+    assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
 
 
 def test_low_rank_changes_beside_a_mechanism_without_parameters():
