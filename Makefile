@@ -137,7 +137,10 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 		$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family && \
 		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
 			--calibration build/small/$$family/calibration.txt --out build/heads.json \
-			--name "small $$family, 4 heads" svd:3 aligned:3 svd:2 aligned:2 || exit 1; \
+			--name "small $$family, 4 heads" svd:3 aligned:3 svd:2 aligned:2 auto:0.75 auto:0.5 && \
+		$(PYTHON) -P tests/measure/component_heads.py build/small/$$family build/small/$$family/evaluation.txt \
+			--calibration build/small/$$family/calibration.txt --out build/heads.json \
+			--name "small $$family, 8 heads" mixture:6 active:0.75 mixture:4 active:0.5 differential:2 differential:1 || exit 1; \
 	done
 	$(PYTHON) -P tests/measure/train_small.py llama build/small/llama --kv-heads 8
 	$(PYTHON) -P tests/measure/component_heads.py build/small/llama build/small/llama/evaluation.txt \
