@@ -10,6 +10,7 @@ Each model is compared with the source item by item.
 
 import argparse
 import json
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ def main() -> None:
             include_path=Path(scratch),
             limit=given.limit,
             compared=True,
-            progress=lambda message: print(message, flush=True),
+            progress=lambda message: print(message, file=sys.__stdout__, flush=True),  # the harness's output is hidden
         )
     found = figures(report, [*places]) | {"limit": given.limit, "versions": report["versions"], "machine": machine()}
     given.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
