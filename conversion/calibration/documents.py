@@ -1,13 +1,12 @@
 """Calibration text from JSON lines or a dataset on the Hub: documents, or conversations in the chat template."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.hub_rows import hub_rows
-from crosshead.common.plain_text import read_text
+from crosshead.common.plain_text import json_object, read_text
 
 from ..options import DATASET, is_dataset
 
@@ -43,13 +42,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     for number, line in lines[:: max(1, len(content) // CHARACTERS)]:
         place = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConversionError(f"{place} is not JSON ({one_line(error)}): give one JSON object a line") from None
-        if not isinstance(row, dict):
-            raise ConversionError(f"{place} is {line[:40]}, not a JSON object: give one a line")
-        yield place, row
+        yield place, json_object(line, place, ConversionError)
 
 
 def _dataset_rows(given: Path) -> Iterator[Row]:

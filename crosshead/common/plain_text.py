@@ -1,8 +1,11 @@
-"""Reads a text file, and finds the special tokens that a tokenizer puts around a text."""
+"""Reads a text file or a line of JSON, and finds the special tokens that a tokenizer puts around a text."""
 
+import json
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+from .errors import one_line
 
 
 def read_text(path: Path, error_type: type[ValueError]) -> str:
@@ -18,6 +21,17 @@ def read_text(path: Path, error_type: type[ValueError]) -> str:
     if not text.strip():
         raise error_type(f"the text {path} is empty: give a file with text")
     return text
+
+
+def json_object(line: str, place: str, error_type: type[ValueError]) -> dict[str, Any]:
+    """The JSON object in a line of a file; an error of the given type, which names its place, for other lines."""
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise error_type(f"{place} is not JSON ({one_line(error)}): give one JSON object a line") from None
+    if not isinstance(content, dict):
+        raise error_type(f"{place} is {line.strip()[:40]}, not a JSON object: give one a line")
+    return content
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

@@ -1,13 +1,12 @@
 """Reads the files of a user: rows with labels, plain text, and folders of images; errors name the file and the row."""
 
-import json
 from collections.abc import Sequence
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError, nearest
-from crosshead.common.plain_text import read_text
+from crosshead.common.plain_text import json_object, read_text
 
 TEXT_COLUMNS = (
     ("sentence1", "sentence2"),
@@ -45,7 +44,7 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
 
 def _row(where: str, line: str, header: list[str] | None) -> Row:
     """Columns are looked for in each row, because lines of JSON may differ."""
-    fields = _json_fields(where, line) if header is None else _fields(where, line, header)
+    fields = json_object(line, where, EvalError) if header is None else _fields(where, line, header)
     names = next((names for names in TEXT_COLUMNS if all(name in fields for name in names)), None)
     label = next((name for name in LABEL_COLUMNS if name in fields), None)
     for found, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
@@ -64,16 +63,6 @@ def _fields(where: str, line: str, header: list[str]) -> dict[str, Any]:
     if len(values) != len(header):
         raise EvalError(f"{where} has {len(values)} columns, but the header has {len(header)}")
     return dict(zip(header, values, strict=True))
-
-
-def _json_fields(where: str, line: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise EvalError(f"{where} is not JSON: {' '.join(str(error).split())[:100]}") from None
-    if not isinstance(fields, dict):
-        raise EvalError(f"{where} is not a JSON object")
-    return fields
 
 
 def text_files(path: Path) -> list[Path]:

@@ -4,7 +4,6 @@ A document is an iterable of strings, the parts of its text, to be consumed befo
 """
 
 import codecs
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import hub_rows
+from crosshead.common.plain_text import json_object
 
 from ..schema.sections import DataSource
 
@@ -157,14 +157,10 @@ def _json_lines(path: Path, column: str, advance: Advance) -> Iterator[Document]
 
 def _json_text(line: bytes, column: str, place: str) -> str:
     try:
-        content = json.loads(line.decode("utf-8"))
+        content = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{place} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines") from None
-    except (ValueError, RecursionError) as error:
-        raise RecipeError(f"{place} is not JSON ({one_line(error)}): give one JSON object a line") from None
-    if not isinstance(content, dict):
-        raise RecipeError(f"{place} is {json.dumps(content)[:40]}, not a JSON object: give one a line")
-    return _checked_text(content, column, place)
+    return _checked_text(json_object(content, place, RecipeError), column, place)
 
 
 def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Document]:
