@@ -19,6 +19,7 @@ from .data.training_data import TrainingData
 from .schema.recipe import Recipe
 from .trainer import checkpoints
 from .trainer.callbacks import ReportProgress, StopOnSignal
+from .trainer.loading import weights_identity
 from .trainer.metrics import MetricsFile
 from .trainer.models import copied_files, load_models
 from .trainer.objectives import objective_of
@@ -67,7 +68,8 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     extra_files = copied_files(recipe.model)
     data = objective.open_data(processor, model.config, progress)
     with checkpoints.writable(output):
-        main_process_first(partial(checkpoints.claim_output, output, fingerprint(recipe, data)))
+        run = fingerprint(recipe, data) | initial_weights(recipe, model, teacher)
+        main_process_first(partial(checkpoints.claim_output, output, run))
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     if not (output / checkpoints.MODEL / RESULT).is_file():
@@ -111,6 +113,18 @@ def fingerprint(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
         else:
             flat[section] = content
     return json.loads(json.dumps(flat))
+
+
+def initial_weights(recipe: Recipe, model: Any, teacher: Any) -> dict[str, str]:
+    """Which weights the model and the teacher have at the start: a path may name others later."""
+    options = recipe.distillation
+    loaded = {"model.path": (recipe.model.path, model)}
+    loaded["distillation.teacher"] = (options.teacher if options else None, teacher)
+    return {
+        f"{checkpoints.WEIGHTS_OF} {key}": weights_identity(name, part.config)
+        for key, (name, part) in loaded.items()
+        if name is not None
+    }
 
 
 def _newest_checkpoint(output: Path) -> Path | None:

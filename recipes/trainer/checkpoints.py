@@ -31,6 +31,8 @@ LIST = "complete.json"
 RUN = "run.json"
 MODEL = "model"
 METRICS = "metrics.jsonl"
+WEIGHTS_OF = "weights of"
+"""Behind it, in the fingerprint of a run, the key of a model; runs of earlier versions lack it."""
 
 logger = logging.getLogger(__name__)
 
@@ -136,7 +138,8 @@ def claim_output(output: Path, run: Mapping[str, Any]) -> None:
     except (ValueError, TypeError) as error:
         raise RecipeError(f"{path} is damaged ({error}): choose another output, or remove the folder") from None
     for name in before | dict(run):
-        old, new = before.get(name), run.get(name)
+        new = run.get(name)
+        old = before.get(name, new if name.startswith(WEIGHTS_OF) else None)
         if old != new:
             raise RecipeError(
                 f"{output} has a run with {name}={old!r}, but the recipe has {new!r}: resume with the earlier recipe, "

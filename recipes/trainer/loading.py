@@ -1,5 +1,6 @@
 """Loads the tokenizer of a recipe and stored configurations, and explains failures."""
 
+import hashlib
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,18 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
         return AutoConfig.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
         raise RecipeError(loading_error(key, name, error, options)) from None
+
+
+def weights_identity(name: str, config: Any) -> str:
+    """Which weights a model has: its commit on the Hub, or the digest of a folder's weight files."""
+    folder = Path(name)
+    if not folder.is_dir():
+        return str(config._commit_hash)
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:

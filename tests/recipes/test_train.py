@@ -35,7 +35,6 @@ from toy_training import (
 )
 
 DROPOUT = {"lora": LoraOptions(4, 8.0, 0.2)}
-DECODERS = [name for name in shipped_recipes() if load_recipe(name).objective.name == "next_token"]
 KINDS = (KNOCKING, LORA, MIXTURE, EXPERTS, SCRATCH, "small/qwen3_0.6b_differential", "small/smollm2_talking")
 """Recipes that between them have every mechanism, way of training and kind of model."""
 DECODERS = [name for name in shipped_recipes() if load_recipe(name).objective.name == "next_token"]
