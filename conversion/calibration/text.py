@@ -98,7 +98,7 @@ def _excerpts(text: str, size: int, count: int) -> str:
 
 def within_context(config: Any, length: int) -> int:
     """The length of a window, at most that of the model's context; a T5 has no maximum."""
-    return min(length, getattr(config, "max_position_embeddings", length))
+    return min(length, getattr(config, "max_position_embeddings", None) or length)
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -192,10 +192,11 @@ class Text:
         is_encoder = not decodes(model.config)
         count, length = WINDOWS if self.given is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
         if is_encoder:
-            count, length = SENTENCES, within_context(model.config, SENTENCE_LENGTH)
+            count, length = SENTENCES, SENTENCE_LENGTH
         elif family_of(model.config).is_encoder:
             count, length = PAIRS, PAIR_LENGTH
-        text = self.windows(source, length, count, vocabulary, is_encoder)
+        tokens, length = count * length, within_context(model.config, length)
+        text = self.windows(source, length, tokens // length, vocabulary, is_encoder)
         if self.given is not None:
             return text
         tokenizer = load_tokenizer(source)
@@ -210,7 +211,8 @@ class Text:
             sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))
             resident = fits_in_memory(4 * parameters(source), model.device)
             advance = partial(progress, "sampling")
-            sampled = sampled_text(sampler, SAMPLED_SHAPE, start, known, advance, resident).flatten()
+            shape = SAMPLED_SHAPE[0], within_context(model.config, SAMPLED_SHAPE[1])
+            sampled = sampled_text(sampler, shape, start, known, advance, resident).flatten()
             parts.append(sampled[: len(sampled) // text.shape[1] * text.shape[1]].view(-1, text.shape[1]))
         return torch.cat(parts)
 

@@ -14,7 +14,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..calibration.calibration import Calibration
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import Text
+from ..calibration.text import Text, within_context
 from ..options import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
@@ -81,7 +81,8 @@ class AutoLayers:
         return replace(self.request, mixers=mixers), chosen
 
     def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
-        tokens = self.text.windows(self.source, TRIAL_LENGTH, TRIALS, self.stock.vocab_size)
+        length = within_context(self.stock, TRIAL_LENGTH)
+        tokens = self.text.windows(self.source, length, TRIALS, self.stock.vocab_size)
         layouts = self.target.layouts()
         model = StreamedModel(self.source.store, self.stock, device=self.device)
         variants = [*self._variants(model, layouts, calibration, folder, progress)]

@@ -29,7 +29,8 @@ KNOWN = 50
 @pytest.fixture(scope="module", params=first(["Qwen3Moe", "Llama"]))
 def opened(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("opened")
-    source = open_source(write_stock(folder / "source", request.param), scratch=folder)
+    checkpoint = write_stock(folder / "source", request.param, max_position_embeddings=1024)
+    source = open_source(checkpoint, scratch=folder)
     return source, StreamedModel(source.store, read_config(source.config, "stock", "source"))
 
 
@@ -95,6 +96,18 @@ def test_a_text_that_is_given_stays_as_it_is(opened, tmp_path):
     text = Text.of(path, source)
     found = text.to_calibrate_on(source, model, silent)
     assert torch.equal(found, text.windows(source, 1024, WINDOWS, model.config.vocab_size))
+
+
+def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
+    monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (4, 128))
+    source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
+    model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
+    found = Text.of(None, source).to_calibrate_on(source, model, silent)
+    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96 + 4, 96)
+    path = tmp_path / "own.txt"
+    path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
+    assert Text.of(path, source).to_calibrate_on(source, model, silent).shape[1] == 96
+    assert read_sample(source, None).tokens.shape[1] == 96
 
 
 def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
