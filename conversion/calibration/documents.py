@@ -1,6 +1,7 @@
 """Calibration text from JSON lines or a dataset on the Hub: documents, or conversations in the chat template."""
 
 from collections.abc import Iterator
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ LINES_SUFFIX = ".jsonl"
 CHAT, TEXT = "messages", "text"
 """The fields of a line or row that are read; a conversation, if there is one."""
 CHARACTERS = 2**20
-"""Enough for all windows. Of a longer file, evenly spaced lines are read; of a dataset, the first rows."""
-Row = tuple[str, dict[str, Any]]
-"""Where it stands, and its fields."""
+"""Enough for all windows. Of a longer file, lines from all of it are read; of a dataset, the first rows."""
+GOLDEN_RATIO = 0.618
+Row = tuple[int, str, dict[str, Any]]
+"""Its number, where it stands, and its fields."""
 
 
 def has_documents(given: Path) -> bool:
@@ -26,23 +28,32 @@ def has_documents(given: Path) -> bool:
 
 def read_documents(given: Path, tokenizer: Any) -> str:
     """The documents as one text; conversations are written by the tokenizer's chat template."""
-    documents, size = [], 0
-    for place, row in _dataset_rows(given) if is_dataset(given) else _json_lines(given):
-        documents.append(_document(row, tokenizer, place))
-        size += len(documents[-1])
+    documents, size = {}, 0
+    for number, place, row in _dataset_rows(given) if is_dataset(given) else _json_lines(given):
+        documents[number] = _document(row, tokenizer, place)
+        size += len(documents[number])
         if size >= CHARACTERS:
             break
     if not size:
         raise ConversionError(f"--calibration {given} contains no text: give one that does")
-    return "\n\n".join(documents)
+    return "\n\n".join(documents[number] for number in sorted(documents))
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
     content = read_text(path, ConversionError)
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
-    for number, line in lines[:: max(1, len(content) // CHARACTERS)]:
+    for index in spread_indices(len(lines)):
+        number, line = lines[index]
         place = f"{path} line {number}"
-        yield place, json_object(line, place, ConversionError)
+        yield number, place, json_object(line, place, ConversionError)
+
+
+def spread_indices(count: int) -> Iterator[int]:
+    """All indices below `count`, in an order of which every beginning is spread evenly."""
+    step = max(1, round(count * GOLDEN_RATIO))
+    while gcd(step, count) > 1:
+        step += 1
+    return (number * step % count for number in range(count))
 
 
 def _dataset_rows(given: Path) -> Iterator[Row]:
@@ -52,7 +63,7 @@ def _dataset_rows(given: Path) -> Iterator[Row]:
     subset, split = (*rest, *("", "train")[len(rest) :])
     rows = hub_rows(name, subset or None, (CHAT, TEXT), ConversionError, split=split, streaming=True)
     for number, row in enumerate(rows, 1):
-        yield f"row {number} of the Hub dataset {name}", row
+        yield number, f"row {number} of the Hub dataset {name}", row
 
 
 def _document(row: dict[str, Any], tokenizer: Any, place: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from itertools import pairwise
 
 import datasets
 import pytest
@@ -82,10 +83,15 @@ def test_what_is_asked_of_the_hub(name, source, tmp_path, monkeypatch):
     assert text.described()["text"] == name
 
 
-def test_evenly_spaced_lines_of_a_long_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "CHARACTERS", 10000)
-    lines = write_lines(tmp_path / "long.jsonl", [{"text": text} for text in TEXTS])
-    assert read_documents(lines, character_tokenizer()) == "\n\n".join(TEXTS[::3])
+@pytest.mark.parametrize("padding", [0, 5000], ids=["short lines", "other fields"])
+def test_a_long_file_is_read_evenly_until_there_is_enough_text(padding, tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "CHARACTERS", 10_000)
+    rows = [{"text": f"{number:04} ".ljust(100, "x"), "other": " " * padding} for number in range(180)]
+    content = read_documents(write_lines(tmp_path / "long.jsonl", rows), None)
+    read = [int(document[:4]) for document in content.split("\n\n")]
+    assert len(read) == 100 and read == sorted(read)
+    assert max(after - before for before, after in pairwise(read)) <= 3
+    assert read[0] <= 3 and read[-1] >= 176
 
 
 def test_a_recipe_names_a_dataset_or_a_path(tmp_path):
