@@ -257,6 +257,8 @@ def with_recipe(
             raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
         requested[name] = options
     chosen = {key: value for key, value in given.items() if value is not None and value is not False}
+    if "cache" in chosen:  # the recipe's `cache` was read as these
+        content = {key: value for key, value in content.items() if key not in ("layers", "budget")}
     return requested or mixers, content | chosen
 
 
@@ -275,6 +277,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
         if isinstance(place := content.get(key), str) and not is_dataset(place):
-            content[key] = path.parent / place
+            content[key] = path.parent / Path(place).expanduser()
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
     return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})

@@ -32,8 +32,8 @@ from .virtual_heads import PROJECTIONS, approximate
 
 STRIDE = 2
 """Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
-FIT_WINDOWS = 8
-"""Windows of the calibration text to which the routers of trials are fitted."""
+FIT_TOKENS = 8 * 1024
+"""Tokens of the calibration text to which the routers of trials are fitted."""
 ACTIVE = "active"
 """The side of a trial with fewer active heads; the others are those of `PROJECTIONS`."""
 Trial = tuple[int, str, int]
@@ -117,7 +117,7 @@ def component_variants(
 
 def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
     """Fewer active heads, by routers that are fitted on the source's outputs for some windows of tokens (B, T)."""
-    hidden = model.embed(tokens[:: -(-len(tokens) // FIT_WINDOWS)])
+    hidden = model.embed(tokens[:: -(-tokens.numel() // FIT_TOKENS)])
 
     def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
         attention, outputs = model.attention(module), HeadOutputs(hidden)
@@ -154,7 +154,7 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
     whole = sum(2 * layout.key_value_heads * size for layout in layouts)
     options = [_options(losses, layout, side_data) for layout in layouts]
     priced = [[(price // unit, loss, pair) for price, loss, pair in of_layer] for of_layer in options]
-    found = _cheapest(priced, int(budget * whole / unit))
+    found = _cheapest(priced, _limit(budget, whole // unit))
     if found is None:
         raise ConversionError(
             f"--budget {budget} is too small: the fewest component heads for each side and layer need more"
@@ -173,11 +173,16 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
         ]
         for key in ((layout.layer_index, ACTIVE) for layout in layouts)
     ]
-    found = _cheapest(options, int(budget * heads * len(layouts)))
+    found = _cheapest(options, _limit(budget, heads * len(layouts)))
     if found is None:
         raise ConversionError(f"--active {budget:.0%} is too small: the fewest active heads of all layers are more")
     _, loss, counts = found
     return list(counts), loss
+
+
+def _limit(budget: float, whole: int) -> int:
+    """The most units within the budget; without the rounding, 0.7 of 180 would be 125."""
+    return int(round(budget * whole, 6))
 
 
 def _cheapest(options: list[list[tuple[int, float, Any]]], limit: int) -> tuple[int, float, tuple[Any, ...]] | None:

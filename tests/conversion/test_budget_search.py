@@ -14,6 +14,7 @@ from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.compress import fitted_router
 from crosshead.conversion.compress.budget_search import (
+    ACTIVE,
     active_to_try,
     active_variants,
     choose,
@@ -23,6 +24,7 @@ from crosshead.conversion.compress.budget_search import (
     measure_losses,
 )
 from crosshead.conversion.compress.head_groups import Counts
+from crosshead.conversion.compress.virtual_heads import PROJECTIONS
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.modeling.mechanisms.base import HeadLayout
 from tiers import grid
@@ -149,6 +151,21 @@ def test_active_heads_are_tried_in_sixths():
     assert active_to_try(4) == [1, 2, 3]
     assert active_to_try(9) == [2, 3, 4, 6, 8]
     assert active_to_try(32) == [5, 11, 16, 21, 27]
+
+
+@pytest.mark.parametrize("percent", range(5, 100, 5))
+def test_a_budget_is_used_to_the_last_unit(percent):
+    """0.7 times 180 is less than 126 in floating point."""
+    losses = {
+        (layer, side, count): float(10 - count) for layer in range(30) for side in PROJECTIONS for count in (1, 2)
+    }
+    losses |= {(layer, ACTIVE, count): float(10 - count) for layer in range(30) for count in range(1, 9)}
+    units = percent * 30 * 6 // 100
+    if units >= 60:  # of one component for each side and layer
+        assert choose(losses, layouts(3, 30, 8), percent / 100).cache == pytest.approx(units / 180)
+    active = percent * 30 * 9 // 100
+    if active >= 30:
+        assert sum(choose_active(losses, layouts(9, 30), percent / 100)[0]) == active
 
 
 @pytest.mark.parametrize("budget", [0.3, 0.5, 0.75, 0.9])

@@ -121,6 +121,15 @@ def test_command_line_mechanisms_go_before_the_recipes(tmp_path):
     assert with_recipe(path, ["talking"], {})[0] == {"talking": {}}
 
 
+def test_a_budget_on_the_command_line_goes_before_the_recipes(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    for own in ("cache: 75%", "layers: auto\nbudget: 0.75\nmixers: {explicit: {}}"):
+        path.write_text(f"{own}\nseed: 1\n")
+        options = Options.of(with_recipe(path, [], {"cache": "50%"})[1])
+        assert (options.layers, options.budget, options.seed) == ("auto", 0.5, 1)
+        assert Options.of(with_recipe(path, [], {"active": "50%"})[1]).budget == 0.75
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
