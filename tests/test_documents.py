@@ -162,6 +162,7 @@ def test_results_become_lines(tables, tmp_path):
         "is": "one map",
         "scores": {"prose": 30.0, "grammar": 0.75},
         "kv_bytes_per_token": 384,
+        "changes": {"grammar": {"items": 24}},
     }
     reports = {
         "demo.json": {"models": [model]},
@@ -173,6 +174,7 @@ def test_results_become_lines(tables, tmp_path):
                 "curve": [[0, 4.0], [250_000, 3.25]],
                 "tokens": 200_000,
                 "control": 2.9,
+                "above_control": 0.35,
                 "tokens_until_near": None,
             },
             "explicit-control": {"source": 3.0, "before": 3.0},
@@ -214,11 +216,12 @@ def test_results_become_lines(tables, tmp_path):
         (tmp_path / name).write_text(json.dumps(report))
     text = tables.results_table(tmp_path)
     for words in (
-        "| knocking: one map | perplexity 30.00, grammar 75% right, 384 bytes of KV cache a token | `make demo` |",
-        "4.000 converted, 3.250 after 200,000 tokens; its source 3.000, 2.900 trained on the same: never within 0.05",
-        "knocking at 3 x the learning rate: held-out loss | -0.1000 beside the plain model, 0.0200 from its start",
-        "4 layers, 1,000 tokens, 2 seeds), knocking: held-out loss | 3.1000 (-0.0500 beside the baseline ± 0.0100)",
-        "(-0.0500 beside the baseline ± 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
+        "knocking: one map | perplexity 30.00, grammar 75% of 24 pairs of sentences, 384 bytes of KV cache a token |",
+        "4.000 converted, 3.250 after 200,000 tokens; 1.000 above its source, 0.350 above its source after the same "
+        "training: never within 0.05 of it",
+        "knocking at 3 x the learning rate: held-out loss | -0.1000 compared with the plain model; drift 0.0200",
+        "4 layers, 1,000 tokens, 2 seeds), knocking: held-out loss | 3.1000 (-0.0500 compared with",
+        "the baseline, standard deviation 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
         "training, knocking-mlp (on: query+value): tokens a second",
         "0.950 times (0.900 to 1.000), a processor, 2 threads, 3 rounds of 7 steps | `crosshead bench train` |",
     ):

@@ -60,13 +60,16 @@ def folded_table(report: Content) -> str:
 def streaming_table(report: Content) -> str:
     """Time, where a copy does as much, and memory."""
     lines = [
-        f"| a checkpoint of {report['bytes'] / 1e9:.2f} GB | beside `cp -r` | peak memory |",
+        f"| a checkpoint of {report['bytes'] / 1e9:.2f} GB | time relative to `cp -r` | peak memory |",
         "| --- | ---: | ---: |",
     ]
     neutral = report["neutral"]
     beside = f"{neutral['median_ratio']:.2f} times, in {neutral['median_ours']:.0f} s"
     lines.append(f"| neutral conversion | {beside} | {neutral['peak_bytes'] / 1e9:.2f} GB |")
-    for name, told in (("calibration", "calibration"), ("virtual-heads", "virtual heads, half as many, from that")):
+    for name, told in (
+        ("calibration", "calibration"),
+        ("virtual-heads", "`explicit` with half as many component heads, from this calibration"),
+    ):
         found = report[name]
         lines.append(f"| {told} | | {found['peak_bytes'] / 1e9:.2f} GB |")
     return "\n".join(lines) + "\n"

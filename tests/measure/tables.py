@@ -26,7 +26,14 @@ from conversion_tables import (
 )
 from result_files import NOT_MEASURED, RESULTS, Content, written_by
 from speed_tables import speed_tables
-from training_tables import diffusion_table, objectives_table, parameter_table
+from training_tables import (
+    benchmark_rows,
+    diffusion_table,
+    knocking_rows,
+    objectives_table,
+    parameter_table,
+    recovery_rows,
+)
 
 from crosshead.evals.cost.report import cost_report
 from crosshead.modeling.mechanisms import MECHANISMS
@@ -71,71 +78,19 @@ class Result:
 
 def demo_rows(report: Content) -> Rows:
     """Each model of the demo beside its source."""
+    pairs = max(model["changes"]["grammar"]["items"] for model in report["models"] if model["changes"])
     for model in report["models"]:
         perplexity, grammar = model["scores"]["prose"], model["scores"]["grammar"]
-        scores = f"perplexity {perplexity:,.2f}, grammar {grammar:.0%} right"
+        scores = f"perplexity {perplexity:,.2f}, grammar {grammar:.0%} of {pairs} pairs of sentences"
         yield f"{model['name']}: {model['is']}", f"{scores}, {model['kv_bytes_per_token']:,} bytes of KV cache a token"
 
 
-CONVERTED = {
-    "explicit": "2 of 3 component heads",
-    "explicit-half": "component heads for half of the cache",
-    "mixture": "7 of 9 active heads",
-    "mixture-5": "5 of 9 active heads",
-}
-
-
-def recovery_rows(report: Content) -> Rows:
-    """Losses before and after a short training, beside the source and beside the source after the same training."""
-    for name, found in report.items():
-        if found["before"] == found["source"]:  # a control, which is told beside its case
-            continue
-        learnt = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
-        outcome = f"{learnt}; its source {found['source']:.3f}"
-        if "control" in found:
-            outcome += f", {found['control']:.3f} trained on the same"
-        if "tokens_until_near" in found:
-            near = found["tokens_until_near"]
-            outcome += ": never within 0.05 of it" if near is None else f": within 0.05 of it after {near:,} tokens"
-        model, direct = name.removesuffix("-direct"), name.endswith("-direct")
-        told = CONVERTED.get(model, model) + (", without a transfer first" if direct else "")
-        yield f"SmolLM2-135M, {told}: loss on held-out text", outcome
-
-
-def benchmark_rows(report: Content) -> Rows:
-    """Accuracies on each task, and for a converted model the difference from the source."""
-    tasks = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs of sentences")}
-    for model, scores in report["models"].items():
-        told = []
-        for task, got in scores.items():
-            name, items = tasks[task]
-            text = f"{name} {got['score']:.1%} ± {1.96 * got['standard_error']:.1%} of {got['items']:,} {items}"
-            if "change" in got:
-                least, most = got["interval"]
-                text += f" ({got['change']:+.1%}, {least:+.1%} to {most:+.1%}, beside the source)"
-            told.append(text)
-        name, trained = model.removesuffix("-trained"), model.endswith("-trained")
-        what = CONVERTED.get(name, name) + (", trained" if trained else "")
-        yield f"SmolLM2-135M, {what}: accuracy", "; ".join(told)
-
-
-def knocking_rows(report: Content) -> Rows:
-    """Losses at each learning rate of the mechanism beside those of the plain model, and the drift."""
-    for name, found in report["cases"].items():
-        if found["drift"] == 0:  # the plain model, which the others are told beside
-            continue
-        spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
-        outcome = f"{found['beside_plain']:+.4f}{spread} beside the plain model, {found['drift']:.4f} from its start"
-        what = f"SmolLM2-135M, {report['tokens']:,} tokens, {len(found['losses'])} seeds"
-        yield f"{what}, knocking at {name} the learning rate: held-out loss", outcome
-
-
 def scratch_rows(report: Content) -> Rows:
-    """Losses beside the baseline's."""
+    """Losses, and their differences from the baseline's; means and standard deviations over seeds."""
     trained = f"{report['shape']['num_hidden_layers']} layers, {report['tokens']:,} tokens, {_seeds(report)} seeds"
     for name, found in report["losses"].items():
-        apart = f"{found['mean']:.4f} ({found['beside_baseline']:+.4f} beside the baseline"
-        spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
+        apart = f"{found['mean']:.4f} ({found['beside_baseline']:+.4f} compared with the baseline"
+        spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
         yield f"from scratch ({trained}), {name}: held-out loss", f"{apart}{spread})"
 
 
@@ -159,7 +114,7 @@ def train_rows(report: Content) -> Rows:
         least, most = min(found["ratios"]), max(found["ratios"])
         ratio = f"{found['median_ratio']:.3f} times ({least:.3f} to {most:.3f})"
         outcome = f"{ratio}, {_machine(report)}{length}"
-        yield f"training, {case}: tokens a second beside Trainer and the stock model", outcome
+        yield f"training, {case}: tokens a second, relative to Trainer with the stock model", outcome
 
 
 def _machine(report: Content) -> str:

@@ -1,10 +1,65 @@
-"""The tables of small trainings: of diffusion, with its parameters, and of encoders and T5."""
+"""The tables of trainings: of converted models, of diffusion with its parameters, and of encoders and T5."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 SIZES = {"S/2": (12, 384, 6), "B/2": (12, 768, 12), "L/2": (24, 1024, 16), "XL/2": (28, 1152, 16)}
 """DiT's name -> blocks, width, heads."""
+
+
+CONVERTED = {
+    "explicit": "2 of 3 component heads",
+    "explicit-half": "component heads for half of the cache",
+    "mixture": "7 of 9 active heads",
+    "mixture-5": "5 of 9 active heads",
+}
+
+
+def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Losses before and after a short training, and how far they are above the source's after the same training."""
+    for name, found in report.items():
+        if found["before"] == found["source"]:  # a control, which the others are compared with
+            continue
+        outcome = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
+        if "control" in found:
+            start = found["before"] - found["source"]
+            near = found["tokens_until_near"]
+            until = "never within 0.05 of it" if near is None else f"within 0.05 of it from {near:,} tokens on"
+            outcome += f"; {start:.3f} above its source, {found['above_control']:.3f} above its source after the same "
+            outcome += f"training: {until}"
+        model, direct = name.removesuffix("-direct"), name.endswith("-direct")
+        told = CONVERTED.get(model, model) + (", without a transfer first" if direct else "")
+        yield f"SmolLM2-135M, {told}: loss on held-out text", outcome
+
+
+def benchmark_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Accuracies on each task, and for a converted model the difference from the source."""
+    tasks = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs of sentences")}
+    for model, scores in report["models"].items():
+        told = []
+        for task, got in scores.items():
+            name, items = tasks[task]
+            text = f"{name} {got['score']:.1%} of {got['items']:,} {items}"
+            if "change" in got:
+                least, most = (f"{100 * bound:+.1f}" for bound in got["interval"])
+                text += (
+                    f" ({100 * got['change']:+.1f} points compared with the source, 95% interval {least} to {most})"
+                )
+            told.append(text)
+        name, trained = model.removesuffix("-trained"), model.endswith("-trained")
+        what = CONVERTED.get(name, name) + (", trained" if trained else "")
+        yield f"SmolLM2-135M, {what}: accuracy", "; ".join(told)
+
+
+def knocking_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Losses at each learning rate of the mechanism, compared with those of the plain model, and the drift."""
+    for name, found in report["cases"].items():
+        if found["drift"] == 0:  # the plain model, which the others are compared with
+            continue
+        spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
+        outcome = f"{found['beside_plain']:+.4f} compared with the plain model{spread}; drift {found['drift']:.4f}"
+        what = f"SmolLM2-135M, {report['tokens']:,} tokens, {len(found['losses'])} seeds"
+        yield f"{what}, knocking at {name} the learning rate: held-out loss", outcome
 
 
 def parameters(blocks: int, width: int, heads: int) -> tuple[int, int]:
