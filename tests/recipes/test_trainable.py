@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
 from crosshead.common.errors import RecipeError
@@ -84,6 +85,16 @@ def test_low_rank_changes_beside_a_mechanism_without_parameters():
         for wrong in (stock,) if given else (stock, mixed_model("Llama", {"mixture": options})):
             with pytest.raises(RecipeError, match=f"train.trainable='{re.escape(trainable)}'"):
                 set_trainable(wrong, TrainOptions(**OPTIONS, trainable=trainable, lora=given))
+
+
+@pytest.mark.parametrize("backbone", ["DeepseekV2", "DeepseekV3"])
+def test_low_rank_changes_to_every_projection_of_mla(backbone):
+    model = mixed_model(backbone, {"knocking": {}})
+    linear = {name for name, module in model.named_modules() if ".self_attn." in name and type(module) is nn.Linear}
+    expected = {name for name in linear if ".mixers." not in name}
+    wrapped = set_trainable(model, TrainOptions(**OPTIONS, trainable="mixers+lora", lora=LoraOptions(2, 4.0)))
+    found = {name.removeprefix("base_model.model.") for name, _ in wrapped.named_parameters() if ".lora_A." in name}
+    assert expected and {name.partition(".lora_A.")[0] for name in found if ".self_attn." in name} == expected
 
 
 @pytest.mark.parametrize(("backbone", "case"), grid(BACKBONES, CASES, strength=1))
