@@ -1,6 +1,6 @@
 """The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from backbone_support import support_table
@@ -12,14 +12,25 @@ Content = Mapping[str, Any]
 
 
 def heads_table(report: Content) -> str:
-    """Losses above the source's, by model and way."""
-    heads = "component heads, or active heads of a mixture"
-    lines = [f"| model | {heads} | loss above its source, in nats |", "| --- | --- | ---: |"]
+    """Losses above the source's, by model and way, and the time of the conversion."""
+    heads = "changed to"
+    lines = [f"| model | {heads} | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
+        machine = found["machine"]
+        on = machine["accelerator"] if found.get("device") == "cuda" else f"{machine['threads']} threads of a CPU"
         for case, got in found["cases"].items():
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
-            lines.append(f"| {name} | {_told(case)} | {above} |")
+            lines.append(f"| {name} | {_told(case)} | {above} | {got['seconds']:.0f} s, {on} |")
     return "\n".join(lines) + "\n"
+
+
+def heads_rows(report: Content) -> Iterator[tuple[str, str]]:
+    """The losses alone, a line for each model."""
+    for name, found in report.items():
+        if found.get("windows") == 1:  # measured for its time
+            continue
+        told = (f"{_told(case)}: {got['above_source']:+.4f}" for case, got in found["cases"].items())
+        yield f"{name}: loss above its source's {found['source']:.4f}, without training", "; ".join(told)
 
 
 def _told(case: str) -> str:
@@ -35,8 +46,8 @@ def _told(case: str) -> str:
     if method == "pooled":
         return f"{what}, means of neighbouring heads"
     counts, _, groups = what.partition("/")
-    told = {"": counts, "auto": f"{counts}, groups chosen by the conversion"}
-    grouped = told.get(groups, f"{counts} in {groups} groups")
+    told = {"": f"{counts} components", "auto": f"{counts} components, groups chosen by the conversion"}
+    grouped = told.get(groups, f"{counts} components in {groups} groups")
     way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{grouped}, `method={method}`"
     return way + (f", in {dtype[0]}" if dtype else "")
 

@@ -16,6 +16,7 @@ from typing import Any
 from conversion_tables import (
     embedding_table,
     folded_table,
+    heads_rows,
     heads_table,
     images_table,
     latent_limits_table,
@@ -88,10 +89,11 @@ def demo_rows(report: Content) -> Rows:
 def scratch_rows(report: Content) -> Rows:
     """Losses, and their differences from the baseline's; means and standard deviations over seeds."""
     trained = f"{report['shape']['num_hidden_layers']} layers, {report['tokens']:,} tokens, {_seeds(report)} seeds"
+    told = []
     for name, found in report["losses"].items():
-        apart = f"{found['mean']:.4f} ({found['beside_baseline']:+.4f} compared with the baseline"
         spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
-        yield f"from scratch ({trained}), {name}: held-out loss", f"{apart}{spread})"
+        told.append(f"{name} {found['mean']:.4f} ({found['beside_baseline']:+.4f}{spread})")
+    yield f"from scratch ({trained}): held-out loss, and the difference from the baseline", "; ".join(told)
 
 
 def scratch_asked(report: Content) -> str:
@@ -104,17 +106,17 @@ def _seeds(report: Content) -> int:
 
 
 def train_rows(report: Content) -> Rows:
-    """Training speeds beside the library's own."""
+    """Training speeds relative to the library's own."""
     run = report.get("settings", {})
     length = f", {run['rounds']} rounds of {run['steps']} steps" if run else ""
+    told = []
     for name, found in report["tokens_per_second"].items():
         mixers = found.get("mixers", {})
         options = ", ".join(f"{key}: {_told(value)}" for mixer in mixers.values() for key, value in mixer.items())
         case = f"{name} ({options})" if options else name
-        least, most = min(found["ratios"]), max(found["ratios"])
-        ratio = f"{found['median_ratio']:.3f} times ({least:.3f} to {most:.3f})"
-        outcome = f"{ratio}, {_machine(report)}{length}"
-        yield f"training, {case}: tokens a second, relative to Trainer with the stock model", outcome
+        told.append(f"{case} {found['median_ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})")
+    what = "training: tokens a second, relative to Trainer with the stock model"
+    yield f"{what} ({_machine(report)}{length})", "; ".join(told)
 
 
 def _machine(report: Content) -> str:
@@ -124,6 +126,7 @@ def _machine(report: Content) -> str:
 
 SOURCES: Mapping[str, Result] = {
     "demo.json": Result("SmolLM2-135M, converted three ways, one of them trained shortly", "make demo", demo_rows),
+    "heads.json": Result("converted models without training", "make measure-heads", heads_rows),
     "recovery.json": Result(
         "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
     ),
