@@ -244,7 +244,7 @@ def test_results_of_conversions_become_lines(tables):
         for name, device in (("on a CPU", {}), ("on a GPU", {"device": "cuda"}))
     }
     text = tables.heads_table(by_device)
-    assert "| on a CPU | 2 components, `method=aligned` | +0.1000 (3.0000) | 3 s, 2 threads of a CPU |" in text
+    assert "| on a CPU | 2 components, `method=aligned` | +0.1000 (3.0000) | 3 s, 2 CPU threads |" in text
     assert "| on a GPU | 2 components, `method=aligned` | +0.1000 (3.0000) | 3 s, a GPU |" in text
     cases = {"auto:0.75:bfloat16": {"above_source": 0.05, "seconds": 3.2}}
     text = tables.heads_table({"a model": {"source": 3.0, "cases": cases, "machine": machine}})

@@ -17,7 +17,8 @@ def heads_table(report: Content) -> str:
     lines = [f"| model | {heads} | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
         machine = found["machine"]
-        on = machine["accelerator"] if found.get("device") == "cuda" else f"{machine['threads']} threads of a CPU"
+        threads = machine["threads"]
+        on = machine["accelerator"] if found.get("device") == "cuda" else f"{threads} CPU thread{'s' * (threads > 1)}"
         for case, got in found["cases"].items():
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
             lines.append(f"| {name} | {_told(case)} | {above} | {got['seconds']:.0f} s, {on} |")
