@@ -230,7 +230,7 @@ def test_results_become_lines(tables, tmp_path):
         "(-0.0500, standard deviation 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
         "tokens a second, relative to Trainer with the stock model (a processor, 2 threads, 3 rounds of 7 steps) | "
         "knocking-mlp (on: query+value) 0.950 (0.900 to 1.000) | `crosshead bench train` |",
-        "a model: loss above its source's 3.0000, without training | mixture, 7 active: +0.1000; 2 components, `method=svd`: ",
+        "a model: loss above its source's 3.0000, without training | mixture, 7 active: +0.1000; 2 components, ",
     ):
         assert words in text
     assert tables.NOT_MEASURED not in text
