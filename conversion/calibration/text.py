@@ -96,9 +96,10 @@ def _excerpts(text: str, size: int, count: int) -> str:
     return "".join(text[start : start + size] for start in starts)
 
 
-def within_context(config: Any, length: int) -> int:
-    """The length of a window, at most that of the model's context; a T5 has no maximum."""
-    return min(length, getattr(config, "max_position_embeddings", None) or length)
+def within_context(config: Any, count: int, length: int) -> tuple[int, int]:
+    """The number and length of windows with as many tokens, at most as long as the context; a T5 has no maximum."""
+    shorter = min(length, getattr(config, "max_position_embeddings", None) or length)
+    return count * length // shorter, shorter
 
 
 def load_tokenizer(source: Source) -> Any:
@@ -195,8 +196,8 @@ class Text:
             count, length = SENTENCES, SENTENCE_LENGTH
         elif family_of(model.config).is_encoder:
             count, length = PAIRS, PAIR_LENGTH
-        tokens, length = count * length, within_context(model.config, length)
-        text = self.windows(source, length, tokens // length, vocabulary, is_encoder)
+        count, length = within_context(model.config, count, length)
+        text = self.windows(source, length, count, vocabulary, is_encoder)
         if self.given is not None:
             return text
         tokenizer = load_tokenizer(source)
@@ -211,7 +212,7 @@ class Text:
             sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))
             resident = fits_in_memory(4 * parameters(source), model.device)
             advance = partial(progress, "sampling")
-            shape = SAMPLED_SHAPE[0], within_context(model.config, SAMPLED_SHAPE[1])
+            shape = within_context(model.config, *SAMPLED_SHAPE)
             sampled = sampled_text(sampler, shape, start, known, advance, resident).flatten()
             parts.append(sampled[: len(sampled) // text.shape[1] * text.shape[1]].view(-1, text.shape[1]))
         return torch.cat(parts)

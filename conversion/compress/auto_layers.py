@@ -81,8 +81,8 @@ class AutoLayers:
         return replace(self.request, mixers=mixers), chosen
 
     def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
-        length = within_context(self.stock, TRIAL_LENGTH)
-        tokens = self.text.windows(self.source, length, TRIALS, self.stock.vocab_size)
+        count, length = within_context(self.stock, TRIALS, TRIAL_LENGTH)
+        tokens = self.text.windows(self.source, length, count, self.stock.vocab_size)
         layouts = self.target.layouts()
         model = StreamedModel(self.source.store, self.stock, device=self.device)
         variants = [*self._variants(model, layouts, calibration, folder, progress)]

@@ -79,8 +79,8 @@ def read_sample(source: Source, text: Path | None) -> Sample:
         return Sample(read_pixels(source, config, text, IMAGES), text.resolve().name)
     content = held_out_text() if text is None else read_text(text, ConversionError)
     is_encoder = not decodes(config)
-    length = within_context(config, LENGTH)
-    tokens = windows(load_tokenizer(source), content, length, WINDOWS, config.vocab_size, is_encoder)
+    count, length = within_context(config, WINDOWS, LENGTH)
+    tokens = windows(load_tokenizer(source), content, length, count, config.vocab_size, is_encoder)
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
 
 

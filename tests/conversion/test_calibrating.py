@@ -103,7 +103,7 @@ def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
     found = Text.of(None, source).to_calibrate_on(source, model, silent)
-    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96 + 4, 96)
+    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96 + 5, 96)
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     assert Text.of(path, source).to_calibrate_on(source, model, silent).shape[1] == 96
