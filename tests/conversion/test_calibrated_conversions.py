@@ -29,7 +29,7 @@ from crosshead_command.screen import calibration_lines
 from tiers import first, grid
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
-HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4}
+HEADS = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 1024}
 
 
 @pytest.fixture(scope="module", params=first(toys.BACKBONES))
@@ -159,7 +159,7 @@ def test_a_saved_calibration_serves_other_counts(source, text, tmp_path):
         crosshead.convert(source, tmp_path / name, asked[1], calibration=given)["verification"]["kl_divergence"]
         for name, given in (("other", saved), ("anew", text))
     ]
-    assert 0 < made[1] < made[0] < 2 * made[1]
+    assert 0 < made[1] < made[0] < 1.5 * made[1]
     save_file(held | {"0.statistics.output.2x2": torch.zeros(3, 3)}, saved)
     with pytest.raises(ConversionError, match=r"0.statistics.output.2x2.*\(3, 3\)"):
         crosshead.convert(source, tmp_path / "third", asked[0], calibration=saved)
