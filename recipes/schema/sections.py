@@ -140,7 +140,7 @@ class ModelOptions(Section):
 
 @dataclass(frozen=True)
 class LoraOptions(Section):
-    """LoRA on the stock projections (query, key, value, output, gate, up, down)."""
+    """LoRA on the stock projections (query, key, value, output, gate, up, down; those of MLA)."""
 
     rank: Count
     alpha: Positive

@@ -51,7 +51,7 @@ def weights_identity(name: str, config: Any) -> str:
     """Which weights a model has: its commit on the Hub, or the digest of a folder's weight files."""
     folder = Path(name)
     if not folder.is_dir():
-        return str(config._commit_hash)
+        return str(getattr(config, "_commit_hash", None))
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:

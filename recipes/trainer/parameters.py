@@ -15,9 +15,9 @@ from ..schema.sections import LoraOptions, TrainOptions
 
 MIXERS = ".mixers."
 """A part of the name of every parameter of a mechanism."""
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-PROJECTIONS += ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-"""The last ones are those of MLA."""
+LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+"""Those of MLA."""
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", *LATENT_PROJECTIONS, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def is_mechanism(name: str) -> bool:

@@ -13,8 +13,7 @@ Content = Mapping[str, Any]
 
 def heads_table(report: Content) -> str:
     """Losses above the source's, by model and way, and the time of the conversion."""
-    heads = "changed to"
-    lines = [f"| model | {heads} | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
+    lines = ["| model | changed to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
         machine = found["machine"]
         threads = machine["threads"]
