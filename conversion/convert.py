@@ -159,6 +159,8 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     check_limits(Asked(stock, request, given, wanted))
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
+    if auto is not None:
+        auto.check()
     candidates = [] if auto is not None else candidate_counts(target, request)
     biased = bool(family_of(stock).qkv_bias(stock))
     observers = Observers(

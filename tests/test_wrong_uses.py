@@ -31,6 +31,8 @@ CASES = {
     "convert source out --mixer knocking@encoder": (1, "knocking@encoder"),
     "convert source text.txt/out --mixer knocking": (1, "text.txt/out"),
     "convert source out --mixer explicit:key_heads=1 --calibration datasets:": (1, "datasets:"),
+    "convert source out --cache 5%": (1, "--cache 5%"),
+    "convert source out --active 5%": (1, "--active 5%"),
     "convert made out --mixer knocking": (1, "crosshead fold"),
     "fold made": (2, "'out'"),
     "fold source out": (1, "crosshead convert"),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +20,21 @@ from ..options import MixerRequest
 from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from .budget_search import (
+    ACTIVE,
     Losses,
+    Trial,
     Variants,
+    active_to_try,
     active_variants,
     by_layer,
     choose,
     choose_active,
     component_variants,
+    counts_to_try,
     measure_losses,
 )
 from .convert_layers import component_counts
+from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 8
 CHOSEN = {
@@ -59,6 +65,20 @@ class AutoLayers:
     def reads_statistics(self) -> bool:
         """Whether the choice needs the statistics of component heads."""
         return self.cache is not None
+
+    def check(self) -> None:
+        """`ConversionError` for a budget that is too small for this model, before anything is measured."""
+        layouts, trials = self.target.layouts(), list[Trial]()
+        if self.cache is not None:
+            kept = component_counts(self.target, self.request)
+            for layout, side in product(layouts, PROJECTIONS):
+                layer = layout.layer_index
+                counts = counts_to_try(layout.key_value_heads, kept[layer].groups)
+                trials += [(layer, side, count) for count in counts]
+        if self.active is not None:
+            for layout in layouts:
+                trials += [(layout.layer_index, ACTIVE, count) for count in active_to_try(layout.query_heads)]
+        self._choices(dict.fromkeys(trials, 0.0), layouts)
 
     def resolve(
         self, calibration: Calibration | None, folder: Path, progress: Progress

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from itertools import product
-from math import gcd, inf
+from math import ceil, gcd, inf
 from typing import Any
 
 import torch
@@ -154,12 +154,7 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
     whole = sum(2 * layout.key_value_heads * size for layout in layouts)
     options = [_options(losses, layout, side_data) for layout in layouts]
     priced = [[(price // unit, loss, pair) for price, loss, pair in of_layer] for of_layer in options]
-    found = _cheapest(priced, _limit(budget, whole // unit))
-    if found is None:
-        raise ConversionError(
-            f"--budget {budget} is too small: the fewest component heads for each side and layer need more"
-        )
-    price, loss, pairs = found
+    price, loss, pairs = _cheapest(priced, budget, whole // unit, "--cache")
     return Choice(list(pairs), price * unit / whole, loss)
 
 
@@ -173,23 +168,24 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
         ]
         for key in ((layout.layer_index, ACTIVE) for layout in layouts)
     ]
-    found = _cheapest(options, _limit(budget, heads * len(layouts)))
-    if found is None:
-        raise ConversionError(f"--active {budget:.0%} is too small: the fewest active heads of all layers are more")
-    _, loss, counts = found
+    _, loss, counts = _cheapest(options, budget, heads * len(layouts), "--active")
     return list(counts), loss
 
 
-def _limit(budget: float, whole: int) -> int:
-    """The most units within the budget; without the rounding, 0.7 of 180 would be 125."""
-    return int(round(budget * whole, 6))
+def _cheapest(
+    options: list[list[tuple[int, float, Any]]], budget: float, whole: int, name: str
+) -> tuple[int, float, tuple[Any, ...]]:
+    """Price, loss and picks with the minimum total loss, one option of each layer, for at most a part of `whole`.
 
-
-def _cheapest(options: list[list[tuple[int, float, Any]]], limit: int) -> tuple[int, float, tuple[Any, ...]] | None:
-    """Price, loss and picks with the minimum total loss, one option of each layer, for at most `limit`; None if none.
-
-    A knapsack problem; an option is a price, a loss and a pick.
+    A knapsack problem; an option is a price, a loss and a pick. `name` is the option that sets the budget.
     """
+    least = sum(min(price for price, _, _ in of_layer) for of_layer in options)
+    limit = int(round(budget * whole, 6))  # without the rounding, 0.7 of 180 would be 125
+    if least > limit:
+        raise ConversionError(
+            f"{name} {budget * 100:.4g}% is too small: the fewest heads that can be chosen for this model need "
+            f"{ceil(1000 * least / whole) / 10:g}%"
+        )
     best: dict[int, tuple[float, tuple[Any, ...]]] = {0: (0.0, ())}
     for of_layer in options:
         extended: dict[int, tuple[float, tuple[Any, ...]]] = {}
@@ -198,8 +194,6 @@ def _cheapest(options: list[list[tuple[int, float, Any]]], limit: int) -> tuple[
             if total <= limit and loss + added_loss < extended.get(total, (inf,))[0]:
                 extended[total] = (loss + added_loss, (*picks, added))
         best = extended
-    if not best:
-        return None
     price, (loss, picks) = min(best.items(), key=lambda item: item[1])
     return price, loss, picks
 

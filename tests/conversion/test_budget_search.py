@@ -76,7 +76,7 @@ def test_the_best_choice(budget, heads, eps):
         losses = random_losses(heads, 3, seed)
         expected = by_trial(losses, heads, 3, 8, eps, budget)
         if expected is None:
-            with pytest.raises(ConversionError, match="budget"):
+            with pytest.raises(ConversionError, match="too small"):
                 choose(losses, layouts(heads, 3, eps=eps), budget)
             continue
         choice = choose(losses, layouts(heads, 3, eps=eps), budget)
@@ -240,3 +240,18 @@ def test_requests_of_active_heads_that_are_refused(mixers, options, named, tmp_p
     with pytest.raises(ConversionError, match=named):
         crosshead.convert(source, tmp_path / "out", mixers, **{"active": "75%"} | options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("budgets", "named"),
+    [({"cache": "24%"}, "--cache 24%.* 25%"), ({"active": "12%"}, r"--active 12%.* 12\.5%")],
+)
+@pytest.mark.parametrize("plan_only", [False, True])
+def test_a_budget_that_is_too_small_is_refused_before_anything_is_measured(budgets, named, plan_only, tmp_path):
+    source = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4)
+    stages = []
+    with pytest.raises(ConversionError, match=named):
+        crosshead.convert(
+            source, tmp_path / "out", {}, **budgets, plan_only=plan_only, progress=lambda *done: stages.append(done)
+        )
+    assert not stages and [path.name for path in tmp_path.iterdir()] == ["source"]
