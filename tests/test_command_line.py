@@ -167,7 +167,7 @@ def test_what_was_learnt_from_which_text_is_said(place, line):
     (place / "own.txt").write_text("a quick brown fox, " * 40)
     status, out, err = line("convert source one --mixer explicit:value_heads=1 --no-verify")
     assert (status, err) == (0, "")
-    assert "\ncalibrated on pydoc_data.topics, Python's own help texts" in out
+    assert "\ncalibrated on crosshead's default text" in out
     command = "convert source two --mixer explicit --layers auto --budget 0.8 --calibration own.txt --no-verify"
     status, out, err = line(command)
     assert (status, err) == (0, "")

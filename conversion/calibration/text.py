@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
+from importlib.resources import files
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
-from pydoc_data.topics import topics
 from typing import Any
 
 import torch
@@ -33,15 +33,15 @@ SENTENCES, SENTENCE_LENGTH = 1024, 32
 """The number and the length of windows for encoders, which read single sentences or short paragraphs."""
 PAIRS, PAIR_LENGTH = 128, 256
 """The same for an encoder with a decoder: each reads half of a window."""
-DEFAULT_WINDOWS, RANDOM_PART, SAMPLED_SHAPE = 12, 0.3, (128, WINDOW_LENGTH // 8)
-"""Without a text: windows of the default text, the part of their tokens that is replaced by random ones, and the
-number and length of sequences that are sampled from the model."""
+DEFAULT_WINDOWS, SAMPLED_SHAPE = 26, (96, WINDOW_LENGTH // 8)
+"""Without a text: the number of windows, and the number and length of sequences that are sampled from the model; these
+make up 12 of the windows."""
 MAX_SAMPLED_PARAMETERS = 4 * 10**9
 """Larger models are not sampled from, because it would take longer than the rest. The amount of text depends on the
 model, never on the memory."""
 HELD_OUT = 0.8
 """The part of the default text that calibration reads; verification reads the rest."""
-DEFAULT_NAME = "pydoc_data.topics, Python's own help texts"
+DEFAULT_NAME = "crosshead's default text"
 MIN_WINDOW = 32
 """Minimum number of tokens: a shorter context says little about a model."""
 CHARACTERS_PER_TOKEN = 32
@@ -50,8 +50,8 @@ SEED = 0
 
 
 def default_text() -> str:
-    """The texts of Python's `help()` on the language, which are part of every CPython."""
-    return "\n".join(topics[name] for name in sorted(topics))
+    """Articles, stories, news, conversations and code, written for this purpose; a tenth is in other languages."""
+    return files(__package__).joinpath("default_text.txt").read_text(encoding="utf-8")
 
 
 def held_out_text() -> str:
@@ -146,7 +146,7 @@ class Text:
         """Name and digest, for the record."""
         if self.given is None:
             sampled = ", and sequences sampled from the model" if self.is_sampled else ""
-            name = f"{DEFAULT_NAME}, with random tokens in it{sampled}"
+            name = f"{DEFAULT_NAME}{sampled}"
             return {**self.of_windows(), "text": name, "default": True}
         if self.documents is not None:
             return dict(self.of_windows())
@@ -184,10 +184,9 @@ class Text:
         return load_file(cached)["tokens"]
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
-        """Windows of the given text; or of the default text with random tokens, and of sampled sequences.
+        """Windows of the given text, or else of the default text and of sequences sampled from the model.
 
-        The default text covers one subject, and a fit to it alone generalises less well. Random tokens cover the rest
-        of the vocabulary, and sampled sequences resemble the model's training data.
+        Sampled sequences resemble the model's training data; the default text is better written.
         """
         vocabulary = model.config.vocab_size
         is_encoder = not decodes(model.config)
@@ -197,25 +196,15 @@ class Text:
         elif family_of(model.config).is_encoder:
             count, length = PAIRS, PAIR_LENGTH
         count, length = within_context(model.config, count, length)
-        text = self.windows(source, length, count, vocabulary, is_encoder)
-        if self.given is not None:
-            return text
+        if not self.is_sampled:
+            return self.windows(source, length, count, vocabulary, is_encoder)
         tokenizer = load_tokenizer(source)
-        known, start = min(len(tokenizer), vocabulary), start_tokens(tokenizer)
-        generator = torch.Generator().manual_seed(SEED)
-        is_replaced = torch.rand(text.shape, generator=generator) < RANDOM_PART
-        is_replaced[:, : len(start)] = False
-        if is_encoder:
-            is_replaced[:, length - len(end_tokens(tokenizer)) :] = False
-        parts = [torch.where(is_replaced, torch.randint(known, text.shape, generator=generator), text)]
-        if self.is_sampled:
-            sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))
-            resident = fits_in_memory(4 * parameters(source), model.device)
-            advance = partial(progress, "sampling")
-            shape = within_context(model.config, *SAMPLED_SHAPE)
-            sampled = sampled_text(sampler, shape, start, known, advance, resident).flatten()
-            parts.append(sampled[: len(sampled) // text.shape[1] * text.shape[1]].view(-1, text.shape[1]))
-        return torch.cat(parts)
+        sampler = StreamedModel(source.store, model.config, fast_dtype(), device=str(model.device))
+        resident = fits_in_memory(4 * parameters(source), model.device)
+        shape, known = within_context(model.config, *SAMPLED_SHAPE), min(len(tokenizer), vocabulary)
+        tokens = sampled_text(sampler, shape, start_tokens(tokenizer), known, partial(progress, "sampling"), resident)
+        sampled = tokens.flatten()[: tokens.numel() // length * length].view(-1, length)
+        return torch.cat([self.windows(source, length, count - len(sampled), vocabulary), sampled])
 
 
 @torch.no_grad()

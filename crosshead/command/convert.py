@@ -22,7 +22,7 @@ Calibration = Annotated[
     typer.Option(
         help="Text to calibrate on: a text file, a .jsonl file with `text` or `messages`, or a dataset "
         "(datasets:NAME[:SUBSET[:SPLIT]]); for vision models a folder of images; or a saved calibration. By default "
-        "Python's help texts."
+        "a text of crosshead's own and text sampled from the model."
     ),
 ]
 Save = Annotated[Path | None, typer.Option(help="Save the calibration to this .safetensors file, for other runs.")]

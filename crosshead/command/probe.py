@@ -16,7 +16,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 Out = Annotated[Path, typer.Option(help="JSON file for the results; the plot is written to the same name with .svg.")]
-TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. Default: Python's help texts.")]
+TextFile = Annotated[Path | None, typer.Option(help="Text file to measure on. Default: a text of crosshead's own.")]
 Windows = Annotated[int, typer.Option(min=1, help="Number of windows of the text.")]
 Length = Annotated[int, typer.Option(min=2, help="Tokens per window.")]
 Source = Annotated[str, typer.Argument(help="Stock model: a directory, a Hub id or a GGUF file.")]

@@ -16,8 +16,8 @@ def verify(
     text: Annotated[
         Path | None,
         typer.Option(
-            help="A text file to compare on, by default Python's help texts; or for vision models a folder of images, "
-            "by default random pixel values."
+            help="A text file to compare on, by default a text of crosshead's own; or for vision models a folder of "
+            "images, by default random pixel values."
         ),
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Compare in a serving engine instead: vllm or llama.cpp.")] = None,

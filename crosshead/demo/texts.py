@@ -1,15 +1,13 @@
 """Python's help topics in separate parts: one to score models on, one for calibration and training.
 
 The offline suite scores prose on the beginnings of the first topics. Calibration and training read the topics after
-those, without paragraphs that also stand in the scored part. The last fifth of the text is left for the verification
-of conversions.
+those, without paragraphs that also stand in the scored part.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
-from crosshead.conversion.calibration.text import HELD_OUT, default_text
 from crosshead.evals.harness.lm_eval_model import quiet
 from crosshead.evals.harness.tasks import load_tasks, read_suite
 
@@ -33,12 +31,9 @@ def scored_topics(limit: int) -> dict[str, str]:
 
 
 def text_to_learn(scored: dict[str, str]) -> str:
-    """The topics between the last scored one and the held-out part, without scored paragraphs."""
-    names = sorted(topics)
-    before = "\n".join(topics[name] for name in names[: names.index(max(scored)) + 1])
-    text = default_text()
+    """The topics after the last scored one, without scored paragraphs."""
     known = {_words(paragraph) for each in scored.values() for paragraph in _paragraphs(each)}
-    later = text[len(before) + 1 : int(len(text) * HELD_OUT)]
+    later = "\n".join(topics[name] for name in sorted(topics) if name > max(scored))
     kept = [paragraph for paragraph in _paragraphs(later) if _words(paragraph) not in known]
     return PARAGRAPH.join(kept) + "\n"
 

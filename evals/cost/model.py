@@ -10,6 +10,7 @@ A multiplication and its addition are two FLOPs. Training is a forward pass and 
 much, without activation checkpointing and without the optimiser.
 """
 
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -23,6 +24,8 @@ from .seq2seq import seq2seq_cost
 
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
+NOT_COUNTED = ("_modules", "_forward_hooks", "layer_idx")
+"""Attributes of modules that differ between equal layers."""
 
 
 def model_cost(config: Any, length: int) -> Cost:
@@ -43,10 +46,14 @@ def _decoder_cost(model: Any, length: int) -> Cost:
     head = model.lm_head.weight.numel()
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
+    counted: dict[str, tuple[int, int, int]] = {}
     angles = position_embeddings(model.model.rotary_emb)
     # The library's own cache knows which layers have a window.
     for layer, cache in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
-        attention_forward, attention_decode, cached = attention_cost(layer.self_attn, angles, length)
+        kind = _kind(layer.self_attn)
+        if kind not in counted:
+            counted[kind] = attention_cost(layer.self_attn, angles, length)
+        attention_forward, attention_decode, cached = counted[kind]
         weights = _weights_outside_attention(layer, active)
         forward += attention_forward // length + weights
         whole += attention_forward + weights * length
@@ -63,6 +70,13 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         cross_kv_bytes_per_token=0,
         kv_bytes=cache_bytes,
     )
+
+
+def _kind(attention: Any) -> str:
+    """All that a layer's cost depends on, as text: the same for equal layers of a model."""
+    parts = {name: vars(module) for name, module in attention.named_modules()}
+    kept = {name: {key: part[key] for key in part if key not in NOT_COUNTED} for name, part in parts.items()}
+    return re.sub(r"layer_index=\d+", "", str(kept))
 
 
 def usual_length(config: Any, wanted: int) -> int:

@@ -1,4 +1,4 @@
-"""What a conversion reads where no text is given: prose, random tokens, and sequences sampled from the model."""
+"""What a conversion reads where no text is given: the default text, and sequences sampled from the model."""
 
 import pytest
 import torch
@@ -9,8 +9,8 @@ from crosshead.conversion.calibration import text as calibrating
 from crosshead.conversion.calibration.head_statistics import fast_dtype
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import (
+    DEFAULT_NAME,
     DEFAULT_WINDOWS,
-    RANDOM_PART,
     SEED,
     WINDOWS,
     Text,
@@ -54,15 +54,14 @@ def test_a_model_writes_what_it_predicts(opened):
     assert steps[-1] == (9, 9)
 
 
-def test_prose_random_tokens_and_the_models_own_words(opened, monkeypatch):
+def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
     found = text.to_calibrate_on(source, model, silent)
-    assert text.described()["text"].endswith(", with random tokens in it, and sequences sampled from the model")
-    assert found.shape == (DEFAULT_WINDOWS + 2, 1024)
-    prose = text.windows(source, 1024, DEFAULT_WINDOWS, model.config.vocab_size)
-    assert (found[:-2] == prose).float().mean() == pytest.approx(1 - RANDOM_PART, abs=0.05)
+    assert text.described()["text"]== f"{DEFAULT_NAME}, and sequences sampled from the model"
+    assert found.shape == (DEFAULT_WINDOWS, 1024)
+    assert torch.equal(found[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
     writer = StreamedModel(source.store, model.config, fast_dtype())
     written = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
@@ -85,7 +84,7 @@ def test_a_large_model_writes_nothing(opened, monkeypatch):
     source, model = opened
     monkeypatch.setattr(calibrating, "MAX_SAMPLED_PARAMETERS", 1000)
     text = Text.of(None, source)
-    assert text.described()["text"].endswith("Python's own help texts, with random tokens in it")
+    assert text.described()["text"] == DEFAULT_NAME
     assert text.to_calibrate_on(source, model, silent).shape == (DEFAULT_WINDOWS, 1024)
 
 
@@ -103,7 +102,7 @@ def test_windows_are_as_long_as_the_context_at_most(tmp_path, monkeypatch):
     source = open_source(write_stock(tmp_path / "source", max_position_embeddings=96), scratch=tmp_path)
     model = StreamedModel(source.store, read_config(source.config, "stock", "source"))
     found = Text.of(None, source).to_calibrate_on(source, model, silent)
-    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96 + 5, 96)
+    assert found.shape == (DEFAULT_WINDOWS * 1024 // 96, 96)
     path = tmp_path / "own.txt"
     path.write_text(" ".join(f"w{index % 50 + 1}" for index in range(3000)))
     assert Text.of(path, source).to_calibrate_on(source, model, silent).shape[1] == 96
