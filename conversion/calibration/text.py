@@ -33,9 +33,9 @@ SENTENCES, SENTENCE_LENGTH = 1024, 32
 """The number and the length of windows for encoders, which read single sentences or short paragraphs."""
 PAIRS, PAIR_LENGTH = 128, 256
 """The same for an encoder with a decoder: each reads half of a window."""
-DEFAULT_WINDOWS, SAMPLED_SHAPE = 26, (96, WINDOW_LENGTH // 8)
+DEFAULT_WINDOWS, SAMPLED_SHAPE = 26, (112, WINDOW_LENGTH // 8)
 """Without a text: the number of windows, and the number and length of sequences that are sampled from the model; these
-make up 12 of the windows."""
+make up 14 of the windows."""
 MAX_SAMPLED_PARAMETERS = 4 * 10**9
 """Larger models are not sampled from, because it would take longer than the rest. The amount of text depends on the
 model, never on the memory."""

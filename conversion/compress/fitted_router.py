@@ -77,7 +77,8 @@ class HeadOutputs:
     def _record_input(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self._count += 1
         if self._is_recorded():
-            self.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype()))
+            # A copy: layers without a norm before attention read the tensor that their outputs are written to.
+            self.inputs.append(inputs["hidden_states"].flatten(0, 1).to(fast_dtype(), copy=True))
 
     def _record_heads(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         if self._is_recorded():

@@ -14,6 +14,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.encoder_limits import LIMITS
 from crosshead.conversion.calibration.streamed import stream
+from crosshead.conversion.compress import fitted_router
 from crosshead.conversion.compress.layer_probe import probe_layers
 from crosshead.conversion.sources.safetensors_store import SafetensorsStore
 from encoder_toys import write_encoder
@@ -62,7 +63,10 @@ def test_fewer_component_heads(backbone, tmp_path):
     assert 0.5 < report["verification"]["token_cosine"] < 1
 
 
-def test_a_fitted_router_is_better_than_the_papers(tmp_path):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch):
+    """With what processors of either kind record."""
+    monkeypatch.setattr(fitted_router, "fast_dtype", lambda: dtype)
     source = write_encoder(tmp_path / "source")
     options = {"calibration": tmp_path / "words.txt"}
     fitted = crosshead.convert(source, tmp_path / "fitted", {"mixture": {"active_heads": 3}}, **options)
