@@ -15,6 +15,7 @@ from crosshead.modeling.options import unknown
 from .objectives import OBJECTIVES
 from .recipe import Recipe
 
+ADAPTER = TypeAdapter(Recipe)
 PACKAGE = Path(__file__).parents[1]
 FOLDERS = ("papers", "small")
 """The folders of the shipped recipes."""
@@ -44,14 +45,14 @@ def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
     for change in changes:
         _change(content, change)
     try:
-        return TypeAdapter(Recipe).validate_python(content)
+        return ADAPTER.validate_python(content)
     except ValidationError as error:
         raise RecipeError(f"{path}: {_message(error)}") from None
 
 
 def json_schema() -> str:
     """The JSON schema of recipes, with which editors complete and check them."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | TypeAdapter(Recipe).json_schema()
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema"} | ADAPTER.json_schema()
     return json.dumps(schema, indent=2) + "\n"
 
 

@@ -63,10 +63,21 @@ def test_impossible_backends_are_refused(case: str, backend: str, tmp_path: Any)
         AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=backend)
     with pytest.raises(ValueError, match=expected):
         model.set_attn_implementation(backend)
-    if backend != "flex_attention" or shutil.which("g++"):  # whose mask is compiled before attention is called
-        model.config._attn_implementation = backend  # past every check
-        with pytest.raises(ValueError, match=expected):
-            model(tokens())
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "flash_attention_2",
+        # Compiles its mask before attention is called, which takes 20 s and needs g++.
+        pytest.param("flex_attention", marks=[pytest.mark.slow, pytest.mark.compile]),
+    ],
+)
+def test_a_backend_set_past_every_check_is_refused(backend: str) -> None:
+    model = mixed_model("Llama", CASES[NEEDS_WEIGHTS[0]])
+    model.config._attn_implementation = backend
+    with pytest.raises(ValueError, match=f"attn_implementation='{backend}'.*'talking'"):
+        model(tokens())
 
 
 @pytest.mark.parametrize("case", ["knocking", *NEEDS_WEIGHTS])
