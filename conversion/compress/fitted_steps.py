@@ -19,7 +19,7 @@ from .head_groups import Counts
 from .layer_rewrites import Tensors, as_stock
 from .virtual_heads import approximate, fitted_name, fitted_parts, output_name, rewrite, solved
 
-STEPS, BATCH = 24, 2
+STEPS, BATCH = 40, 2
 """A step takes the mean error of so many windows."""
 RATE = 0.003
 """The first step's size relative to a tensor's root mean square; it falls to zero."""

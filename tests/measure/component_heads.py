@@ -124,8 +124,8 @@ def main() -> None:
         given = None if options.calibration is None else options.calibration.name
         found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
         found |= {"text": options.text.name, "part": options.part, "calibration": given}
-        found |= {"calibration_part": options.calibration_part if given else None, "device": options.device}
-        found |= {"cases": {}, "machine": machine()}
+        found |= {"calibration_part": options.calibration_part if given else None, "cases": {}}
+        place = {"device": options.device, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             started = time.perf_counter()
@@ -144,8 +144,9 @@ def main() -> None:
             chosen = report.get("chosen", {})
             names = {"key": "key_heads", "value": "value_heads", "active": "active_heads", "groups": "groups"}
             chosen = {short: chosen[name] for short, name in names.items() if name in chosen}
-            found["cases"][case] = {"above_source": above, "seconds": round(seconds, 1)} | chosen
-            print(json.dumps({"case": case} | found["cases"][case]), flush=True)
+            result = {"above_source": above, "seconds": round(seconds, 1)} | chosen
+            print(json.dumps({"case": case} | result), flush=True)
+            found["cases"][case] = result | place
             if options.out is not None:
                 add(options.out, options.name, found)
 

@@ -15,10 +15,11 @@ def heads_table(report: Content) -> str:
     """Losses above the source's, by model and way, and the time of the conversion."""
     lines = ["| model | changed to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
-        machine = found["machine"]
-        threads = machine["threads"]
-        on = machine["accelerator"] if found.get("device") == "cuda" else f"{threads} CPU thread{'s' * (threads > 1)}"
         for case, got in found["cases"].items():
+            where = {**found, **got}
+            machine, threads = where["machine"], where["machine"]["threads"]
+            cores = f"{threads} CPU thread{'s' * (threads > 1)}"
+            on = machine["accelerator"] if where.get("device") == "cuda" else cores
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
             lines.append(f"| {name} | {_told(case)} | {above} | {got['seconds']:.0f} s, {on} |")
     return "\n".join(lines) + "\n"
