@@ -145,8 +145,7 @@ class Text:
     def described(self) -> dict[str, str | bool]:
         """Name and digest, for the record."""
         if self.given is None:
-            sampled = ", and sequences sampled from the model" if self.is_sampled else ""
-            name = f"{DEFAULT_NAME}{sampled}"
+            name = DEFAULT_NAME + (", and sequences sampled from the model" if self.is_sampled else "")
             return {**self.of_windows(), "text": name, "default": True}
         if self.documents is not None:
             return dict(self.of_windows())
@@ -186,7 +185,7 @@ class Text:
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Windows of the given text, or else of the default text and of sequences sampled from the model.
 
-        Sampled sequences resemble the model's training data; the default text is better written.
+        The default text makes sense; sampled sequences resemble the model's training data, but ramble.
         """
         vocabulary = model.config.vocab_size
         is_encoder = not decodes(model.config)

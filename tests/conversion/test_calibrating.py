@@ -59,7 +59,7 @@ def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
     monkeypatch.setattr(calibrating, "SAMPLED_SHAPE", (64, 32))
     text = Text.of(None, source)
     found = text.to_calibrate_on(source, model, silent)
-    assert text.described()["text"]== f"{DEFAULT_NAME}, and sequences sampled from the model"
+    assert text.described()["text"] == f"{DEFAULT_NAME}, and sequences sampled from the model"
     assert found.shape == (DEFAULT_WINDOWS, 1024)
     assert torch.equal(found[:-2], text.windows(source, 1024, DEFAULT_WINDOWS - 2, model.config.vocab_size))
     writer = StreamedModel(source.store, model.config, fast_dtype())
