@@ -18,6 +18,9 @@ def test_a_small_model_is_trained_and_its_heads_are_measured(tmp_path):
     measured("component_heads.py", *common, "seen", *seen, "auto:0.75")
     found = json.loads(out.read_text())
     assert found["default"]["source"] == json.loads(first)["loss"]
+    assert all(
+        got.pop("machine")["threads"] and got.pop("device") == "cpu" for got in found["default"]["cases"].values()
+    )
     assert [{"case": case} | got for case, got in found["default"]["cases"].items()] == list(map(json.loads, lines))
     assert found["default"]["calibration"] is None and found["seen"]["calibration"] == "calibration.txt"
     assert len(found["seen"]["cases"]["auto:0.75"]["key"]) == 4
