@@ -185,7 +185,7 @@ class Text:
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Windows of the given text, or else of the default text and of sequences sampled from the model.
 
-        The default text makes sense; sampled sequences resemble the model's training data, but ramble.
+        The default text is coherent; sampled sequences are less so, but resemble the model's training data.
         """
         vocabulary = model.config.vocab_size
         is_encoder = not decodes(model.config)

@@ -65,7 +65,7 @@ def test_fewer_component_heads(backbone, tmp_path):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch):
-    """With what processors of either kind record."""
+    """Inputs are recorded in bfloat16 on processors that have it, in float32 on others."""
     monkeypatch.setattr(fitted_router, "fast_dtype", lambda: dtype)
     source = write_encoder(tmp_path / "source")
     options = {"calibration": tmp_path / "words.txt"}
