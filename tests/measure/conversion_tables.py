@@ -25,13 +25,24 @@ def heads_table(report: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
+SAME_TEXT = ", calibrated on the same kind of text"
+
+
 def heads_rows(report: Content) -> Iterator[tuple[str, str]]:
-    """The losses alone, a line for each model."""
+    """The losses alone, a line for each model; a name is that of the model, and the number of heads."""
+    rows: dict[str, list[str]] = {}
     for name, found in report.items():
-        if found.get("windows") == 1:  # measured for its time
+        if found.get("windows") == 1 or name.endswith(SAME_TEXT):  # measured for its time, or told with another
             continue
-        told = (f"{_told(case)}: {got['above_source']:+.4f}" for case, got in found["cases"].items())
-        yield f"{name}: loss above its source's {found['source']:.4f}, without training", "; ".join(told)
+        same = report.get(name + SAME_TEXT, {}).get("cases", {})
+        told = []
+        for case, got in found["cases"].items():
+            other = f" (on the same kind of text {same[case]['above_source']:+.4f})" if case in same else ""
+            told.append(f"{_told(case)} {got['above_source']:+.4f}{other}")
+        model, heads = name.split(", ", 1)
+        what = f"{model}: loss above its source's {found['source']:.4f}, without training"
+        rows.setdefault(what, []).append(f"{heads}: {'; '.join(told)}")
+    yield from ((what, ". ".join(outcomes)) for what, outcomes in rows.items())
 
 
 def _told(case: str) -> str:

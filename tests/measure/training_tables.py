@@ -18,48 +18,56 @@ CONVERTED = {
 def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Losses before and after a short training, and how far they are above the source's after the same training."""
     for name, found in report.items():
-        if found["before"] == found["source"]:  # a control, which the others are compared with
+        if found["before"] == found["source"] or name.endswith("-direct"):  # a control, or told with another
             continue
-        outcome = f"{found['before']:.3f} converted, {found['after']:.3f} after {found['tokens']:,} tokens"
-        if "control" in found:
-            start = found["before"] - found["source"]
-            near = found["tokens_until_near"]
-            until = "never within 0.05 of it" if near is None else f"within 0.05 of it from {near:,} tokens on"
-            outcome += f"; {start:.3f} above its source, {found['above_control']:.3f} above its source after the same "
-            outcome += f"training: {until}"
-        model, direct = name.removesuffix("-direct"), name.endswith("-direct")
-        told = CONVERTED.get(model, model) + (", without a transfer first" if direct else "")
-        yield f"SmolLM2-135M, {told}: loss on held-out text", outcome
+        start = found["before"] - found["source"]
+        outcome = f"{start:.3f} above its source; {_recovered(found)}"
+        if f"{name}-direct" in report:
+            outcome += f"; without a transfer first {_recovered(report[f'{name}-direct'])}"
+        told = f"SmolLM2-135M, {CONVERTED.get(name, name)}, trained on {found['tokens']:,} tokens"
+        yield f"{told}: loss on held-out text", outcome
+
+
+def _recovered(found: Mapping[str, Any]) -> str:
+    """The loss after a training, and whether it was near that of the source after the same training."""
+    if "control" not in found:
+        return f"{found['after']:.3f} afterwards"
+    near = found["tokens_until_near"]
+    until = "never within 0.05" if near is None else f"within 0.05 from {near:,} tokens on"
+    return f"{found['above_control']:.3f} above the source after the same training ({until})"
 
 
 def benchmark_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Accuracies on each task, and for a converted model the difference from the source."""
-    tasks = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs of sentences")}
-    for model, scores in report["models"].items():
-        told = []
-        for task, got in scores.items():
-            name, items = tasks[task]
-            text = f"{name} {got['score']:.1%} of {got['items']:,} {items}"
-            if "change" in got:
-                least, most = (f"{100 * bound:+.1f}" for bound in got["interval"])
-                text += (
-                    f" ({100 * got['change']:+.1f} points compared with the source, 95% interval {least} to {most})"
-                )
-            told.append(text)
-        name, trained = model.removesuffix("-trained"), model.endswith("-trained")
-        what = CONVERTED.get(name, name) + (", trained" if trained else "")
-        yield f"SmolLM2-135M, {what}: accuracy", "; ".join(told)
+    models = report["models"]
+    for model in dict.fromkeys(name.removesuffix("-trained") for name in models):
+        outcomes = [
+            prefix + ", ".join(_accuracy(task, got) for task, got in models[name].items())
+            for name, prefix in ((model, ""), (f"{model}-trained", "trained: "))
+            if name in models
+        ]
+        yield f"SmolLM2-135M, {CONVERTED.get(model, model)}: accuracy", "; ".join(outcomes)
+
+
+def _accuracy(task: str, got: Mapping[str, Any]) -> str:
+    name, items = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs")}[task]
+    text = f"{name} {got['score']:.1%}"
+    if "change" not in got:
+        return f"{text} of {got['items']:,} {items}"
+    least, most = (f"{100 * bound:+.1f}" for bound in got["interval"])
+    return f"{text} ({100 * got['change']:+.1f} points, 95% interval {least} to {most})"
 
 
 def knocking_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Losses at each learning rate of the mechanism, compared with those of the plain model, and the drift."""
+    told, seeds = [], 0
     for name, found in report["cases"].items():
-        if found["drift"] == 0:  # the plain model, which the others are compared with
-            continue
-        spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
-        outcome = f"{found['beside_plain']:+.4f} compared with the plain model{spread}; drift {found['drift']:.4f}"
-        what = f"SmolLM2-135M, {report['tokens']:,} tokens, {len(found['losses'])} seeds"
-        yield f"{what}, knocking at {name} the learning rate: held-out loss", outcome
+        seeds = len(found["losses"])
+        if found["drift"] > 0:  # without, it is the plain model
+            spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
+            told.append(f"{name} {found['beside_plain']:+.4f} (drift {found['drift']:.4f}{spread})")
+    what = f"SmolLM2-135M with knocking, {report['tokens']:,} tokens, {seeds} seeds"
+    yield f"{what}: held-out loss compared with the plain model, by learning rate", "; ".join(told)
 
 
 def parameters(blocks: int, width: int, heads: int) -> tuple[int, int]:
