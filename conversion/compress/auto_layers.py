@@ -40,7 +40,7 @@ from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 8
 REPEATS_EVERY, RANDOM_PART = 4, 0.3
-"""Of the default text, the windows that repeat themselves, and the part of their tokens that is random."""
+"""Without a text, one window of so many repeats itself, and this part of its tokens is random."""
 SEED = 0
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
