@@ -64,8 +64,8 @@ def knocking_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name, found in report["cases"].items():
         seeds = len(found["losses"])
         if found["drift"] > 0:  # without, it is the plain model
-            spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
-            told.append(f"{name} {found['beside_plain']:+.4f} (drift {found['drift']:.4f}{spread})")
+            spread = "" if found["spread_beside"] is None else f"standard deviation {found['spread_beside']:.4f}; "
+            told.append(f"{name} {found['beside_plain']:+.4f} ({spread}drift {found['drift']:.4f})")
     what = f"SmolLM2-135M with knocking, {report['tokens']:,} tokens, {seeds} seeds"
     yield f"{what}: held-out loss compared with the plain model, by learning rate", "; ".join(told)
 
