@@ -33,9 +33,11 @@ SENTENCES, SENTENCE_LENGTH = 1024, 32
 """The number and the length of windows for encoders, which read single sentences or short paragraphs."""
 PAIRS, PAIR_LENGTH = 128, 256
 """The same for an encoder with a decoder: each reads half of a window."""
-DEFAULT_WINDOWS, SAMPLED_SHAPE = 26, (112, WINDOW_LENGTH // 8)
+DEFAULT_WINDOWS, SAMPLED_SHAPE = 30, (112, WINDOW_LENGTH // 8)
 """Without a text: the number of windows, and the number and length of sequences that are sampled from the model; these
 make up 14 of the windows."""
+DOCUMENTATION = 0.25
+"""The part of a decoder's windows of default text that are documentation."""
 MAX_SAMPLED_PARAMETERS = 4 * 10**9
 """Larger models are not sampled from, because it would take longer than the rest. The amount of text depends on the
 model, never on the memory."""
@@ -52,6 +54,14 @@ SEED = 0
 def default_text() -> str:
     """Articles, stories, news, conversations and code, written for this purpose; a tenth is in other languages."""
     return files(__package__).joinpath("default_text.txt").read_text(encoding="utf-8")
+
+
+def default_documentation() -> str:
+    """Manuals and references of invented software: a model predicts most of their names by copying them.
+
+    Prose needs the heads that copy less than other text does, so that heads that are chosen on prose alone lose them.
+    """
+    return files(__package__).joinpath("default_documentation.txt").read_text(encoding="utf-8")
 
 
 def held_out_text() -> str:
@@ -128,14 +138,17 @@ class Text:
     """Whether sequences sampled from the model are added to the default text."""
     documents: str | None = None
     """The documents of JSON lines or of a dataset, as one text."""
+    of_encoder: bool = False
+    """Whether an encoder reads it: its default text is prose alone."""
 
     @classmethod
     def of(cls, given: Path | None, source: Source) -> "Text":
         """The given text; without one, the default text."""
         if given is not None and has_documents(given):
             return cls(given, documents=read_documents(given, load_tokenizer(source)))
-        generates = not FAMILIES[source.config["model_type"]].is_encoder
-        return cls(given, generates and given is None and parameters(source) <= MAX_SAMPLED_PARAMETERS)
+        of_encoder = FAMILIES[source.config["model_type"]].is_encoder
+        is_sampled = given is None and not of_encoder and parameters(source) <= MAX_SAMPLED_PARAMETERS
+        return cls(given, is_sampled, of_encoder=of_encoder)
 
     @property
     def is_saved(self) -> bool:
@@ -154,24 +167,40 @@ class Text:
         except OSError as error:
             raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
 
-    def windows(self, source: Source, length: int, count: int, vocabulary: int, closed: bool = False) -> torch.Tensor:
-        """Windows of tokens (count, length) of the given text, or else of the default text."""
-        return windows(load_tokenizer(source), self._content(), length, count, vocabulary, closed)
+    def windows(
+        self,
+        source: Source,
+        length: int,
+        count: int,
+        vocabulary: int,
+        closed: bool = False,
+        documentation: float = DOCUMENTATION,
+    ) -> torch.Tensor:
+        """Windows of tokens (count, length) of the given text, or else of the default text.
+
+        `documentation` is the part of a decoder's default windows that are documentation.
+        """
+        texts = self._texts()
+        last = int(documentation * count) if len(texts) > 1 else 0
+        parts = [(text, share) for text, share in zip(texts, (count - last, last), strict=False) if share]
+        tokenizer = load_tokenizer(source)
+        return torch.cat([windows(tokenizer, text, length, share, vocabulary, closed) for text, share in parts])
 
     def of_windows(self) -> dict[str, str]:
         """Name and digest of the text that `windows` reads; a saved calibration contains no text."""
         name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
         if self.given is not None and is_dataset(self.given):
             name = str(self.given)
-        return {"text": name, "sha256": sha256(self._content().encode()).hexdigest()}
+        return {"text": name, "sha256": sha256("".join(self._texts()).encode()).hexdigest()}
 
-    def _content(self) -> str:
+    def _texts(self) -> list[str]:
         if self.documents is not None:
-            return self.documents
+            return [self.documents]
         if self.given is not None and not self.is_saved:
-            return read_text(self.given, ConversionError)
-        text = default_text()
-        return text[: int(len(text) * HELD_OUT)]
+            return [read_text(self.given, ConversionError)]
+        prose = default_text()
+        prose = prose[: int(len(prose) * HELD_OUT)]
+        return [prose] if self.of_encoder else [prose, default_documentation()]
 
     def tokens(self, source: Source, model: StreamedModel, folder: Path, progress: Progress) -> torch.Tensor:
         """Windows of tokens (B, T) to calibrate on: those that an earlier run left in the folder, or new ones."""

@@ -9,8 +9,6 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -39,9 +37,8 @@ from .convert_layers import component_counts
 from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 8
-REPEATS_EVERY, RANDOM_PART = 4, 0.3
-"""Without a text, one window of so many repeats itself, and this part of its tokens is random."""
-SEED = 0
+DOCUMENTATION = 0.5
+"""The part of these windows that are documentation, without a text: more of it than in calibration chooses better."""
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),
@@ -107,9 +104,7 @@ class AutoLayers:
 
     def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
         count, length = within_context(self.stock, TRIALS, TRIAL_LENGTH)
-        tokens = self.text.windows(self.source, length, count, self.stock.vocab_size)
-        if self.text.given is None:
-            tokens[::REPEATS_EVERY] = repeated(tokens[::REPEATS_EVERY], self.stock.vocab_size)
+        tokens = self.text.windows(self.source, length, count, self.stock.vocab_size, documentation=DOCUMENTATION)
         layouts = self.target.layouts()
         model = StreamedModel(self.source.store, self.stock, device=self.device)
         variants = [*self._variants(model, layouts, calibration, folder, progress)]
@@ -149,18 +144,6 @@ class AutoLayers:
             chosen |= {"active_heads": active, "active": round(part, 6)}
             expected += loss
         return chosen | {"expected_divergence": round(expected, 6)}
-
-
-def repeated(tokens: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """The first half of windows (B, T), with some random tokens, twice: only heads that copy predict the second half.
-
-    Prose needs these heads less than other text does, and counts chosen on prose alone lose them.
-    """
-    generator = torch.Generator().manual_seed(SEED)
-    half = tokens[:, : tokens.shape[1] // 2]
-    random = torch.randint(vocabulary, half.shape, generator=generator)
-    half = torch.where(torch.rand(half.shape, generator=generator) < RANDOM_PART, random, half)
-    return torch.cat([half, half, tokens[:, 2 * half.shape[1] :]], dim=1)
 
 
 def check_auto(request: MixerRequest, cache: float | None, active: float | None) -> None:

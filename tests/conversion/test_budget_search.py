@@ -12,7 +12,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import Text
-from crosshead.conversion.compress import auto_layers, fitted_router
+from crosshead.conversion.compress import fitted_router
 from crosshead.conversion.compress.budget_search import (
     ACTIVE,
     active_to_try,
@@ -145,37 +145,6 @@ def text(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 100)
     return path
-
-
-@pytest.mark.parametrize("given", [False, True])
-def test_without_a_text_some_of_the_windows_that_heads_are_chosen_on_repeat_themselves(
-    given, text, tmp_path, monkeypatch
-):
-    source, measured = write_stock(tmp_path / "source", num_attention_heads=8, num_key_value_heads=4), []
-
-    def record(model, variants, tokens, advance):
-        measured.append(tokens)
-        return measure_losses(model, variants, tokens, advance)
-
-    monkeypatch.setattr(auto_layers, "measure_losses", record)
-    monkeypatch.setattr(Text, "to_calibrate_on", lambda *of_source: torch.full((2, 128), 7))
-    options = {"calibration": text} if given else {}
-    crosshead.convert(source, tmp_path / "out", {}, cache="60%", verify=False, plan_only=True, **options)
-    (tokens,) = measured
-    first, second = tokens.chunk(2, dim=1)
-    every = auto_layers.REPEATS_EVERY
-    expected = [not given and index % every == 0 for index in range(len(tokens))]
-    assert (first == second).all(-1).tolist() == expected
-
-
-@pytest.mark.parametrize("length", [7, 8])
-def test_a_repeated_window_has_random_tokens_and_its_length(length):
-    tokens = torch.full((400, length), 50)
-    found = auto_layers.repeated(tokens, 100)
-    half = length // 2
-    assert found.shape == tokens.shape and found[:, :half].equal(found[:, half : 2 * half])
-    assert found[:, 2 * half :].equal(tokens[:, 2 * half :])
-    assert (found[:, :half] != 50).float().mean().item() == pytest.approx(0.99 * auto_layers.RANDOM_PART, abs=0.05)
 
 
 def test_active_heads_are_tried_in_sixths():

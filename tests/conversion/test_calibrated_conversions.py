@@ -17,7 +17,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.architectures.families import read_config, tensor_shapes
 from crosshead.conversion.calibration.calibration import Observers, fingerprint_of, observe
-from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_text
+from crosshead.conversion.calibration.text import DEFAULT_NAME, HELD_OUT, Text, default_documentation, default_text
 from crosshead.conversion.compress import auto_layers
 from crosshead.conversion.convert import resolve
 from crosshead.conversion.options import Options
@@ -222,7 +222,7 @@ def test_layers_are_chosen_on_the_text_that_is_given_or_said(method, text, tmp_p
     assert ("calibration" in made) == (method == "aligned")
     default = crosshead.convert(source, tmp_path / "default", asked, **options)
     assert default["chosen"]["text"] == DEFAULT_NAME
-    read = default_text()[: int(len(default_text()) * HELD_OUT)]
+    read = default_text()[: int(len(default_text()) * HELD_OUT)] + default_documentation()
     digest = sha256(read.encode()).hexdigest()
     assert default["chosen"]["sha256"] == digest
     assert method == "svd" or default["calibration"]["sha256"] == digest

@@ -11,11 +11,15 @@ from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.calibration.text import (
     DEFAULT_NAME,
     DEFAULT_WINDOWS,
+    HELD_OUT,
     SEED,
     WINDOWS,
     Text,
+    default_documentation,
+    default_text,
     load_tokenizer,
     sampled_text,
+    windows,
 )
 from crosshead.conversion.compress.auto_layers import TRIAL_LENGTH, TRIALS
 from crosshead.conversion.sources.resolve import open_source
@@ -66,6 +70,20 @@ def test_the_default_text_and_the_models_own_words(opened, monkeypatch):
     written = sampled_text(writer, (64, 32), [], len(load_tokenizer(source)), silent)
     assert torch.equal(found[-2:].flatten(), written.flatten())
     assert torch.equal(found, text.to_calibrate_on(source, model, silent))
+
+
+@pytest.mark.parametrize(("backbone", "decodes"), [("Llama", True), ("Bert", False), ("T5", False)])
+@pytest.mark.parametrize(("part", "count", "last"), [(0.5, 8, 4), (0.5, 5, 2), (0.25, 16, 4), (0.25, 1, 0)])
+def test_some_default_windows_of_a_decoder_are_documentation(backbone, decodes, part, count, last, tmp_path):
+    source = open_source(write_stock(tmp_path / "source", backbone), scratch=tmp_path)
+    found = Text.of(None, source).windows(source, 64, count, 61, documentation=part)
+    last *= decodes
+    tokenizer, prose = load_tokenizer(source), default_text()
+    assert torch.equal(
+        found[: count - last], windows(tokenizer, prose[: int(len(prose) * HELD_OUT)], 64, count - last, 61)
+    )
+    if last:
+        assert torch.equal(found[count - last :], windows(tokenizer, default_documentation(), 64, last, 61))
 
 
 def test_the_memory_does_not_decide_on_the_text(opened, monkeypatch):
