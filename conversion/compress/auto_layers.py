@@ -21,6 +21,7 @@ from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from .budget_search import (
     ACTIVE,
+    DOCUMENTATION,
     Losses,
     Trial,
     Variants,
@@ -37,8 +38,6 @@ from .convert_layers import component_counts
 from .virtual_heads import PROJECTIONS
 
 TRIAL_LENGTH, TRIALS = 256, 8
-DOCUMENTATION = 0.5
-"""The part of these windows that are documentation, without a text: more of it than in calibration chooses better."""
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),

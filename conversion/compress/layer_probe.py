@@ -21,10 +21,11 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes, tied_tensors
 from ..calibration.calibration import Observers, observe
 from ..calibration.streamed_model import StreamedModel
-from ..calibration.text import Text, default_text, load_tokenizer, windows
+from ..calibration.text import Text, load_tokenizer, windows
 from ..plan import check_source
 from ..sources.resolve import Source, open_source
 from .budget_search import (
+    DOCUMENTATION,
     STRIDE,
     Losses,
     active_variants,
@@ -102,8 +103,11 @@ def _measured(
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         stock = _checked(checkpoint, length, active)
-        content = default_text() if text is None else read_text(text, ConversionError)
-        tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
+        if text is None:
+            tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=DOCUMENTATION)
+        else:
+            content = read_text(text, ConversionError)
+            tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
         model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
         if active and fitted_to.is_saved:
