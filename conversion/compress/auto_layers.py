@@ -37,7 +37,7 @@ from .budget_search import (
 from .convert_layers import component_counts
 from .virtual_heads import PROJECTIONS
 
-TRIAL_LENGTH, TRIALS = 256, 8
+TRIAL_LENGTH, TRIALS = 256, 16
 CHOSEN = {
     "explicit": ("key_heads", "value_heads", "layers", "on"),
     "mixture": ("active_heads", "shared_heads", "layers"),
