@@ -1,7 +1,7 @@
 """Measures the loss if one layer alone has fewer component heads, on a text (figure 8 of the MEA paper).
 
-`probe_budget` adds these losses up, or those of fewer active heads: the expected loss of a whole model, for every
-budget of the KV cache or of active heads.
+`probe_budget` adds KL divergences up, also of fewer active heads: the expected loss of a whole model, for every budget
+of the KV cache or of active heads.
 """
 
 import tempfile
@@ -33,6 +33,7 @@ from .budget_search import (
     choose,
     choose_active,
     component_variants,
+    divergence,
     measure_losses,
 )
 from .head_groups import Counts
@@ -54,10 +55,11 @@ def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
 def probe_budget(source: str | Path, *, active: bool = False, **options: Any) -> dict[str, Any]:
     """The expected increase of the loss for budgets of the KV cache or of active heads, and the heads of each layer.
 
-    The options are those of `probe_layers`. Budgets that are too small, or that allow no more than a smaller one, are
-    left out.
+    It is measured as in a conversion: the KL divergence from the source is the increase of the loss on text that the
+    source itself would write, and needs less text than the loss. The options are those of `probe_layers`. Budgets that
+    are too small, or that allow no more than a smaller one, are left out.
     """
-    report, rises, layouts = _measured(source, active=active, **options)
+    report, rises, layouts = _measured(source, active=active, by_divergence=True, **options)
     curve: list[dict[str, Any]] = []
     for budget in BUDGETS:
         try:
@@ -86,6 +88,7 @@ def _measured(
     source: str | Path,
     *,
     active: bool = False,
+    by_divergence: bool = False,
     revision: str | None = None,
     method: str = "aligned",
     calibration: Path | None = None,
@@ -127,6 +130,8 @@ def _measured(
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
             if window not in source_losses:
                 source_losses[window] = _loss(expected, tokens[window])
+            if by_divergence:
+                return divergence(window, expected, logits)
             return _loss(logits, tokens[window]) - source_losses[window]
 
         rises = measure_losses(model, variants, tokens, partial(progress, "measuring"), rise)

@@ -103,7 +103,7 @@ def budget(
     out: Out = Path("budget.json"),
     overwrite: Overwrite = False,
 ) -> None:
-    """Estimate the increase of the loss for each size of the KV cache, from layers compressed one at a time.
+    """Estimate the KL divergence from the source for each size of the KV cache, from layers compressed one at a time.
 
     `crosshead convert --cache` chooses component heads in the same way; with --active, the number of active heads is
     tried instead, as in `convert --active`. For example:
@@ -117,7 +117,7 @@ def budget(
     with progress() as show:
         report = probe_budget(source, active=active, **options, length=length, count=windows, progress=show)
     part = "active heads, as a part of all" if active else "part of the source's KV cache"
-    _write(out, report, budget_lines(report), (part, "expected rise of the loss"))
+    _write(out, report, budget_lines(report), (part, "expected KL divergence, nats per token"))
 
 
 def _opened(name: str, length: int) -> Any:

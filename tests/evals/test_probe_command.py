@@ -85,6 +85,7 @@ def test_budgets(place, line):
     caches = [point["cache"] for point in curve]
     assert caches == sorted(set(caches))
     rises = {(int(layer), side): counts for layer, sides in report["rises"].items() for side, counts in sides.items()}
+    assert all(rise > 0 for counts in rises.values() for rise in counts.values())  # they are divergences
     for point in curve:
         chosen = [(layer, side, point[f"{side}_heads"][layer]) for layer, side in rises]
         expected = sum(rises[layer, side].get(str(count), 0) for layer, side, count in chosen)
@@ -212,3 +213,20 @@ def test_the_probe_is_what_conversion_measures(place):
         rise = report["rises"][str(layer)][side][str(count)]
         assert rise == pytest.approx(loss(f"made{layer}") - loss("source"), abs=2e-5)
         assert rise != 0
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_budget_is_expected_to_lose_what_a_conversion_expects(given, place):
+    from crosshead.conversion.compress.auto_layers import TRIAL_LENGTH, TRIALS
+    from crosshead.conversion.compress.layer_probe import probe_budget
+
+    text = place / "prose.txt" if given else None
+    if given:
+        text.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 200)
+    length = 128  # the context
+    report = probe_budget("source", method="svd", text=text, length=length, count=TRIALS * TRIAL_LENGTH // length)
+    options = {"cache": "70%", "verify": False, "plan_only": True} | ({"calibration": text} if given else {})
+    planned = crosshead.convert("source", "planned", {"explicit": {"method": "svd"}}, **options)["chosen"]
+    point = next(each for each in reversed(report["curve"]) if each["budget"] <= 0.7)
+    assert point["expected_rise"] == pytest.approx(planned["expected_divergence"], abs=2e-6)
+    assert [*point["key_heads"]] == [*planned["key_heads"]] and [*point["value_heads"]] == [*planned["value_heads"]]
