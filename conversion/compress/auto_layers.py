@@ -21,7 +21,7 @@ from ..sources.model_folder import write_json
 from ..sources.resolve import Source
 from .budget_search import (
     ACTIVE,
-    DOCUMENTATION,
+    TRIAL_DOCUMENTATION,
     Losses,
     Trial,
     Variants,
@@ -103,7 +103,9 @@ class AutoLayers:
 
     def _measure(self, calibration: Calibration | None, folder: Path, progress: Progress) -> dict[str, Any]:
         count, length = within_context(self.stock, TRIALS, TRIAL_LENGTH)
-        tokens = self.text.windows(self.source, length, count, self.stock.vocab_size, documentation=DOCUMENTATION)
+        tokens = self.text.windows(
+            self.source, length, count, self.stock.vocab_size, documentation=TRIAL_DOCUMENTATION
+        )
         layouts = self.target.layouts()
         model = StreamedModel(self.source.store, self.stock, device=self.device)
         variants = [*self._variants(model, layouts, calibration, folder, progress)]

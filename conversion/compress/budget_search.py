@@ -32,7 +32,7 @@ from .virtual_heads import PROJECTIONS, approximate
 
 STRIDE = 2
 """Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
-DOCUMENTATION = 0.5
+TRIAL_DOCUMENTATION = 0.5
 """Without a text: the part of the windows that are documentation. More of it than in calibration chooses better."""
 FIT_TOKENS = 8 * 1024
 """Tokens of the calibration text to which the routers of trials are fitted."""

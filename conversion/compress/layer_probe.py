@@ -25,8 +25,8 @@ from ..calibration.text import Text, load_tokenizer, windows
 from ..plan import check_source
 from ..sources.resolve import Source, open_source
 from .budget_search import (
-    DOCUMENTATION,
     STRIDE,
+    TRIAL_DOCUMENTATION,
     Losses,
     active_variants,
     by_layer,
@@ -107,7 +107,7 @@ def _measured(
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         stock = _checked(checkpoint, length, active)
         if text is None:
-            tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=DOCUMENTATION)
+            tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=TRIAL_DOCUMENTATION)
         else:
             content = read_text(text, ConversionError)
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
