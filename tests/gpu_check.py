@@ -1,12 +1,14 @@
-"""The checks that need a GPU, in two calls of at most 8 minutes each.
+"""The checks that need a GPU, in three calls of at most 8 minutes each.
 
 usage: python tests/gpu_check.py correct OUT.json
        python tests/gpu_check.py speed OUT.json
+       python tests/gpu_check.py conversion OUT.json
 
 `correct`: every attention implementation in float32 and bfloat16, training, compiled decoding with a static cache,
 conversions with `--device cuda` compared with those on the CPU, and random calls of every registered function, by
 Triton where there are kernels, compared with float64; in several processes, as compilation takes most of the time.
 `speed`: times, memory and launches (`tests/gpu_speed.py`).
+`conversion`: how long a model of a billion random parameters takes to convert to 75% of its heads.
 Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it says so and exits with 0.
 """
 
@@ -14,6 +16,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -35,6 +38,18 @@ CALLS, SEEDS, LONGEST = 8, 6, 700
 """Random calls of each function and dtype for one seed, seeds, and the longest text."""
 MOST_PROCESSES = 14
 SIZES = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 128}
+BILLION = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+"""A Llama of 1.07 billion parameters."""
 PADDED = torch.tensor([[1] * 32, [0] * 12 + [1] * 20])
 Check = tuple[str, Callable[[], bool]]
 
@@ -165,6 +180,17 @@ def correct() -> dict[str, Any]:
     return dict(sorted(outcomes.items()))
 
 
+def conversion(device: str = "cuda") -> dict[str, float]:
+    """Seconds that a conversion of a large model takes, with its calibration, but without verification."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = write_stock(Path(scratch, "source"), dtype=torch.bfloat16, **BILLION)
+        started = time.perf_counter()
+        crosshead.convert(
+            source, Path(scratch, "out"), {"mixture": {"active_heads": "75%"}}, verify=False, device=device
+        )
+        return {"mixture, 75% of the heads": round(time.perf_counter() - started, 1)}
+
+
 def one_thread() -> None:
     """Prepare a process of several: no threads beside it, products in full float32."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -173,7 +199,7 @@ def one_thread() -> None:
 
 
 def main(what: str, out: Path) -> int:
-    """Run one of the two; whether something failed decides the exit status."""
+    """Run one of the three; whether something failed decides the exit status."""
     if not torch.cuda.is_available():
         print("no CUDA device: nothing checked")
         return 0
@@ -181,6 +207,8 @@ def main(what: str, out: Path) -> int:
     if what == "correct":
         found = correct()
         failed = [name for name, outcome in found.items() if not outcome.startswith("ok")]
+    elif what == "conversion":
+        found, failed = conversion(), []
     else:
         from gpu_speed import speed
 
@@ -192,6 +220,6 @@ def main(what: str, out: Path) -> int:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3 or sys.argv[1] not in ("correct", "speed"):
+    if len(sys.argv) != 3 or sys.argv[1] not in ("correct", "speed", "conversion"):
         raise SystemExit(__doc__)
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))

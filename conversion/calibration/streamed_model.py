@@ -85,10 +85,10 @@ class StreamedModel:
             use_cache=False,
         )
 
-    def step(self, layer: nn.Module, hidden: torch.Tensor) -> None:
-        """Run one of `layers` on hidden states (B, T, hidden), in place and one sequence at a time."""
-        for sequence in hidden.split(1):
-            sequence.copy_(self.call(layer, sequence))
+    def step(self, layer: nn.Module, hidden: torch.Tensor, together: int = 1) -> None:
+        """Run one of `layers` on hidden states (B, T, hidden), in place, `together` sequences in a call."""
+        for sequences in hidden.split(together):
+            sequences.copy_(self.call(layer, sequences))
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Run all layers on token ids (B, T), one sequence at a time; `advance` is called after every layer."""

@@ -34,6 +34,8 @@ STRIDE = 2
 """Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
 TRIAL_DOCUMENTATION = 0.5
 """Without a text: the part of the windows that are documentation. More of it than in calibration chooses better."""
+CALL_TOKENS = 1024
+"""Tokens of one call of a layer: a GPU needs more than one short window to be busy."""
 FIT_TOKENS = 8 * 1024
 """Tokens of the calibration text to which the routers of trials are fitted."""
 ACTIVE = "active"
@@ -71,16 +73,16 @@ def measure_losses(
     model: StreamedModel, variants: Variants, tokens: torch.Tensor, advance: Advance, loss: LossFunction = divergence
 ) -> Losses:
     """The loss of each trial, the mean over windows of tokens (B, T)."""
-    hidden = model.embed(tokens)
+    hidden, together = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
     trials: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
         for states in trials.values():
-            model.step(module, states)
+            model.step(module, states, together)
         for side, count, context in variants(layer, module):
             states = trials[layer, side, count] = hidden.clone()
             with context:
-                model.step(module, states)
-        model.step(module, hidden)
+                model.step(module, states, together)
+        model.step(module, hidden, together)
         advance(layer + 1, model.config.num_hidden_layers)
     losses = dict.fromkeys(trials, 0.0)
     with model.head() as head:

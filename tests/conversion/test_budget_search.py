@@ -106,7 +106,7 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
     source = open_source(folder, scratch=tmp_path)
     stock = toys.STOCK[backbone][0].from_pretrained(folder)
     target = toys.mixed_config(backbone, {}, num_key_value_heads=4)
-    tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
+    tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     kept = [Counts(4, 4, groups)] * 2
     variants = component_variants(source.store, stock, target.layouts(), kept, None, "svd")
@@ -188,7 +188,7 @@ def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_pa
         monkeypatch.setattr(module, "fast_dtype", lambda: torch.float32)
     folder = write_stock(tmp_path / "source")
     source, stock = open_source(folder, scratch=tmp_path), toys.STOCK["Llama"][0].from_pretrained(folder)
-    tokens = Text(None).windows(source, 64, 1, stock.vocab_size)
+    tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     fitted = Text(text).to_calibrate_on(source, model, lambda *done: None)
     losses = measure_losses(model, active_variants(model, fitted), tokens, lambda *done: None)
