@@ -40,7 +40,7 @@ def source(request, tmp_path_factory):
 @pytest.fixture
 def text(tmp_path):
     path = tmp_path / "prose.txt"
-    path.write_text("a quick brown fox jumps over the lazy dog, and then it sleeps; " * 40)
+    path.write_text(default_text()[:2520], encoding="utf-8")
     return path
 
 
@@ -68,7 +68,7 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
         asked = {"explicit": {"key_heads": 2, "value_heads": 2, "method": method}}
         read = {"calibration": text} if method == "aligned" else {}
         losses[method] = crosshead.convert(source, tmp_path / method, asked, **read)["verification"]["kl_divergence"]
-    assert losses["aligned"] < 0.7 * losses["svd"]
+    assert losses["aligned"] < 0.5 * losses["svd"]
 
 
 @pytest.mark.parametrize(
