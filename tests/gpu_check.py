@@ -1,4 +1,4 @@
-"""The checks that need a GPU, in three calls of at most 8 minutes each.
+"""The checks that need a GPU, in two calls of at most 8 minutes each, and a measurement of a minute.
 
 usage: python tests/gpu_check.py correct OUT.json
        python tests/gpu_check.py speed OUT.json
@@ -8,7 +8,7 @@ usage: python tests/gpu_check.py correct OUT.json
 conversions with `--device cuda` compared with those on the CPU, and random calls of every registered function, by
 Triton where there are kernels, compared with float64; in several processes, as compilation takes most of the time.
 `speed`: times, memory and launches (`tests/gpu_speed.py`).
-`conversion`: how long a model of a billion random parameters takes to convert to 75% of its heads.
+`conversion`: the measurement, how long a model of a billion random parameters takes to convert to 75% of its heads.
 Prints a line per check, writes all figures, and exits with 1 if one failed; without a GPU it says so and exits with 0.
 """
 
