@@ -71,8 +71,8 @@ def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
     if not (folder / "source").exists():
         crosshead.convert(model, folder / "neutral", {"explicit": {}}, dtype="float32", verify=False, overwrite=True)
         crosshead.fold(folder / "neutral", folder / "source", verify=False)
-    fixed = {"calibration": folder / "training.txt", "dtype": "float32", "verify": False}
-    fixed["device"] = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    fixed = {"calibration": folder / "training.txt", "dtype": "float32", "verify": False, "device": device}
     for name in {name.removesuffix(DIRECT) for name in names} & {*CONVERSIONS}:
         if not (folder / name).exists():
             mixers, options = CONVERSIONS[name]
