@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -150,6 +150,14 @@ measure-small: $(READY) ## the same on small Qwen2- and Qwen3-like models, train
 	$(PYTHON) -P tests/measure/component_heads.py build/small/llama build/small/llama/evaluation.txt \
 		--calibration build/small/llama/calibration.txt --out build/heads.json \
 		--name "small llama, 8 heads" pooled:4 svd:4 aligned:4 aligned:4/2 aligned:4/4 aligned:4/auto
+
+measure-small-recovery: $(READY) ## what these models regain in a short training after a conversion: TEXT=file; it goes on
+	for family in qwen2 qwen3; do \
+		( [ -e build/small/$$family/config.json ] || \
+			$(PYTHON) -P tests/measure/train_small.py $$family build/small/$$family ) && \
+		$(PYTHON) -P tests/measure/recovery.py build/small/$$family $(TEXT) build/small/$${family}_recovery \
+			--set train.learning_rate=1e-3 $(ARGS) || exit 1; \
+	done
 
 measure-streaming: $(READY) ## time and memory of conversions of an 8 GB checkpoint, in build/streaming (24 GB)
 	rm -rf build/streaming

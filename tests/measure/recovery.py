@@ -2,14 +2,16 @@
 
 usage: python -P tests/measure/recovery.py MODEL TEXT FOLDER [--tokens 200000] [--only explicit] [--set KEY=VALUE ...]
 
-MODEL is what `crosshead convert` takes, with the heads of SmolLM2-135M; TEXT is a file, whose last tenth, or less of a
-long one, is held out from conversion and training. The model is converted in four ways: to 2 of 3 component heads
-(explicit), to half of the cache (explicit-half), to 7 and to 5 of 9 active heads (mixture, mixture-5). Each is trained
-by the shipped recipe with the source as its teacher, and once more without the steps that fit attention outputs
-(-direct). Losses are the next token's, on the held-out text, in nats per token: of the source, of the converted model,
-and along the training. A step is a hundredth of the tokens, at most the recipe's own, and the learning rate is 2e-4,
-the best one for the source itself and for most conversions in 200,000 tokens. The same command goes on where it was
-interrupted; the figures go to FOLDER/recovery.json. Several commands with `--only` may run at once in one folder.
+MODEL is what `crosshead convert` takes; TEXT is a file, whose last tenth, or less of a long one, is held out from
+conversion and training. The model is converted in four ways: to 2 of 3 component heads (explicit), to half of the
+cache (explicit-half), to 7 and to 5 of 9 active heads (mixture, mixture-5), or as near to these parts as its heads
+allow.
+Each is trained by the recipe shipped for SmolLM2-135M, with the source as its teacher, and once more without the steps
+that fit attention outputs (-direct). Losses are the next token's, on the held-out text, in nats per token: of the
+source, of the converted model, and along the training. A step is a hundredth of the tokens, at most the recipe's own,
+and the learning rate is 2e-4, the best one for SmolLM2-135M and for most of its conversions in 200,000 tokens. The
+same command goes on where it was interrupted; the figures go to FOLDER/recovery.json. Several commands with `--only`
+may run at once in one folder.
 
 Part of what comes back may be the text's own manner, which the source was not trained on. So each recipe has a
 control: the source itself, trained without a teacher on the same windows with the same schedule (-control).
@@ -37,13 +39,9 @@ from crosshead.recipes.trainer.metrics import MetricsFile
 from crosshead.recipes.trainer.models import vocabulary_size
 from crosshead.recipes.trainer.next_token import evaluate
 
-CONVERSIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "explicit": ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {}),
-    "explicit-half": ({"explicit": {}}, {"layers": "auto", "budget": 0.5}),
-    "mixture": ({"mixture": {"active_heads": "7"}}, {}),
-    "mixture-5": ({"mixture": {"active_heads": "5"}}, {}),
-}
-"""Mixers and options, by names that begin with the mechanism's."""
+HALF = "explicit-half"
+CONVERSIONS = {"explicit": 2 / 3, HALF: 1 / 2, "mixture": 7 / 9, "mixture-5": 5 / 9}
+"""Names, which begin with the mechanism's -> the part of the component heads, of the cache or of the active heads."""
 CONTROL, DIRECT = "-control", "-direct"
 """Behind a mechanism's name; behind a conversion's."""
 MECHANISMS = sorted({name.partition("-")[0] for name in CONVERSIONS})
@@ -72,12 +70,34 @@ def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
         crosshead.convert(model, folder / "neutral", {"explicit": {}}, dtype="float32", verify=False, overwrite=True)
         crosshead.fold(folder / "neutral", folder / "source", verify=False)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    fixed = {"calibration": folder / "training.txt", "dtype": "float32", "verify": False, "device": device}
+    fixed: dict[str, Any] = {
+        "calibration": folder / "training.txt",
+        "dtype": "float32",
+        "verify": False,
+        "device": device,
+    }
     for name in {name.removesuffix(DIRECT) for name in names} & {*CONVERSIONS}:
         if not (folder / name).exists():
-            mixers, options = CONVERSIONS[name]
-            options = options | fixed
+            mixers, options = conversion(name, **heads(folder))
+            options |= fixed | {"calibration": folder / "training.txt"}
             crosshead.convert(folder / "source", folder / name, mixers, **options)
+
+
+def heads(folder: Path) -> dict[str, int]:
+    """The source's numbers of query heads and of key and value heads."""
+    config = json.loads((folder / "source" / "config.json").read_bytes())
+    return {"heads": config["num_attention_heads"], "kv_heads": config["num_key_value_heads"]}
+
+
+def conversion(name: str, heads: int, kv_heads: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Mixers and options, with the nearest numbers of heads."""
+    part = CONVERSIONS[name]
+    if name == HALF:
+        return {"explicit": {}}, {"layers": "auto", "budget": part}
+    if name.startswith("explicit"):
+        count = str(round(part * kv_heads))
+        return {"explicit": {"key_heads": count, "value_heads": count}}, {}
+    return {"mixture": {"active_heads": str(round(part * heads))}}, {}
 
 
 def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
@@ -191,7 +211,7 @@ def main() -> None:
         source, before = (loss(wanted, path) for path in (asked.folder / "source", trained_model(asked.folder, name)))
         print(f"{name}: {before:.4f} on held-out text, its source {source:.4f}", flush=True)
         found = recovered(wanted, source, before)
-        found |= {"tokens": asked.tokens, "text": asked.text.name, "machine": machine()}
+        found |= {"tokens": asked.tokens, "text": asked.text.name, **heads(asked.folder), "machine": machine()}
         write(asked.folder, name, found)
         print(f"{name}: {found['after']:.4f} after {asked.tokens:,} tokens", flush=True)
 

@@ -34,6 +34,7 @@ from training_tables import (
     objectives_table,
     parameter_table,
     recovery_rows,
+    recovery_table,
 )
 
 from crosshead.evals.cost.report import cost_report
@@ -75,6 +76,20 @@ class Result:
     rows: Callable[[Content], Rows]
     asked: Callable[[Content], str] = lambda report: ""
     """What stood behind the command."""
+
+
+RECOVERED = {
+    "SmolLM2-135M": "recovery.json",
+    "small qwen2": "recovery_small_qwen2.json",
+    "small qwen3": "recovery_small_qwen3.json",
+}
+"""Models that were trained after a conversion, and their files."""
+
+
+def recovered_table() -> str:
+    """The recovery of each model that was measured."""
+    files = {model: RESULTS / name for model, name in RECOVERED.items()}
+    return recovery_table({model: json.loads(path.read_bytes()) for model, path in files.items() if path.is_file()})
 
 
 def demo_table(report: Content) -> str:
@@ -207,6 +222,7 @@ def memory_row(name: str, change: str, place: str) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "demo": written_by(RESULTS / "demo.json", "make demo", demo_table),
     "heads": written_by(RESULTS / "heads.json", "make measure-heads", heads_table),
+    "recovery": recovered_table,
     "folded": written_by(RESULTS / "folded_decode.json", "make measure-folded", folded_table),
     "streaming": written_by(RESULTS / "streaming.json", "make measure-streaming", streaming_table),
     "embeddings": written_by(RESULTS / "embeddings.json", "make measure-embeddings", embedding_table),

@@ -3,29 +3,55 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from recovery import CONVERSIONS, HALF, conversion
+
 SIZES = {"S/2": (12, 384, 6), "B/2": (12, 768, 12), "L/2": (24, 1024, 16), "XL/2": (28, 1152, 16)}
 """DiT's name -> blocks, width, heads."""
 
 
-CONVERTED = {
-    "explicit": "2 of 3 component heads",
-    "explicit-half": "component heads for half of the cache",
-    "mixture": "7 of 9 active heads",
-    "mixture-5": "5 of 9 active heads",
-}
+SMOLLM2 = {"heads": 9, "kv_heads": 3}
 
 
-def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Losses before and after a short training, and how far they are above the source's after the same training."""
+def converted(name: str, heads: int, kv_heads: int) -> str:
+    """A conversion of `recovery.py`, for people."""
+    if name not in CONVERSIONS:
+        return name
+    if name == HALF:
+        return "component heads for half of the cache"
+    (options,) = conversion(name, heads, kv_heads)[0].values()
+    if name.startswith("explicit"):
+        return f"{options['key_heads']} of {kv_heads} component heads"
+    return f"{options['active_heads']} of {heads} active heads"
+
+
+def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """Each conversion: how far its loss is above the source's at first, after training, and without a transfer."""
     for name, found in report.items():
         if found["before"] == found["source"] or name.endswith("-direct"):  # a control, or told with another
             continue
-        start = found["before"] - found["source"]
-        outcome = f"{start:.3f} above its source; {_recovered(found)}"
-        if f"{name}-direct" in report:
-            outcome += f"; without a transfer first {_recovered(report[f'{name}-direct'])}"
-        told = f"SmolLM2-135M, {CONVERTED.get(name, name)}, trained on {found['tokens']:,} tokens"
-        yield f"{told}: loss on held-out text", outcome
+        direct = report.get(f"{name}-direct")
+        what = converted(name, **{key: found.get(key, number) for key, number in SMOLLM2.items()})
+        start = f"{found['before'] - found['source']:.3f}"
+        yield what, start, _recovered(found), _recovered(direct) if direct else ""
+
+
+def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Losses before and after a short training, compared with the source's after the same training."""
+    tokens = next(iter(report.values()))["tokens"]
+    for what, start, trained, direct in cases(report):
+        outcome = f"{start} above its source; {trained}"
+        if direct:
+            outcome += f"; without a transfer first {direct}"
+        yield f"SmolLM2-135M, {what}, trained on {tokens:,} tokens: loss on held-out text", outcome
+
+
+def recovery_table(report: Mapping[str, Any]) -> str:
+    """The same of several models."""
+    lines = ["| model | converted to | at first | after training | without a transfer first |"]
+    lines.append("| --- | --- | ---: | --- | --- |")
+    for model, trained in report.items():
+        lines += [f"| {model} | {' | '.join(case)} |" for case in cases(trained)]
+    return "\n".join(lines) + "\n"
 
 
 def _recovered(found: Mapping[str, Any]) -> str:
@@ -46,7 +72,7 @@ def benchmark_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             for name, prefix in ((model, ""), (f"{model}-trained", "trained: "))
             if name in models
         ]
-        yield f"SmolLM2-135M, {CONVERTED.get(model, model)}: accuracy", "; ".join(outcomes)
+        yield f"SmolLM2-135M, {converted(model, **SMOLLM2)}: accuracy", "; ".join(outcomes)
 
 
 def _accuracy(task: str, got: Mapping[str, Any]) -> str:

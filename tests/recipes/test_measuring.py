@@ -102,6 +102,16 @@ def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
     assert direct.match_steps == 0 and direct.distillation.weight == case.distillation.weight
 
 
+def test_conversions_have_the_nearest_numbers_of_heads():
+    told = {name: recovery.conversion(name, 9, 3) for name in recovery.CONVERSIONS}
+    assert told["explicit"] == ({"explicit": {"key_heads": "2", "value_heads": "2"}}, {})
+    assert told["explicit-half"] == ({"explicit": {}}, {"layers": "auto", "budget": 0.5})
+    assert told["mixture"] == ({"mixture": {"active_heads": "7"}}, {})
+    assert told["mixture-5"] == ({"mixture": {"active_heads": "5"}}, {})
+    assert recovery.conversion("explicit", 8, 4)[0]["explicit"]["value_heads"] == "3"
+    assert recovery.conversion("mixture-5", 8, 4)[0] == {"mixture": {"active_heads": "4"}}
+
+
 def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
     same = dict.fromkeys(recovery.SAME, 1)
     case, control = [(0, 3.24), (10, 3.1), (20, 2.98)], [(0, 3.2), (10, 3.04), (20, 2.95)]
@@ -129,6 +139,7 @@ def test_recovery(tmp_path, text):
         assert figures["curve"][0] == [0, figures["before"]] and figures["curve"][-1] == [8192, figures["after"]]
         assert figures["after"] < figures["before"] and len(figures["curve"]) > 10
         assert figures["learning_rate"] == 1e-3 and figures["tokens_a_step"] == 512
+        assert figures["heads"] == 9 and figures["kv_heads"] == 3
     explicit, control = found["explicit"], found["explicit-control"]
     assert explicit["source"] == found["mixture"]["source"] == control["before"]
     assert explicit["above_control"] == pytest.approx(explicit["after"] - control["after"])
