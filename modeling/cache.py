@@ -17,22 +17,23 @@ from .ops import split_heads, wide_heads
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
     """Store the state's keys and values and replace them by past and present together.
 
-    `wide` asks for one wide head, unless the past has several, as a trained prefix does.
+    `wide` asks for one wide head, in the state as well, unless the past has several, as a trained prefix does.
     """
     past, uneven = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
     if not (state.key_side_data or uneven or (wide and (past is None or past[0] == 1))):
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    keys, side_data = wide_heads(state.key), [numbers.unsqueeze(1) for numbers in state.key_side_data.values()]
-    widths = [numbers.shape[-1] for numbers in (keys, *side_data)]
-    keys = torch.cat([keys, *side_data], dim=-1) if side_data else keys
+    parts = [wide_heads(state.key), *(numbers.unsqueeze(1) for numbers in state.key_side_data.values())]
+    keys = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     _check_past(past, keys, layer_index)
     keys, values = cache.update(keys, wide_heads(state.value), layer_index)
-    if side_data:
-        keys, *side_data = keys.split(widths, dim=-1)
-        state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, side_data, strict=True)}
-    state.key, state.value = split_heads(keys, state.key.shape[-1]), split_heads(values, state.value.shape[-1])
+    if len(parts) > 1:
+        keys, *cached = keys.split([part.shape[-1] for part in parts], dim=-1)
+        state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, cached, strict=True)}
+    if not wide:
+        keys, values = split_heads(keys, state.key.shape[-1]), split_heads(values, state.value.shape[-1])
+    state.key, state.value = keys, values
 
 
 def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int] | None:

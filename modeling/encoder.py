@@ -124,6 +124,8 @@ def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(forward)
     def record(self: Any, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any) -> Any:
+        if backbone_outputs is not None:
+            self.record_outputs()
         outputs = forward(self, *inputs, **kwargs)
         if backbone_outputs is not None:
             backbone_outputs.append((self, outputs, kwargs.get("attention_mask")))

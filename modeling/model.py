@@ -38,10 +38,8 @@ RECORDERS = {
 class CrossheadCausalLMOutput(MoeCausalLMOutputWithPast):
     """A causal language model's output, and what its head routers did."""
 
-    balance_loss: Tensor | None = None
-    """Before its weight; mean over the layers that route."""
-    head_router_scores: tuple[Tensor, ...] | None = None
-    """Per routing layer, each routed head's probability: (B, T, routed heads)."""
+    balance_loss: Tensor | None = None  # before its weight; mean over the layers that route
+    head_router_scores: tuple[Tensor, ...] | None = None  # of each routing layer: (B, T, routed heads)
 
 
 def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
@@ -131,9 +129,13 @@ class CrossheadBackbone(CrossheadPreTrained):
                 setattr(parent, name, self.attention_class(self.config, index))
         super().post_init()
         self._tp_plan = {**(self._tp_plan or {}), **self.config.attention_plan()}
-        if self._recorded():
-            # Now rather than in the first call: the compiler cannot trace the lock that the library takes for it.
+
+    @torch.compiler.assume_constant_result  # the compiler cannot trace the lock that the library takes
+    def record_outputs(self) -> list[str]:
+        """The fields that mechanisms record, with the hooks that record them; decoding does without their time."""
+        if names := self._recorded():
             maybe_install_capturing_hooks(self)
+        return names
 
 
 class CrossheadCausalLM(CrossheadPreTrained):
@@ -164,7 +166,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
         """Logits; with `labels` also the loss, auxiliary losses included."""
         if output_head_router_scores is None:
             output_head_router_scores = getattr(self.config, "output_head_router_scores", False)
-        recorded = self._recorded() if labels is not None or output_head_router_scores else []
+        recorded = self.model.record_outputs() if labels is not None or output_head_router_scores else []
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 def widened(dtype: torch.dtype) -> torch.dtype:
     """The dtype of softmax and norms: float32, or float64 where the input is float64."""
-    return torch.promote_types(dtype, torch.float32)
+    return dtype if dtype == torch.float64 else torch.float32
 
 
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
@@ -19,6 +19,8 @@ def inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 def rms_normalised(x: Tensor, eps: float) -> Tensor:
     """`x / rms(x)` over the last dimension, in the dtype of `x`."""
+    if not torch.is_grad_enabled():  # one call; on a GPU it cannot be differentiated twice
+        return functional.rms_norm(x, x.shape[-1:], eps=eps)
     return (x.to(widened(x.dtype)) * inverse_rms(x, eps)).to(x.dtype)
 
 
@@ -68,9 +70,9 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril()
 
 
-def wide_heads(x: Tensor, groups: int = 1) -> Tensor:
-    """(B, heads, S, d) -> (B, groups, S, heads / groups * d); a view where the cache holds them as one wide head."""
-    return x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:]).transpose(2, 3).flatten(3)
+def wide_heads(x: Tensor) -> Tensor:
+    """(B, heads, S, d) -> (B, 1, S, heads * d); a view where the heads of a token lie side by side."""
+    return x.transpose(1, 2).reshape(x.shape[0], 1, x.shape[2], x.shape[1] * x.shape[3])
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:

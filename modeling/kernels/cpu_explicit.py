@@ -56,7 +56,7 @@ def explicit_eligible(
     """
     if key_map is None or value_map is None or key_scale is not None or key.shape != value.shape:
         return False
-    if key_map.shape[1] != key.shape[1]:
+    if key_map.shape[1] * query.shape[3] != key.shape[1] * key.shape[3]:
         return False
     if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
         return False
@@ -66,7 +66,7 @@ def explicit_eligible(
 
 def part_count(keys: torch.Tensor) -> int:
     """The number of parts for keys (B, n, S, d): 1 where the sequences alone occupy all threads."""
-    return max(1, min(-(-torch.get_num_threads() // len(keys)), keys.shape[2] // LEAST_KEYS))
+    return max(1, min(-(-torch.get_num_threads() // keys.shape[0]), keys.shape[2] // LEAST_KEYS))
 
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:

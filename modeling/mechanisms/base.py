@@ -32,24 +32,18 @@ class HeadLayout:
     query_heads: int
     key_value_heads: int
     head_dim: int
-    value_dim: int = 0
-    """The head size of values, where it is not `head_dim`."""
+    value_dim: int = 0  # the head size of values, where it is not `head_dim`
     layer_index: int = 0
     norm_eps: float = 1e-6
-    key_norm_eps: float | None = None
-    """The eps of the per-head norm on keys; None where the backbone has no such norm."""
+    key_norm_eps: float | None = None  # of the per-head norm on keys, where the backbone has one
     dropout: float = 0.0
-    output_heads: int = 0
-    """Head outputs that reach `head_outputs`."""
-    output_dim: int = 0
-    """Features of a head output that `o_proj` reads."""
-    key_components: int = 0
-    """Heads of the key projection."""
+    output_heads: int = 0  # head outputs that reach `head_outputs`
+    output_dim: int = 0  # features of a head output that `o_proj` reads
+    key_components: int = 0  # heads of the key projection
     value_components: int = 0
     is_rotary: bool = True  # rotary positions turn queries and keys
     projects_keys: bool = True  # keys and values are projections, not the layer's input itself
-    combines_keys: bool = False
-    """Keys that are normed are combinations: `k_norm` only multiplies by its weight, a mechanism divides."""
+    combines_keys: bool = False  # where keys are normed, `k_norm` only multiplies, and a mechanism divides
 
 
 class Rules:
@@ -90,8 +84,7 @@ class AttentionState:
     """The tensors of one attention call."""
 
     hidden_states: Tensor  # (B, T, hidden)
-    key_value_input: Tensor
-    """The input of the key and value projections (B, S, hidden): the hidden states in self-attention."""
+    key_value_input: Tensor  # (B, S, hidden), which keys and values are projected from
     query: Tensor  # (B, H, T, d)
     key: Tensor  # (B, heads, S, d)
     value: Tensor
@@ -100,8 +93,7 @@ class AttentionState:
     gates: Tensor | None = None  # (B, T, heads): the factor on each head's output
     router_scores: Tensor | None = None  # (B, T, routed heads): each routed head's probability
     function: str | None = None  # the attention function that a mechanism chose for this call
-    attention_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of that function."""
+    attention_kwargs: dict[str, Any] = field(default_factory=dict)  # further arguments of that function
 
 
 class AuxiliaryLoss(NamedTuple):
@@ -146,8 +138,7 @@ class Mechanism(nn.Module):
     """A mechanism in one layer. By default, each hook changes nothing."""
 
     rules: ClassVar[type[Rules]]
-    recorded: ClassVar[dict[str, int]] = {}
-    """Output fields that its `auxiliary_loss` reads -> their index in what `forward` returns."""
+    recorded: ClassVar[dict[str, int]] = {}  # output fields -> their index in what `forward` returns
     maps_last: ClassVar[bool] = False  # its `before_rope` runs after those of the other mechanisms
     wide_cache = False  # the cache holds the heads of a token as one wide head
 

@@ -57,10 +57,8 @@ class DifferentialRules(Rules):
                 reason = f"each key/value head needs pairs: use a multiple of {2 * layout.key_value_heads}"
                 raise refuse("num_attention_heads", layout.query_heads, reason)
             return
-        for name, heads in (
-            ("num_attention_heads", layout.query_heads),
-            ("num_key_value_heads", layout.key_value_heads),
-        ):
+        counts = {"num_attention_heads": layout.query_heads, "num_key_value_heads": layout.key_value_heads}
+        for name, heads in counts.items():
             if heads % 2:
                 raise refuse(name, heads, "mixers.differential pairs heads: use an even number")
         if layout.dropout:
@@ -189,7 +187,7 @@ def attend_one_query(
 
     The query heads that share a pair of keys are the rows of its two heads.
     """
-    batch, pairs = len(query), key.shape[1] // 2
+    batch, pairs = query.shape[0], key.shape[1] // 2
     rows = query.reshape(batch * pairs, -1, 2, query.shape[3]).transpose(1, 2)
     keys, values = (x.reshape(batch * pairs, 2, *x.shape[2:]) for x in (key, value))
     if mask is not None:

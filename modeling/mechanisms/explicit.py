@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..backends import ENGINES, is_plain_sdpa, logger, register_backend
-from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, wide_heads, widened
+from ..ops import HeadRMSNorm, apply_mask, head_map_init, inverse_rms, split_heads, wide_heads, widened
 from ..options import Count, Flag, Integer, Subset, refuse
 from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
@@ -93,12 +93,13 @@ class HeadCombination(ParameterModule):
         block = head_map_init(self.weight[: len(self.weight) // self.groups])
         init.copy_(self.weight, block.repeat(self.groups, 1).to(self.weight.dtype))
 
-    def forward(self, components: Tensor | None) -> Tensor:
-        """(B, components, S, d) -> (B, heads, S, d); without components, a copy of the scalars."""
+    def forward(self, components: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
+        """(B, components, S, d), or one wide head -> (B, heads, S, d); without them, the scalars' copy in `dtype`."""
         if components is None:
-            return self.weight.clone()
+            return self.weight.to(dtype, copy=True)
         # Not `unflatten`, which breaks the graph of a compiled model under a default device.
         blocks = self.weight.reshape(self.groups, -1, self.weight.shape[1])
+        components = regrouped(components, self.groups * blocks.shape[2])
         of_group = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
         return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
 
@@ -139,8 +140,8 @@ class Explicit(Mechanism):
         if not is_plain_sdpa(implementation) and not self._fits_kernel(state, str(implementation)):
             return None
         state.attention_kwargs = {
-            "key_map": self.key(None) if "key" in self.settings["on"] else None,
-            "value_map": self.value(None) if "value" in self.settings["on"] else None,
+            "key_map": self.key(None, state.query.dtype) if "key" in self.settings["on"] else None,
+            "value_map": self.value(None, state.value.dtype) if "value" in self.settings["on"] else None,
             "key_scale": self._key_scale(state),
             "implementation": implementation,
         }
@@ -148,14 +149,15 @@ class Explicit(Mechanism):
 
     def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
         """Whether another implementation can attend to wide heads; a warning where it cannot."""
-        wide = state.key.shape[1] // self.settings["groups"] * state.key.shape[3]
+        components, size = self.layout.key_components, self.layout.head_dim
         fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
-        if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
+        if fits and (
+            components // self.settings["groups"] * size <= FLASH_HEAD_SIZE or not implementation.startswith("flash")
+        ):
             return True
         logger.warning_once(
             f"attn_implementation={implementation!r} cannot attend to the component heads of 'explicit' here "
-            f"({state.key.shape[1]} of size {state.key.shape[3]}): it combines the whole cache for every token, which "
-            "'sdpa' does not"
+            f"({components} of size {size}): it combines the whole cache for every token, which 'sdpa' does not"
         )
         return False
 
@@ -195,20 +197,21 @@ def explicit_attention_forward(
     implementation: str | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention of few queries (B, H, T, d) to component heads (B, h', S, d); all keys are visible without a mask.
+    """Attention of few queries (B, H, T, d) to component heads (B, h', S, d), or to one wide head of them.
 
     `q_i . sum_j C_ij B_j = [C_i1 q_i, C_i2 q_i, ...] . [B_1, B_2, ...]`: queries take the scalars `key_map`
     (h, h' / groups), the components of a group are one wide head, and the wide outputs take the scalars `value_map`. A
-    side without a map has all its heads. `key_scale` (B, h, S) multiplies combined keys.
+    side without a map has all its heads. `key_scale` (B, h, S) multiplies combined keys. No mask: all are visible.
     """
     if key_map is None and value_map is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     wide = key_map is not None and value_map is not None
     if key_map is not None:
-        query, key = fold_map(query, key_map), wide_heads(key, key.shape[1] // key_map.shape[1])
+        query = fold_map(query, key_map)
+        key = regrouped(key, key.shape[1] * key.shape[3] // query.shape[3])
     if value_map is not None:
-        value = wide_heads(value, value.shape[1] // value_map.shape[1])
+        value = regrouped(value, key.shape[1] if wide else value.shape[1] // value_map.shape[1])
     if not is_plain_sdpa(implementation):
         attend = ALL_ATTENTION_FUNCTIONS[str(implementation)]
         output = attend(module, query, key, value, attention_mask, scaling=scaling, **kwargs)[0].transpose(1, 2)
@@ -219,18 +222,23 @@ def explicit_attention_forward(
     return (output if value_map is None else unfold_outputs(output, value_map)).transpose(1, 2), None
 
 
+def regrouped(x: Tensor, heads: int) -> Tensor:
+    """(B, n, S, d) -> (B, heads, S, n * d / heads): neighbouring heads as one, or one wide head as several."""
+    return x if x.shape[1] == heads else split_heads(wide_heads(x), x.shape[1] * x.shape[3] // heads)
+
+
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
     """(B, H, T, d) -> (B, H, T, h' d): each query times the scalars (h, h') of its key head, for h' of its group."""
-    heads, components = scalars.shape
-    by_head = query.reshape(len(query), heads, -1, 1, query.shape[3])  # (B, h, group x T, 1, d)
-    return (by_head * scalars.to(query.dtype).view(heads, 1, components, 1)).view(*query.shape[:3], -1)
+    (batch, rows, tokens, size), (heads, components) = query.shape, scalars.shape
+    by_head = query.reshape(batch, heads, -1, 1, size)  # (B, h, group x T, 1, d)
+    return (by_head * scalars.view(heads, 1, components, 1)).view(batch, rows, tokens, components * size)
 
 
 def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
     """(B, H, T, h' d) -> (B, H, T, d): the components of each output, summed with the scalars of its value head."""
-    heads, components = scalars.shape
-    by_head = output.reshape(len(output), heads, -1, components, output.shape[3] // components)
-    return (by_head * scalars.to(output.dtype).view(heads, 1, components, 1)).sum(3).view(*output.shape[:3], -1)
+    (batch, rows, tokens, size), (heads, components) = output.shape, scalars.shape
+    by_head = output.reshape(batch, heads, -1, components, size // components)
+    return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, rows, tokens, size // components)
 
 
 def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:

@@ -83,7 +83,7 @@ class RouterMap(LinearMap):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Softmax over the logits, in the widened dtype."""
-        return super().forward(hidden_states).softmax(-1, dtype=widened(hidden_states.dtype))
+        return functional.linear(hidden_states, self.weight).softmax(-1, dtype=widened(hidden_states.dtype))
 
 
 def query_norm_scores(query: Tensor) -> Tensor:
@@ -118,31 +118,28 @@ class Mixture(Mechanism):
 
     def forward(self, hidden_states: Tensor, query: Tensor) -> tuple[Tensor, Tensor]:
         """Gates from hidden states (B, T, hidden) or, by the query_norm router, from raw queries (B, H, T, d)."""
+        routed, shared, balance = self.routed, self.shared, self.balance
         if self.settings["router"] == "query_norm":
             probabilities = query_norm_scores(query[:, self.shared_heads :])
         else:
-            probabilities = self.routed(hidden_states) if self.routed else hidden_states[..., :0]
+            probabilities = routed(hidden_states) if routed else hidden_states[..., :0]
         chosen = probabilities.topk(self.selected_heads, dim=-1)
-        shared, routed_weight = self._shared(hidden_states, probabilities)
+        first, second = (1.0, 1.0) if balance is None else balance(hidden_states).chunk(2, dim=-1)
+        if shared is None:
+            scores = probabilities.new_ones(*probabilities.shape[:-1], self.shared_heads)
+        else:
+            scores = first * shared(hidden_states)
         if self.settings["gate"] == "binary":
             selected = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
-            gates = straight_through(selected, routed_weight * probabilities)
-            return torch.cat([straight_through(torch.ones_like(shared), shared), gates], dim=-1), probabilities
-        gates = chosen.values
-        if self.settings["gate_scale"] == "unit":
-            branches = 1 if self.balance is None else 2
-            gates = gates / gates.sum(-1, keepdim=True)
-            routed_weight = branches * self.selected_heads * routed_weight
-            shared = shared if self.shared is None else branches * self.shared_heads * shared
-        gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * routed_weight)
-        return torch.cat([shared, gates], dim=-1), probabilities
-
-    def _shared(self, hidden_states: Tensor, like: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The shared heads' scores (B, T, shared) and the factor on the routed ones'."""
-        if self.shared is None:
-            return like.new_ones(*like.shape[:-1], self.shared_heads), 1.0
-        first, second = (1.0, 1.0) if self.balance is None else self.balance(hidden_states).chunk(2, dim=-1)
-        return first * self.shared(hidden_states), second
+            gates = straight_through(selected, second * probabilities)
+            return torch.cat([straight_through(torch.ones_like(scores), scores), gates], dim=-1), probabilities
+        gates, unit = chosen.values, self.settings["gate_scale"] == "unit"
+        if unit:
+            gates = gates / gates.mean(-1, keepdim=True)
+            scores = scores if shared is None or self.shared_heads == 1 else self.shared_heads * scores
+        gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * second)
+        gates = torch.cat([scores, gates], dim=-1)
+        return (gates + gates if unit and balance is not None else gates), probabilities
 
     def before_rope(self, state: AttentionState) -> None:
         """Route by the hidden states or by the raw queries."""

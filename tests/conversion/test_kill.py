@@ -266,8 +266,10 @@ def test_a_fold_with_its_cache_is_killed(place, runner):
     duration, wanted, before = time.perf_counter() - begin, contents(place / "served"), snapshot(place / "fewer")
     for moment in (0.2, 0.5, 0.8):
         status = runner.run(fold.format(f"served{moment}"), signal.SIGKILL, moment * duration)
-        assert status or (place / f"served{moment}").exists()
-        assert not status or runner.run(fold.format(f"served{moment}")) == 0
+        published = (place / f"served{moment}").exists()
+        assert status or published
+        # Killed between the folder and the record beside it: the next run moves the record, and refuses to overwrite.
+        assert not status or runner.run(fold.format(f"served{moment}")) == (1 if published else 0)
         assert contents(place / f"served{moment}") == wanted
         assert snapshot(place / "fewer") == before
     assert hidden(place) == []
