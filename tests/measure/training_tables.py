@@ -3,8 +3,6 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from recovery import CONVERSIONS, HALF, conversion
-
 SIZES = {"S/2": (12, 384, 6), "B/2": (12, 768, 12), "L/2": (24, 1024, 16), "XL/2": (28, 1152, 16)}
 """DiT's name -> blocks, width, heads."""
 
@@ -14,6 +12,8 @@ SMOLLM2 = {"heads": 9, "kv_heads": 3}
 
 def converted(name: str, heads: int, kv_heads: int) -> str:
     """A conversion of `recovery.py`, for people."""
+    from recovery import CONVERSIONS, HALF, conversion
+
     if name not in CONVERSIONS:
         return name
     if name == HALF:
