@@ -24,7 +24,7 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
         _check_past(past, state.key, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    parts = [wide_heads(state.key), *(numbers.unsqueeze(1) for numbers in state.key_side_data.values())]
+    parts = [wide_heads(state.key), *[numbers.unsqueeze(1) for numbers in state.key_side_data.values()]]
     keys = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
     _check_past(past, keys, layer_index)
     keys, values = cache.update(keys, wide_heads(state.value), layer_index)

@@ -72,7 +72,8 @@ def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
 
 def wide_heads(x: Tensor) -> Tensor:
     """(B, heads, S, d) -> (B, 1, S, heads * d); a view where the heads of a token lie side by side."""
-    return x.transpose(1, 2).reshape(x.shape[0], 1, x.shape[2], x.shape[1] * x.shape[3])
+    batch, heads, tokens, size = x.shape
+    return x.transpose(1, 2).reshape(batch, 1, tokens, heads * size)
 
 
 def split_heads(x: Tensor, size: int) -> Tensor:

@@ -36,7 +36,7 @@ def explicit_attention(
     mask = None if attention_mask is None else row_mask(attention_mask, heads, query.dtype)
     rows = fold_map(query, maps[0]).flatten(1, 2)
     output = attend_in_parts(rows, wide_heads(key)[:, 0], wide_heads(value)[:, 0], mask, scaling)
-    return unfold_outputs(output.view(batch, heads, tokens, -1), maps[1]).transpose(1, 2), None
+    return unfold_outputs(output.view(batch, heads, tokens, -1), maps[1], tokens).transpose(1, 2), None
 
 
 def explicit_eligible(

@@ -140,7 +140,7 @@ class Mechanism(nn.Module):
     rules: ClassVar[type[Rules]]
     recorded: ClassVar[dict[str, int]] = {}  # output fields -> their index in what `forward` returns
     maps_last: ClassVar[bool] = False  # its `before_rope` runs after those of the other mechanisms
-    wide_cache = False  # the cache holds the heads of a token as one wide head
+    wide_cache = False  # the cache, and the state after it, hold the heads of a token as one wide head
 
     def __init__(self, layout: HeadLayout, settings: Settings) -> None:
         super().__init__()

@@ -31,8 +31,7 @@ from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules,
 FOLDED_ROWS = 16
 """Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
 FOLDED_TOKENS = 2
-FLASH_HEAD_SIZE = 256
-"""The largest head of flash attention kernels on most GPUs. For larger ones, those of torch use one processor each."""
+FLASH_HEAD_SIZE = 256  # the largest of flash kernels on most GPUs; for larger ones, torch's use one processor
 
 
 class ExplicitRules(Rules):
@@ -95,10 +94,11 @@ class HeadCombination(ParameterModule):
 
     def forward(self, components: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """(B, components, S, d), or one wide head -> (B, heads, S, d); without them, the scalars' copy in `dtype`."""
+        weight = self.weight
         if components is None:
-            return self.weight.to(dtype, copy=True)
+            return weight.clone() if weight.dtype == dtype else weight.to(dtype)
         # Not `unflatten`, which breaks the graph of a compiled model under a default device.
-        blocks = self.weight.reshape(self.groups, -1, self.weight.shape[1])
+        blocks = weight.reshape(self.groups, -1, weight.shape[1])
         components = regrouped(components, self.groups * blocks.shape[2])
         of_group = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
         return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
@@ -180,7 +180,7 @@ class Explicit(Mechanism):
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Norm each head's output."""
-        return output if self.norm is None else self.norm(output).to(output.dtype)
+        return output if self.norm is None else self.norm(output)
 
 
 def explicit_attention_forward(
@@ -219,7 +219,8 @@ def explicit_attention_forward(
         output = attend_wide_heads(query, key, value, attention_mask, scaling)
     else:
         output = weigh_components(query, key, value, attention_mask, scaling, key_scale)
-    return (output if value_map is None else unfold_outputs(output, value_map)).transpose(1, 2), None
+    output = output if value_map is None else unfold_outputs(output, value_map, query.shape[2])
+    return output.transpose(1, 2), None
 
 
 def regrouped(x: Tensor, heads: int) -> Tensor:
@@ -234,21 +235,20 @@ def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
     return (by_head * scalars.view(heads, 1, components, 1)).view(batch, rows, tokens, components * size)
 
 
-def unfold_outputs(output: Tensor, scalars: Tensor) -> Tensor:
-    """(B, H, T, h' d) -> (B, H, T, d): the components of each output, summed with the scalars of its value head."""
-    (batch, rows, tokens, size), (heads, components) = output.shape, scalars.shape
+def unfold_outputs(output: Tensor, scalars: Tensor, tokens: int) -> Tensor:
+    """(B, n, H T / n, h' d) -> (B, H, T, d): the components of outputs, summed with their value head's scalars."""
+    (batch, _, _, size), (heads, components) = output.shape, scalars.shape
     by_head = output.reshape(batch, heads, -1, components, size // components)
-    return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, rows, tokens, size // components)
+    return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, -1, tokens, size // components)
 
 
 def attend_wide_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """Attention of query heads (B, H, T, n) to keys and values of few heads, each read once: (B, H, T, m)."""
+    """Attention of query heads (B, H, T, n) to keys and values of g heads, each read once: (B, g, H T / g, m)."""
     (batch, heads, tokens, size), groups = query.shape, key.shape[1]
     if mask is not None and (tokens > 1 or mask.shape[1] > 1):
         mask = mask.expand(-1, heads, -1, -1).reshape(len(mask), groups, -1, mask.shape[3])
     rows = query.reshape(batch, groups, -1, size)
-    output = functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
-    return output.reshape(batch, heads, tokens, -1)  # kernels of a GPU lay outputs out by token
+    return functional.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scaling)
 
 
 def weigh_components(
