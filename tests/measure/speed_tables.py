@@ -9,17 +9,22 @@ from crosshead.evals.bench.run import amount, spread, verdict
 
 SPEEDS = {
     "attention": "Attention and models",
+    "attention_zen5": "Attention, on a newer processor (Zen 5)",
     "compiled": "Compiled models",
     "decode": "Decoding",
+    "decode_zen5": "Decoding, on a newer processor (Zen 5)",
     "convert": "Conversion",
 }
-"""What `crosshead bench` has measured: `evals/results/NAME.json` -> the heading of its table."""
+"""What `crosshead bench` has measured: `evals/results/NAME.json`, from its first word -> the heading of its table."""
 ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
 
 
 def speed_tables(folder: Path = RESULTS) -> str:
     """Every figure of the bench command beside its rival and its target."""
-    parts = [(title, f"{name}.json", f"crosshead bench {name}", speed_table) for name, title in SPEEDS.items()]
+    parts = [
+        (title, f"{name}.json", f"crosshead bench {name.partition('_')[0]}", speed_table)
+        for name, title in SPEEDS.items()
+    ]
     parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
     tables = [f"### {title}\n\n{written_by(folder / file, by, table)()}" for title, file, by, table in parts]
     return "\n" + "\n".join(tables) + "\n"
