@@ -150,10 +150,9 @@ class Explicit(Mechanism):
     def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
         """Whether another implementation can attend to wide heads; a warning where it cannot."""
         components, size = self.layout.key_components, self.layout.head_dim
+        wide = components // self.settings["groups"] * size
         fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
-        if fits and (
-            components // self.settings["groups"] * size <= FLASH_HEAD_SIZE or not implementation.startswith("flash")
-        ):
+        if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
             return True
         logger.warning_once(
             f"attn_implementation={implementation!r} cannot attend to the component heads of 'explicit' here "
