@@ -121,11 +121,11 @@ def test_results_become_lines(tables, tmp_path):
 def test_the_recovery_of_several_models_becomes_one_table(tables):
     trained = {"source": 3.0, "before": 3.2, "after": 2.95, "tokens": 200_000, "heads": 8, "kv_heads": 4}
     near = trained | {"above_control": 0.02, "control": 2.93, "tokens_until_near": 1000}
-    reports = {"a model": {"mixture-5": near, "mixture-5-direct": trained}, "another": {"explicit": trained}}
+    far = near | {"above_control": 0.06, "tokens_until_near": None}
+    reports = {"a model": {"mixture-5": near, "mixture-5-direct": trained}, "another": {"explicit": far}}
     assert tables.recovery_table(reports).splitlines()[2:] == [
-        "| a model | 4 of 8 active heads | 0.200 | 0.020 above the source after the same training (within 0.05 from "
-        "1,000 tokens on) | 2.950 afterwards |",
-        "| another | 3 of 4 component heads | 0.200 | 2.950 afterwards |  |",
+        "| a model | 4 of 8 active heads | 0.200 | 0.020 | 1,000 tokens |  |  |",
+        "| another | 3 of 4 component heads | 0.200 | 0.060 | never |  |  |",
     ]
 
 

@@ -24,34 +24,42 @@ def converted(name: str, heads: int, kv_heads: int) -> str:
     return f"{options['active_heads']} of {heads} active heads"
 
 
-def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:
-    """Each conversion: how far its loss is above the source's at first, after training, and without a transfer."""
+def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any] | None]]:
+    """Each conversion, how far its loss is above the source's at first, and its trainings with and without transfer."""
     for name, found in report.items():
         if found["before"] == found["source"] or name.endswith("-direct"):  # a control, or told with another
             continue
-        direct = report.get(f"{name}-direct")
         what = converted(name, **{key: found.get(key, number) for key, number in SMOLLM2.items()})
-        start = f"{found['before'] - found['source']:.3f}"
-        yield what, start, _recovered(found), _recovered(direct) if direct else ""
+        yield what, f"{found['before'] - found['source']:.3f}", found, report.get(f"{name}-direct")
 
 
 def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Losses before and after a short training, compared with the source's after the same training."""
-    tokens = next(iter(report.values()))["tokens"]
-    for what, start, trained, direct in cases(report):
-        outcome = f"{start} above its source; {trained}"
+    for what, start, found, direct in cases(report):
+        outcome = f"{start} above its source; {_recovered(found)}"
         if direct:
-            outcome += f"; without a transfer first {direct}"
-        yield f"SmolLM2-135M, {what}, trained on {tokens:,} tokens: loss on held-out text", outcome
+            outcome += f"; without a transfer first {_recovered(direct)}"
+        yield f"SmolLM2-135M, {what}, trained on {found['tokens']:,} tokens: loss on held-out text", outcome
 
 
 def recovery_table(report: Mapping[str, Any]) -> str:
     """The same of several models."""
-    lines = ["| model | converted to | at first | after training | without a transfer first |"]
-    lines.append("| --- | --- | ---: | --- | --- |")
-    for model, trained in report.items():
-        lines += [f"| {model} | {' | '.join(case)} |" for case in cases(trained)]
+    trained = "after training | within 0.05 from"
+    lines = [f"| model | converted to | at first | {trained} | without a transfer: {trained} |"]
+    lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for model, of_model in report.items():
+        for what, start, *trainings in cases(of_model):
+            cells = [cell for found in trainings for cell in _recovery_cells(found)]
+            lines.append(f"| {model} | {what} | {start} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def _recovery_cells(found: Mapping[str, Any] | None) -> tuple[str, str]:
+    """How far a loss is above the source's after the same training, and the tokens from which on it is near."""
+    if found is None or "control" not in found:
+        return "", ""
+    near = found["tokens_until_near"]
+    return f"{found['above_control']:.3f}", "never" if near is None else f"{near:,} tokens"
 
 
 def _recovered(found: Mapping[str, Any]) -> str:
