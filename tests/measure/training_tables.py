@@ -25,7 +25,7 @@ def converted(name: str, heads: int, kv_heads: int) -> str:
 
 
 def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any] | None]]:
-    """Each conversion, how far its loss is above the source's at first, and its trainings with and without transfer."""
+    """Each conversion, how far its loss is above the source's at first, and its trainings: with transfer, without."""
     for name, found in report.items():
         if found["before"] == found["source"] or name.endswith("-direct"):  # a control, or told with another
             continue
