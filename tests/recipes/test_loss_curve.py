@@ -72,7 +72,8 @@ def test_scale_does_not_matter():
 @pytest.mark.parametrize("losses", [[1.0] * 9, list(range(1, 10)), [5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 5.0, 9.0]])
 def test_curves_that_do_not_fall_are_flat(losses):
     found = fit_scaling_law(range(1, 10), losses)
-    assert found.loss(1) == found.loss(100) and min(losses) <= found.floor <= max(losses)
+    rounding = 1e-12  # of the least squares, which differs between processors
+    assert found.loss(1) == found.loss(100) and min(losses) - rounding <= found.floor <= max(losses) + rounding
 
 
 def test_neither_floor_nor_height_is_negative():
