@@ -132,7 +132,7 @@ class CrossheadBackbone(CrossheadPreTrained):
 
     @torch.compiler.assume_constant_result  # the compiler cannot trace the lock that the library takes
     def record_outputs(self) -> list[str]:
-        """The fields that mechanisms record, with the hooks that record them; decoding does without their time."""
+        """Install the hooks that record outputs, and return the fields; without them, decoding is faster."""
         if names := self._recorded():
             maybe_install_capturing_hooks(self)
         return names

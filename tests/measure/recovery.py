@@ -79,8 +79,7 @@ def prepare(model: str, text: Path, folder: Path, names: list[str]) -> None:
     for name in {name.removesuffix(DIRECT) for name in names} & {*CONVERSIONS}:
         if not (folder / name).exists():
             mixers, options = conversion(name, **heads(folder))
-            options |= fixed | {"calibration": folder / "training.txt"}
-            crosshead.convert(folder / "source", folder / name, mixers, **options)
+            crosshead.convert(folder / "source", folder / name, mixers, **options, **fixed)
 
 
 def heads(folder: Path) -> dict[str, int]:
