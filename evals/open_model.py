@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
+from crosshead.common.model_places import placed, split_revision
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -48,8 +49,8 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
 
 def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     """Open a model of any kind, without its tokenizer."""
-    path = Path(name).expanduser()
-    if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or name.count("/") > 1):
+    path, hub = Path(name).expanduser(), split_revision(name)[0]
+    if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or hub.count("/") > 1):
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():
         raise EvalError(f"{name} is not a model directory: config.json is missing")
@@ -108,7 +109,7 @@ def parameter_count(opened: Opened, auto_class: Any = AutoModelForCausalLM) -> i
 def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:
     """A part of a model, loaded by its Auto class; `EvalError` with one line for any failure."""
     try:
-        return auto_class.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
+        return auto_class.from_pretrained(**placed(name), trust_remote_code=trust_remote_code, **options)
     except Exception as error:  # the files may be broken in many ways
         reason = one_line(error)
         if "trust_remote_code" in reason and not trust_remote_code:

@@ -21,6 +21,7 @@ from huggingface_hub.errors import (
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import split_revision
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX
@@ -65,6 +66,8 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
         if revision is not None:
             raise ConversionError(f"{source} is local and has no revisions: omit revision={revision!r}")
         return _open_local(path, scratch)
+    if revision is None and isinstance(source, str):
+        source, revision = split_revision(source)
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
     in_folders = [f"{name}/*{ending}" for name, ending in FOLDERS.items()]

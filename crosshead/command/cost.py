@@ -93,6 +93,7 @@ def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """The content of config.json, or its equivalent for a GGUF file."""
     from crosshead.common.checked_json import parse_object
+    from crosshead.common.model_places import split_revision
     from crosshead.conversion.gguf.store import GgufStore
     from crosshead.conversion.sources.model_folder import CONFIG
 
@@ -104,7 +105,7 @@ def _content(model: str, revision: str | None) -> dict[str, Any]:
     if path.is_dir():
         path /= CONFIG
     elif not path.is_file():
-        path = _from_hub(model, revision)
+        path = _from_hub(*(split_revision(model) if revision is None else (model, revision)))
     try:
         return parse_object(path.read_bytes(), str(path))
     except OSError as error:

@@ -27,7 +27,7 @@ DataOption = Annotated[
 
 
 def evaluate(
-    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids.")],
+    models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids, also with @REVISION.")],
     suite: SuiteOption = None,
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of lm-evaluation-harness instead of a suite, separated by commas.")

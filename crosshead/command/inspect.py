@@ -17,7 +17,7 @@ LOOKS_LIKE_A_FILE = re.compile(r"\S*[/\\]\S*|\S+\.\w{1,5}")
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(help="Model directory or Hub id, stock or crosshead.")],
+    model: Annotated[str, typer.Argument(help="Model directory or Hub id, also with @REVISION, stock or crosshead.")],
     out: Annotated[Path, typer.Option(help="HTML file to write; the data is written to the same name with .json.")],
     text: Annotated[
         list[str] | None, typer.Option(help="Text file, or the text itself, of at most 512 tokens. Repeatable.")

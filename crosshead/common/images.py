@@ -7,13 +7,16 @@ import torch
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
 
 from .errors import ConversionError, one_line
+from .model_places import placed
 
 
 def open_processor(place: str | Path, label: str) -> Any:
     """The image processor of a directory or a Hub id, which errors call `label`."""
     local = Path(place).is_dir()
     try:
-        return AutoImageProcessor.from_pretrained(place, local_files_only=local, trust_remote_code=False)
+        return AutoImageProcessor.from_pretrained(
+            **placed(str(place)), local_files_only=local, trust_remote_code=False
+        )
     except Exception as error:  # damaged files, and libraries that a processor needs
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
 

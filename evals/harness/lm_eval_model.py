@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from typing import Any
 
 from crosshead.common.errors import EvalError, one_line
+from crosshead.common.model_places import split_revision
 
 from ..open_model import Opened, check_tokens
 from .tasks import LoadedBenchmark, seed
@@ -53,12 +54,16 @@ def vllm_model(opened: Opened, batch_size: int | str) -> Any:
     except ImportError as error:
         raise EvalError(f"--backend vllm needs vLLM in this environment: pip install vllm ({error})") from error
 
+    name, revision = split_revision(opened.name)
+
     class CheckedModel(Checks, VLLM):  # type: ignore[misc]
         """The harness's model with our checks."""
 
     try:
         return CheckedModel(
-            pretrained=opened.name,
+            pretrained=name,
+            revision=revision,
+            tokenizer_revision=revision,
             trust_remote_code=opened.trust_remote_code,
             batch_size=batch_size,
             max_num_seqs=MAXIMUM_BATCH,

@@ -14,6 +14,7 @@ import torch
 from transformers.utils.hub import cached_file
 
 from crosshead.common.checked_json import parse_object
+from crosshead.common.model_places import split_revision
 from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
@@ -97,7 +98,9 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
 def recorded_drift(name: str) -> dict[str, float]:
     """The distance of each mechanism from its start, as recorded by `crosshead train`; empty without a record."""
     ignored = ("missing_entries", "connection_errors")
-    path = cached_file(name, TRAINING, **{f"_raise_exceptions_for_{error}": False for error in ignored})
+    place, revision = split_revision(name)
+    flags = {f"_raise_exceptions_for_{error}": False for error in ignored}
+    path = cached_file(place, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
     found = metrics.items() if isinstance(metrics, dict) else ()
     return {key.removeprefix(DRIFT): each for key, each in found if key.startswith(DRIFT) and isinstance(each, float)}

@@ -123,13 +123,13 @@ class ModelOptions(Section):
     """The model to train: `path` to continue one; otherwise `config`, to start from scratch."""
 
     path: Place | None = None
-    """A crosshead or stock model: a folder or a Hub id."""
+    """A crosshead or stock model: a folder, or a Hub id with or without a revision (`organisation/model@revision`)."""
     config: Json | None = None
     """As in config.json: `model_type`, sizes, `mixers`. With a path, the expected configuration."""
     convert: str | None = None
     """The command that makes the model in `path`."""
     tokenizer: Place | None = None
-    """A folder or a Hub id; by default that of `path`."""
+    """A folder or a Hub id, as `path`; by default that of `path`."""
     vae: Place | None = None
     """For the objective `noise`, an autoencoder (AutoencoderKL) whose latents are learned: a folder or a Hub id."""
 
@@ -226,7 +226,7 @@ class Distillation(Section):
     """Distillation from the model that this one was converted from."""
 
     teacher: Place | None = None
-    """A folder or a Hub id: a model that runs during the training."""
+    """A folder or a Hub id, as `model.path`: a model that runs during the training."""
     logits: Place | None = None
     """Instead of a teacher, a folder with its highest logits for the same data."""
     weight: Share = 0.5

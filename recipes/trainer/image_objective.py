@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.model_places import placed
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -125,7 +126,7 @@ def load_image_processor(path: str) -> Any:
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
 
     try:
-        return AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        return AutoImageProcessor.from_pretrained(**placed(path), trust_remote_code=False)
     except Exception as error:  # damaged files, and libraries that a processor needs
         raise RecipeError(f"the image processor of model.path={path} cannot be loaded: {one_line(error)}") from None
 

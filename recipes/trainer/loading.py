@@ -6,6 +6,7 @@ from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.model_places import placed
 from crosshead.common.tokenizer_state import LOADING
 
 from ..schema.recipe import Recipe
@@ -17,11 +18,12 @@ def load_tokenizer(recipe: Recipe) -> Any:
     from transformers import AutoTokenizer
 
     options = recipe.model
-    key, name = ("model.tokenizer", options.tokenizer) if options.tokenizer else ("model.path", options.path)
+    key = "model.tokenizer" if options.tokenizer else "model.path"
+    name = str(options.tokenizer or options.path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(**placed(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
-        raise RecipeError(f"the tokenizer of {loading_error(key, str(name), error, options)}") from None
+        raise RecipeError(f"the tokenizer of {loading_error(key, name, error, options)}") from None
     if not hasattr(tokenizer, "backend_tokenizer"):
         kind = type(tokenizer).__name__
         raise RecipeError(
@@ -42,7 +44,7 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=False)
+        return AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
         raise RecipeError(loading_error(key, name, error, options)) from None
 

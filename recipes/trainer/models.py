@@ -8,6 +8,7 @@ import transformers
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.model_places import placed, split_revision
 
 from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
@@ -99,7 +100,8 @@ def copied_files(options: ModelOptions) -> list[Path]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(options.path, allow_patterns=list(COPIED_FILES)))
+        name, revision = split_revision(options.path)
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED_FILES)))
     return [path for pattern in COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
 
 
@@ -142,7 +144,7 @@ def _load(
     kind: Any = getattr(transformers, auto_class)
     try:
         model, report = kind.from_pretrained(
-            name,
+            **placed(name),
             dtype=dtype,
             use_safetensors=True,
             output_loading_info=True,

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.model_places import placed
 from crosshead.common.progress import Progress
 
 from ..data.image_sources import MODES
@@ -140,7 +141,7 @@ def load_vae(name: str, channels: int) -> Any:
 
     kind: Any = AutoencoderKL
     try:
-        vae = kind.from_pretrained(name, use_safetensors=True, torch_dtype=torch.float32)
+        vae = kind.from_pretrained(**placed(name), use_safetensors=True, torch_dtype=torch.float32)
     except Exception as error:  # damaged files raise many types
         raise RecipeError(loading_error("model.vae", name, error)) from None
     if vae.config.latent_channels != channels:

@@ -99,6 +99,7 @@ def outcomes(tmp_path_factory, files, sharded):
         "org/bare": Repository({"model.safetensors": files["model.safetensors"]}),
     }
     wanted = [(name, None) for name in repositories] + [("org/toy", "v1"), ("org/toy", "v2"), ("org/none", None)]
+    wanted += [("org/toy@v1", None), ("org/toy@v2", None)]
     with serving(repositories) as hub:
         online = ask(hub.address, home, wanted)
     asked = [("org/toy", None), ("org/toy", "v1"), ("org/gated", None)]
@@ -135,7 +136,7 @@ def test_a_download_that_breaks_off_is_continued(outcomes):
 
 
 def test_a_revision(outcomes):
-    assert outcomes["org/toy", "v1"] == outcomes["org/toy", None]
+    assert outcomes["org/toy", "v1"] == outcomes["org/toy@v1", None] == outcomes["org/toy", None]
 
 
 def test_the_cache_serves_where_there_is_no_network(outcomes):

@@ -96,6 +96,7 @@ def test_a_model_on_the_hub(place, line, report, monkeypatch):
     there = {"org/toy": Repository({"config.json": config, "model.safetensors": b"never asked for"})}
     with hub_with(monkeypatch, there, place / "cache") as hub:
         assert report(f"org/toy --revision {COMMIT}") == expected("org/toy", {})
+        assert report(f"org/toy@{COMMIT}") == expected(f"org/toy@{COMMIT}", {})
         assert "safetensors" not in " ".join(hub.requests)
         status, out, err = line("cost org/tyo")
     assert (status, out, err.count("\n")) == (1, "", 1)

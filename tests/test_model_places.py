@@ -1,0 +1,95 @@
+"""A model on the Hub in one of its revisions, as the source of a conversion, in an evaluation and in a recipe."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import toys
+from crosshead.common.errors import EvalError, RecipeError
+from crosshead.common.model_places import placed, split_revision
+from crosshead.evals.open_model import load_model, open_model
+from crosshead.recipes.schema.recipe import Recipe
+from crosshead.recipes.trainer import models
+from crosshead.recipes.trainer.loading import load_tokenizer
+from hub_client import hub_with
+from hub_server import Repository
+from toy_eval import write_scorable
+from toy_training import KNOCKING, toy_run
+
+FIRST, NEWEST = "a" * 40, "b" * 40
+MODEL = "org/toy@v1"
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Weights of the first and the newest commit, and their files."""
+    found = []
+    for seed in (1, 2):
+        model = toys.lopsided(toys.stock_model("Llama"), seed)
+        folder = write_scorable(model, tmp_path_factory.mktemp("model"))
+        (folder / "LICENSE").write_text(f"licence {seed}")
+        found.append((model.state_dict(), {file.name: file.read_bytes() for file in folder.iterdir()}))
+    return found
+
+
+@pytest.fixture
+def hub(saved, monkeypatch, tmp_path):
+    (_, first), (_, newest) = saved
+    repository = Repository(newest, commit=NEWEST, older={FIRST: first}, tags={"v1": FIRST})
+    with hub_with(monkeypatch, {"org/toy": repository}, tmp_path / "cache") as running:
+        yield running
+
+
+def assert_equal(model: Any, weights: dict[str, torch.Tensor]) -> None:
+    found = model.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("org/toy", ("org/toy", None)),
+        ("org/toy@v1", ("org/toy", "v1")),
+        ("org/toy@refs/pr/3", ("org/toy", "refs/pr/3")),
+        ("toy@v1", ("toy", "v1")),
+        ("org/toy@", ("org/toy@", None)),
+        ("@v1", ("@v1", None)),
+        ("", ("", None)),
+    ],
+)
+def test_a_name_is_split(name, parts):
+    assert split_revision(name) == parts
+
+
+def test_an_existing_folder_has_no_revision(tmp_path):
+    folder = tmp_path / "toy@v1"
+    folder.mkdir()
+    assert placed(str(folder)) == {"pretrained_model_name_or_path": str(folder)}
+
+
+def test_an_evaluation_reads_the_revision(hub, saved):
+    for name, (weights, _) in zip((MODEL, "org/toy"), saved, strict=True):
+        opened = open_model(name)
+        assert opened.label == name
+        assert_equal(load_model(opened, dtype=torch.float32, device_map=None), weights)
+    with pytest.raises(EvalError, match="org/toy@v2"):
+        open_model("org/toy@v2")
+
+
+def recipe(folder: Any, name: str) -> Recipe:
+    return toy_run(KNOCKING, folder, model={"path": name, "config": None, "tokenizer": None})
+
+
+def test_a_recipe_trains_the_revision(hub, saved, tmp_path):
+    for name, (weights, files) in zip((MODEL, "org/toy"), saved, strict=True):
+        asked = recipe(tmp_path, name)
+        tokenizer = load_tokenizer(asked)
+        assert models.vocabulary_size(asked) == toys.stock_config("Llama").vocab_size
+        assert_equal(models.load_model(asked, tokenizer), weights)
+        assert_equal(models.load_teacher(name, 61, tokenizer), weights)
+        assert [path.read_bytes() for path in models.copied_files(asked.model)] == [files["LICENSE"]]
+    missing = recipe(tmp_path, "org/toy@v2")
+    with pytest.raises(RecipeError, match=r"model\.path=org/toy@v2 is not a folder"):
+        load_tokenizer(missing)
