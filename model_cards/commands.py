@@ -11,8 +11,11 @@ from .facts import PARTS
 
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
 """Options of a conversion with the same value in the record and on the command line."""
-CHOSEN_BY_LAYERS = {"key_heads", "value_heads", "layers", "on"}
-"""Options of `explicit` that `--layers auto` chooses; both cannot be given."""
+CHOSEN = {
+    "budget": ("explicit", {"key_heads", "value_heads", "layers", "on"}),
+    "active": ("mixture", {"active_heads", "shared_heads", "layers", "shared"}),
+}
+"""Budgets -> the options that they choose of a mechanism; both cannot be given."""
 
 
 def convert_command(record: Mapping[str, Any], name: str) -> str:
@@ -20,18 +23,19 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
     source, options = record["source"], record.get("options", {})
     words = ["crosshead", record.get("command", "convert"), source["name"], name]
     if record.get("command") == "fold":
-        return shlex.join(words)
+        return shlex.join([*words, *(["--keep-cache"] if options.get("keep_cache") else [])])
     given = {**options, "revision": source.get("revision")}
-    layers = options.get("layers") == "auto"
+    chosen = dict(pair for budget, pair in CHOSEN.items() if options.get(budget) is not None)
     for mechanism, settings in _mixers(options):
-        if layers and mechanism == "explicit":
-            settings = {key: value for key, value in settings.items() if key not in CHOSEN_BY_LAYERS}
-        words += ["--mixer", _argument(mechanism, settings)]
+        left = {key: value for key, value in settings.items() if key not in chosen.get(mechanism, ())}
+        words += ["--mixer", _argument(mechanism, left)]
     for option, flag in PLAIN.items():
         if given.get(option) is not None:
             words += [flag, str(given[option])]
-    if layers:
+    if options.get("budget") is not None:
         words += ["--layers", "auto", "--budget", str(options["budget"])]
+    if options.get("active") is not None:
+        words += ["--active", str(options["active"])]
     if options.get("allow_inexact"):
         words.append("--allow-inexact")
     text = record.get("calibration", {})

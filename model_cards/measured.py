@@ -82,8 +82,8 @@ def _short(run: Json) -> str:
     before, after, source = (figure(run[key]) for key in ("before", "after", "source"))
     return (
         f"Complete training: {NOT_MEASURED}. A short run of {run['tokens']:,} tokens, {run['tokens_a_step']:,} per "
-        f"step, with a learning rate of {run['learning_rate']:g}: loss on held-out text {before} after the "
-        f"conversion, {after} after the run; the loss of the source is {source}."
+        f"step, with a learning rate of {run['learning_rate']:g}, of {run['model']}: loss on held-out text {before} "
+        f"after the conversion, {after} after the run; the loss of the source is {source}."
     )
 
 

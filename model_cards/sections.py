@@ -139,7 +139,7 @@ def usage(facts: Facts) -> Iterator[str]:
         return
     yield (
         f"`{facts.name}` is the folder or the Hub id of the model. Loading it needs only torch and transformers"
-        + ("; it runs the code in the folder." if trusted else ".")
+        + (" 5.17 or newer; it runs the code in the folder." if trusted else ".")
         + (" The image processor also needs Pillow." if task.reads_images else "")
     )
     variable, name, processor, value = IMAGE_INPUT if task.reads_images else TEXT_INPUT

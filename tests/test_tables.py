@@ -39,31 +39,6 @@ def test_results_become_lines(tables, tmp_path):
     speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0]}
     losses = {"losses": {"0": 3.0, "1": 3.2}, "mean": 3.1, "beside_baseline": -0.05, "spread_beside": 0.01}
     reports = {
-        "recovery.json": {
-            "explicit": {
-                "source": 3.0,
-                "before": 4.0,
-                "after": 3.25,
-                "curve": [[0, 4.0], [250_000, 3.25]],
-                "tokens": 200_000,
-                "control": 2.9,
-                "above_control": 0.35,
-                "tokens_until_near": None,
-            },
-            "explicit-direct": {"source": 3.0, "before": 4.0, "after": 3.5, "tokens": 200_000},
-            "explicit-control": {"source": 3.0, "before": 3.0},
-        },
-        "heads.json": {
-            "a model, 9 heads": {
-                "source": 3.0,
-                "cases": {"mixture:7": {"above_source": 0.1}, "svd:2": {"above_source": 5.0}},
-            },
-            "a model, 9 heads, calibrated on the same kind of text": {
-                "source": 3.0,
-                "cases": {"mixture:7": {"above_source": 0.05}},
-            },
-            "a model, 3 heads": {"source": 3.0, "cases": {"svd:1": {"above_source": 4.0}}},
-        },
         "benchmark_items.json": {
             "models": {
                 "source": {"piqa_items": {"score": 0.7, "standard_error": 0.01, "items": 600}},
@@ -101,8 +76,6 @@ def test_results_become_lines(tables, tmp_path):
         (tmp_path / name).write_text(json.dumps(report))
     text = tables.results_table(tmp_path)
     for words in (
-        "2 of 3 component heads, trained on 200,000 tokens: loss on held-out text | 1.000 above its source; 0.350 "
-        "above the source after the same training (never within 0.05); without a transfer first 3.500 afterwards |",
         "source: accuracy | PIQA 70.0% of 600 items |",
         "7 of 9 active heads: accuracy | trained: BLiMP 80.0% (-2.0 points, 95% interval -3.0 to -1.0) |",
         "2,000 tokens, 1 seeds: held-out loss compared with the plain model, by learning rate | 3 x -0.1000 "
@@ -111,11 +84,18 @@ def test_results_become_lines(tables, tmp_path):
         "(-0.0500, standard deviation 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
         "tokens a second, relative to Trainer with the stock model (a processor, 2 threads, 3 rounds of 7 steps) | "
         "knocking-mlp (on: query+value) 0.950 (0.900 to 1.000) | `crosshead bench train` |",
-        "a model: loss above its source's 3.0000, without training | 9 heads: mixture, 7 active +0.1000 (on the same "
-        "kind of text +0.0500); 2 components, `method=svd` +5.0000. 3 heads: 1 components, `method=svd` +4.0000 |",
     ):
         assert words in text
     assert tables.NOT_MEASURED not in text
+
+
+def test_conversions_become_one_table(tables):
+    heads = {"SmolLM2-135M, 9 heads": {"cases": {"mixture:7": {"above_source": 0.1}}}}
+    heads["SmolLM2-135M, 9 heads, calibrated on the same kind of text"] = heads["SmolLM2-135M, 9 heads"]
+    lines = tables.conversions_table(heads, {"mixture-5": {"above_control": -0.02}}).splitlines()
+    assert len(lines) == 2 + 8
+    assert "| `mixture`, 7 of 9 heads active | +0.100 | +0.100 |  |" in lines
+    assert "| `mixture`, 5 of 9 heads active |  |  | -0.020 |" in lines
 
 
 def test_the_recovery_of_several_models_becomes_one_table(tables):

@@ -12,7 +12,9 @@ LENGTH = 4096
 DTYPE = "bfloat16"
 """The dtype of the KV cache, the same for all models."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
-"""The results of `make measure-recovery`, from the directory above the zoo: SmolLM2-135M, by mechanism."""
+"""The results of `make measure-recovery`, from the directory above the zoo, by mechanism."""
+SHORT_MODEL = "SmolLM2-135M-Instruct, from a GGUF file of type Q4_1"
+"""The source in these results."""
 SHORT = ("source", "before", "after", "tokens", "tokens_a_step", "learning_rate")
 LOCAL = ("models/", "runs/")
 """Directories in the shipped recipes; any other source is a Hub id."""
@@ -112,7 +114,7 @@ def _short_run(place: Path, name: str) -> dict[str, Any]:
     path = place.absolute().parent / SHORT_RUNS
     mechanism = name.removeprefix("small/smollm2_")
     found = read_json(path).get(mechanism) if path.is_file() else None
-    return {} if found is None else {"short_run": {key: found[key] for key in SHORT}}
+    return {} if found is None else {"short_run": {"model": SHORT_MODEL} | {key: found[key] for key in SHORT}}
 
 
 def _commands(text: str) -> list[str]:

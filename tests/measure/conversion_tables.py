@@ -1,6 +1,6 @@
 """The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from backbone_support import support_table
@@ -28,21 +28,28 @@ def heads_table(report: Content) -> str:
 SAME_TEXT = ", calibrated on the same kind of text"
 
 
-def heads_rows(report: Content) -> Iterator[tuple[str, str]]:
-    """The losses alone, a line for each model; a name is that of the model, and the number of heads."""
-    rows: dict[str, list[str]] = {}
-    for name, found in report.items():
-        if found.get("windows") == 1 or name.endswith(SAME_TEXT):  # measured for its time, or told with another
-            continue
-        same = report.get(name + SAME_TEXT, {}).get("cases", {})
-        told = []
-        for case, got in found["cases"].items():
-            other = f" (on the same kind of text {same[case]['above_source']:+.4f})" if case in same else ""
-            told.append(f"{_told(case)} {got['above_source']:+.4f}{other}")
-        model, heads = name.split(", ", 1)
-        what = f"{model}: loss above its source's {found['source']:.4f}, without training"
-        rows.setdefault(what, []).append(f"{heads}: {'; '.join(told)}")
-    yield from ((what, ". ".join(outcomes)) for what, outcomes in rows.items())
+CONVERSIONS = (
+    ("`explicit`, 2 of 3 key and value heads", "3 heads", "aligned:2", "explicit"),
+    ("`explicit`, `--cache 75%`", "3 heads", "auto:0.75", None),
+    ("`explicit`, `--cache 50%`", "3 heads", "auto:0.5", "explicit-half"),
+    ("`mixture`, 7 of 9 heads active", "9 heads", "mixture:7", "mixture"),
+    ("`mixture`, 5 of 9 heads active", "9 heads", "mixture:5", "mixture-5"),
+    ("`differential`, `version=2` or `half_values=true`", "9 heads", "differential:2", None),
+    ("beside these: `explicit`, 2 of 3, `method=svd`", "3 heads", "svd:2", None),
+    ("beside these: `mixture`, 7 of 9, `method=paper`", "9 heads", "mixture:7:paper", None),
+)
+"""Conversions of SmolLM2-135M: the words, the name's end and the case in `heads.json`, the name in `recovery.json`."""
+
+
+def conversions_table(heads: Content, recovery: Content) -> str:
+    """Losses of the most important conversions above the source's: not trained, and after a short training."""
+    lines = ["| converted to | default text | such text | after a training |", "| --- | ---: | ---: | ---: |"]
+    for words, name, case, trained in CONVERSIONS:
+        names = (f"SmolLM2-135M, {name}", f"SmolLM2-135M, {name}{SAME_TEXT}")
+        losses = [heads.get(each, {}).get("cases", {}).get(case, {}).get("above_source") for each in names]
+        losses.append(recovery.get(trained, {}).get("above_control"))
+        lines.append(f"| {words} | {' | '.join('' if loss is None else f'{loss:+.3f}' for loss in losses)} |")
+    return "\n".join(lines) + "\n"
 
 
 def _told(case: str) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from conversion_tables import (
+    conversions_table,
     embedding_table,
     folded_table,
-    heads_rows,
     heads_table,
     images_table,
     latent_limits_table,
@@ -33,7 +33,6 @@ from training_tables import (
     knocking_rows,
     objectives_table,
     parameter_table,
-    recovery_rows,
     recovery_table,
 )
 
@@ -92,9 +91,15 @@ def recovered_table() -> str:
     return recovery_table({model: json.loads(path.read_bytes()) for model, path in files.items() if path.is_file()})
 
 
+def converted_table() -> str:
+    """The most important conversions of SmolLM2-135M."""
+    heads, recovery = (json.loads((RESULTS / name).read_bytes()) for name in ("heads.json", "recovery.json"))
+    return conversions_table(heads, recovery)
+
+
 def demo_table(report: Content) -> str:
     """The models of the demo."""
-    lines = ["| model | perplexity | grammar | KV cache, bytes a token |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| model | perplexity | grammar | KV cache, bytes a token (float32) |", "| --- | ---: | ---: | ---: |"]
     for model in report["models"]:
         scores = f"{model['scores']['prose']:,.2f} | {model['scores']['grammar']:.0%}"
         lines.append(f"| {model['name']}: {model['is']} | {scores} | {model['kv_bytes_per_token']:,} |")
@@ -140,10 +145,6 @@ def _machine(report: Content) -> str:
 
 
 SOURCES: Mapping[str, Result] = {
-    "heads.json": Result("converted models without training", "make measure-heads", heads_rows),
-    "recovery.json": Result(
-        "SmolLM2-135M, converted and trained by a shipped recipe", "make measure-recovery", recovery_rows
-    ),
     "benchmark_items.json": Result(
         "SmolLM2-135M, converted, on items of PIQA and BLiMP", "make measure-benchmarks", benchmark_rows
     ),
@@ -221,6 +222,7 @@ def memory_row(name: str, change: str, place: str) -> str:
 
 TABLES: Mapping[str, Callable[[], str]] = {
     "demo": written_by(RESULTS / "demo.json", "make demo", demo_table),
+    "conversions": converted_table,
     "heads": written_by(RESULTS / "heads.json", "make measure-heads", heads_table),
     "recovery": recovered_table,
     "folded": written_by(RESULTS / "folded_decode.json", "make measure-folded", folded_table),

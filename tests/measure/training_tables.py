@@ -33,15 +33,6 @@ def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, An
         yield what, f"{found['before'] - found['source']:.3f}", found, report.get(f"{name}-direct")
 
 
-def recovery_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Losses before and after a short training, compared with the source's after the same training."""
-    for what, start, found, direct in cases(report):
-        outcome = f"{start} above its source; {_recovered(found)}"
-        if direct:
-            outcome += f"; without a transfer first {_recovered(direct)}"
-        yield f"SmolLM2-135M, {what}, trained on {found['tokens']:,} tokens: loss on held-out text", outcome
-
-
 def recovery_table(report: Mapping[str, Any]) -> str:
     """The same of several models."""
     trained = "after training | within 0.05 from"
@@ -60,15 +51,6 @@ def _recovery_cells(found: Mapping[str, Any] | None) -> tuple[str, str]:
         return "", ""
     near = found["tokens_until_near"]
     return f"{found['above_control']:.3f}", "never" if near is None else f"{near:,} tokens"
-
-
-def _recovered(found: Mapping[str, Any]) -> str:
-    """The loss after a training, and whether it was near that of the source after the same training."""
-    if "control" not in found:
-        return f"{found['after']:.3f} afterwards"
-    near = found["tokens_until_near"]
-    until = "never within 0.05" if near is None else f"within 0.05 from {near:,} tokens on"
-    return f"{found['above_control']:.3f} above the source after the same training ({until})"
 
 
 def benchmark_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
