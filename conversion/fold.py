@@ -75,6 +75,8 @@ def fold(
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(model, revision, scratch=Path(scratch))
         if is_gguf:
+            if restart:
+                raise ConversionError(f"restart has no effect on {out}: an interrupted GGUF file leaves nothing")
             is_stock = kind_of(source.config) == "stock" and not keep_cache
             request = copied(source) if is_stock else resolve(source, keep_cache)
             return run_gguf(request, Path(out), type, **how, progress=progress)

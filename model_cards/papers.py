@@ -66,7 +66,7 @@ MECHANISMS: Mapping[str, Mechanism] = {
         title="Talking-Heads Attention",
         does="Linear maps across heads are applied to the attention logits and to the attention weights.",
         limits="It needs the attention weights, which fused attention kernels do not return, so it is slower than "
-        "stock attention. The size of the KV cache does not change.",
+        "stock attention. The KV cache grows only with `dynamic` maps of keys.",
         key="shazeer2020talking",
         paper="Talking-Heads Attention",
         authors="Shazeer, Noam and Lan, Zhenzhong and Cheng, Youlong and Ding, Nan and Hou, Le",
@@ -76,8 +76,8 @@ MECHANISMS: Mapping[str, Mechanism] = {
     "differential": Mechanism(
         title="Differential attention",
         does="Heads form pairs; the softmax of the second head is subtracted from that of the first.",
-        limits="It has no neutral initialisation: a converted model differs from its source until it is trained. The "
-        "size of the KV cache does not change.",
+        limits="Version 1 without `half_values` has no neutral initialisation: a converted model differs from its "
+        "source until it is trained. With `half_values` the KV cache grows by half.",
         key="ye2024differential",
         paper="Differential Transformer",
         authors="Ye, Tianzhu and Dong, Li and Xia, Yuqing and Sun, Yutao and Zhu, Yi and Huang, Gao and Wei, Furu",

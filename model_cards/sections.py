@@ -8,7 +8,7 @@ from .commands import convert_command, recipe_yaml, relative
 from .facts import Facts
 from .papers import MECHANISMS
 from .tables import NOT_MEASURED, change, count, table
-from .tasks import DIFFUSION, task_of
+from .tasks import DIFFUSION, projections, task_of
 
 COSTS = {
     "parameters": "parameters",
@@ -19,7 +19,7 @@ COSTS = {
     "prefill_flops": "FLOPs per token of a prompt",
 }
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
-IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("RGB", (640, 480))')
+IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("{}", (640, 480))')
 """In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
 DIFFUSION_EXAMPLE = """import torch
 from diffusers import AutoModel, DDPMScheduler
@@ -143,13 +143,14 @@ def usage(facts: Facts) -> Iterator[str]:
         + (" The image processor also needs Pillow." if task.reads_images else "")
     )
     variable, name, processor, value = IMAGE_INPUT if task.reads_images else TEXT_INPUT
+    mode = "L" if facts.config.get("num_channels") == 1 else "RGB"
     load = [
         *(["from PIL import Image"] if task.reads_images else []),
         f"from transformers import {task.auto_class}, {processor}",
         "",
         f'{name} = {processor}.from_pretrained("{facts.name}"{trusted.replace("True", "False")})',
         f'model = {task.auto_class}.from_pretrained("{facts.name}"{trusted})',
-        f'{variable} = {name}({value}, return_tensors="pt")',
+        f'{variable} = {name}({value.format(mode)}, return_tensors="pt")',
         task.call,
     ]
     yield _code("python", "\n".join(load))
@@ -164,7 +165,7 @@ def usage(facts: Facts) -> Iterator[str]:
         "from peft import LoraConfig, get_peft_model",
         "",
         "adapter = LoraConfig(",
-        f"    target_modules={json.dumps(task.projections)},",
+        f"    target_modules={json.dumps(projections(facts.config))},",
         *saved,
         ")",
         "model = get_peft_model(model, adapter)",

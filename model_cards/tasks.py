@@ -6,6 +6,8 @@ from typing import Any
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ENCODER_PROJECTIONS = ("query", "key", "value")
 T5_PROJECTIONS = ("q", "k", "v", "o")
+LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+"""Those of MLA."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ def task_of(config: Any) -> Task:
         return DIFFUSION
     architecture = str((config.get("architectures") or [""])[0])
     return next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+
+
+def projections(config: Any) -> tuple[str, ...]:
+    """The projections of attention that adapters can change."""
+    found = task_of(config).projections
+    if "kv_lora_rank" in config:
+        own = LATENT_PROJECTIONS if config.get("q_lora_rank") else ("q_proj", *LATENT_PROJECTIONS[2:])
+        return own
+    if found == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
+        return "q", "o"  # full matrices replace keys and values
+    return found
 
 
 def is_dit(config: Any) -> bool:

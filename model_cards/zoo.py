@@ -46,15 +46,21 @@ def measurements(place: Path, recipe: str) -> dict[str, Any]:
 
 
 def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
-    """Write all pages and their JSON file; delete pages of recipes that no longer exist."""
+    """Write all pages and their JSON file; delete pages of recipes that no longer exist.
+
+    Files that an earlier call has not written are neither deleted nor replaced.
+    """
     pages = zoo_pages(entries)
-    folders = sorted({str(Path(name).parent) for name in pages})
+    earlier = set[str]()
+    if (place / ZOO).is_file():
+        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(place / ZOO)["models"])}
+    if foreign := [name for name in pages if name not in earlier and (place / name).exists()]:
+        raise CardError(f"{place / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
     try:
-        for folder in folders:
+        for name in sorted(earlier - pages.keys()):
+            (place / name).unlink(missing_ok=True)
+        for folder in sorted({str(Path(name).parent) for name in pages}):
             (place / folder).mkdir(parents=True, exist_ok=True)
-            for path in (place / folder).glob("*.md"):
-                if path.relative_to(place).as_posix() not in pages:
-                    path.unlink()
         for name, text in pages.items():
             partial = place / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")

@@ -92,6 +92,12 @@ def test_as_a_module():
     assert "Usage: " in out
 
 
+def test_standard_output_may_be_closed():
+    command = f"exec {sys.executable} -P -m crosshead --version >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_version(line):
     status, out, err = line("--version")
     assert (status, err) == (0, "")

@@ -39,6 +39,7 @@ CASES = {
     "fold trained out": (1, "form='mlp'"),
     "fold made made": (1, "made"),
     "fold made out --type q8_0": (1, "--type q8_0"),
+    "fold made out.gguf --restart": (1, "restart"),
     "fold made out.gguf --type q4_k": (1, "q4_k"),
     "verify source": (2, "'model'"),
     "verify source none": (1, "none"),
@@ -53,6 +54,8 @@ CASES = {
     f"train {RECIPE} --set train.tokens": (1, "train.tokens"),
     "train small/bert_mixture --set objective.name=masked": (1, "'masked_tokens'"),
     f"train {RECIPE} --json": (2, "--dry-run"),
+    f"train {RECIPE} --toy source --dry-run": (1, "--toy=source"),
+    f"train {RECIPE} --dry-run --save-teacher logits": (2, "--save-teacher"),
     f"train {RECIPE} --set output=there.json": (1, "output=there.json"),
     "sweep": (2, "sweep [OPTIONS]"),
     f"sweep {RECIPE}": (1, "sweep"),
@@ -62,6 +65,7 @@ CASES = {
     "eval source --suite best": (1, "best"),
     "eval source --suite offline --tasks arc_easy": (2, "--tasks"),
     "eval source --suite offline --data text.txt": (2, "--data"),
+    "eval source --suite offline --include-path .": (2, "--include-path"),
     "eval source --data text.txt --backend vllm": (2, "--backend"),
     "eval source --data text.txt": (1, "LlamaForCausalLM"),
     "eval source --data none.txt": (1, "none.txt"),
@@ -86,6 +90,7 @@ CASES = {
     "probe layers made": (1, "crosshead_llama"),
     "probe budget made": (1, "crosshead_llama"),
     "probe budget source --active --method svd": (1, "--method svd"),
+    "probe layers source --method svd --calibration none.txt": (1, "--calibration has no effect"),
     "bench": (2, "bench [OPTIONS]"),
     "bench atention": (2, "'attention'"),
     "bench attention mixture-haf-2048": (1, "'mixture-half-2048'"),
@@ -105,6 +110,7 @@ CASES = {
     "push made a/b/c": (2, "'a/b/c'"),
     "zoo --jsn": (2, "--json"),
     "zoo --write none": (1, "none"),
+    "zoo --write notes": (1, "notes/README.md"),
     "demo --tiny --model source": (2, "--model"),
     "demo --tiny --out source": (1, "source"),
     "demo --model none": (1, "none"),
@@ -126,6 +132,8 @@ def place(tmp_path_factory):
     save_file(trained, folder / "trained" / "model.safetensors", metadata={"format": "pt"})
     (folder / "text.txt").write_text("a quick brown fox\n")
     (folder / "there.json").write_text("{}")
+    (folder / "notes").mkdir()
+    (folder / "notes" / "README.md").write_text("mine")
     (folder / "TMPDIR").mkdir()
     (folder / "HF_HOME").mkdir()
     return folder

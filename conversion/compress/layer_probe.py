@@ -101,6 +101,8 @@ def _measured(
     """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
     if method not in METHODS:
         raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
+    if method != "aligned" and calibration is not None:
+        raise ConversionError(f"--calibration has no effect with --method {method}: leave it out")
     if active and method != "aligned":
         raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
     with tempfile.TemporaryDirectory() as scratch:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from math import prod
 
 import torch
 
@@ -84,7 +85,7 @@ def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
     """
     stored = store.entries[entry.name]
     source, target = DTYPES[stored.dtype], DTYPES[entry.dtype]
-    width = entry.shape[1]
+    width = prod(entry.shape[1:])  # 1 for a bias
     total = torch.zeros(width, dtype=torch.float64)
     partial = b""
     for chunk in store.chunks(entry.name):

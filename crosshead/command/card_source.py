@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.model_places import split_revision
+
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
 TIMEOUT = 10
@@ -17,13 +19,14 @@ def origin_of(conversion: Mapping[str, Any], source: str | Path | None) -> dict[
         if recorded.get("kind") != "hub":
             return {}
         return {"base_model": recorded["name"], "licence": _on_the_hub(recorded["name"], recorded.get("revision"))}
-    path = Path(source).expanduser()
-    _check_name(recorded, str(source), path)
+    name, revision = split_revision(str(source))
+    path = Path(name).expanduser()
+    _check_name(recorded, name, path)
     if path.suffix == ".gguf" and path.is_file():
         return _in_gguf(path)
     if path.is_dir():
         return {"licence": _in_card(path / README)}
-    return {"base_model": str(source), "licence": _on_the_hub(str(source), recorded.get("revision"))}
+    return {"base_model": name, "licence": _on_the_hub(name, revision or recorded.get("revision"))}
 
 
 def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:

@@ -70,7 +70,7 @@ def evaluate(
     }
     _check_source(suite, tasks, data, tools)
     check_targets([out], overwrite)
-    options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdigit() else batch_size}
+    options: dict[str, Any] = {"limit": limit, "batch_size": int(batch_size) if batch_size.isdecimal() else batch_size}
     options |= {"compared": compare, "trust_remote_code": trust_remote_code, "progress": _show_progress}
     options["save"] = lambda report: write_whole({out: json.dumps(report, indent=2) + "\n"})
     if data is not None:
@@ -89,6 +89,8 @@ def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools
     given = {"--suite": suite, "--tasks": tasks, "--data": data}
     if sum(value is not None for value in given.values()) > 1:
         raise typer.BadParameter(f"give only one of {', '.join(given)}")
+    if tools["include_path"] is not None and tasks is None and data is None:
+        raise typer.BadParameter("--include-path has no effect without --tasks, which names the tasks in it")
     if data is not None and tools != HARNESS_DEFAULTS:
         raise typer.BadParameter("--include-path, --backend and --confirm-run-unsafe-code do not apply to --data")
 

@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -113,6 +114,9 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its warnings are for programmers
     if "transformers" in sys.modules:  # under `python -m` the variable is set too late
         sys.modules["transformers"].logging.set_verbosity_error()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # escape characters that the terminal lacks
     if not sys.stderr.isatty():

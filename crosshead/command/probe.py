@@ -137,13 +137,13 @@ def _masked(opened: Any, text: Path | None, size: tuple[int, int], draws: int, s
     from crosshead.common.plain_text import read_text
     from crosshead.conversion.calibration.text import default_text, windows
     from crosshead.evals.open_model import load_model
-    from crosshead.evals.probe.masked_heads import counts_to_mask, masked_heads
+    from crosshead.evals.probe.masked_heads import counts_to_mask, head_counts, masked_heads
 
     prose = default_text() if text is None else read_text(text, EvalError)
     tokens = windows(opened.tokenizer, prose, size[1], size[0], opened.config.vocab_size)
-    counts = counts_to_mask(opened.config.num_attention_heads)
-    stage = f"masking {opened.label}"
-    return masked_heads(load_model(opened), tokens, counts, draws, seed, lambda *done: show(stage, *done))
+    model, stage = load_model(opened), f"masking {opened.label}"
+    counts = counts_to_mask(min(head_counts(model)))
+    return masked_heads(model, tokens, counts, draws, seed, lambda *done: show(stage, *done))
 
 
 def _check_out(out: Path, overwrite: bool) -> None:

@@ -30,7 +30,7 @@ def sweep(
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.schema.load import load_recipe
-    from crosshead.recipes.schema.toy import toy as at_toy_size
+    from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.sweep.sweep import PICTURE
     from crosshead.recipes.sweep.sweep import sweep as run
     from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first

@@ -37,7 +37,7 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.recipes.schema.load import load_recipe
-    from crosshead.recipes.schema.toy import toy as at_toy_size
+    from crosshead.recipes.schema.toy import toy_in_own_folder as at_toy_size
     from crosshead.recipes.train import train as run
     from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first
     from crosshead.recipes.trainer.teacher_logits import save_teacher as write_teacher
@@ -45,6 +45,8 @@ def train(
 
     if not dry_run and (accelerate is not None or as_json):
         raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
+    if dry_run and save_teacher is not None:
+        raise typer.BadParameter("--dry-run saves nothing: leave out --save-teacher")
     disable_progress_bar()
     with closing_process_group(), progress() as show:
         loaded = load_recipe(recipe, changes or [])

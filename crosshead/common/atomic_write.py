@@ -16,12 +16,15 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
             raise EvalError(f"{path.parent} is not writable: choose another directory")
         if path.is_dir():
             raise EvalError(f"{path} is a directory: choose another name")
+        if path.exists() and not path.is_file():
+            raise EvalError(f"{path} is not a regular file: choose another name")
         if path.exists() and not overwrite:
             raise EvalError(f"{path} exists: choose another name, or add --overwrite")
 
 
 def write_whole(contents: Mapping[Path, str]) -> None:
-    """Write each file under a temporary name in its directory, then rename all of them."""
+    """Write each file under a temporary name in its directory, then rename all of them; a link keeps its place."""
+    contents = {Path(os.path.realpath(path)): content for path, content in contents.items()}
     partial = {path: path.with_name(f".{path.name}.partial") for path in contents}
     try:
         for path, content in contents.items():

@@ -24,11 +24,12 @@ def open_processor(place: str | Path, label: str) -> Any:
 def processed_image(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
     """The pixel values (1, channels, height, width) of an image, whose `shape` is the one that the model reads."""
     try:
-        from PIL import Image
+        from PIL import Image, ImageOps
     except ImportError:
         raise ConversionError("images are read with Pillow, which is not installed: pip install pillow") from None
     try:
         with Image.open(file) as image:
+            ImageOps.exif_transpose(image, in_place=True)
             pixels = processor(image.convert("L" if shape[0] == 1 else "RGB"), return_tensors="pt")
     except Exception as error:  # Pillow and processors raise many types of errors
         raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None

@@ -120,6 +120,7 @@ def _square(file: Path, size: int, channels: int) -> torch.Tensor:
 
     try:
         with Image.open(file) as image:
+            ImageOps.exif_transpose(image, in_place=True)
             square = ImageOps.fit(image.convert(PIXELS[channels]), (size, size), Image.Resampling.BICUBIC)
     except Exception as error:  # Pillow raises many types of errors
         raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from None

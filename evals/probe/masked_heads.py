@@ -27,6 +27,14 @@ def counts_to_mask(heads: int) -> list[int]:
     return sorted({round(step * (heads - 1) / max(1, steps - 1)) for step in range(steps)})
 
 
+def head_counts(model: Any) -> list[int]:
+    """The heads of each layer, as its output projection reads them."""
+    config = model.config
+    size = getattr(config, "v_head_dim", None) or getattr(config, "head_dim", None)
+    size = size or config.hidden_size // config.num_attention_heads
+    return [layer.self_attn.o_proj.in_features // size for layer in model.model.layers]
+
+
 @torch.no_grad()
 def masked_heads(
     model: Any, tokens: torch.Tensor, counts: Sequence[int], draws: int, seed: int, advance: Advance
@@ -54,8 +62,8 @@ def lines(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[
 
 @contextmanager
 def _masked(model: Any, count: int, generator: torch.Generator) -> Iterator[None]:
-    heads, hooks = model.config.num_attention_heads, []
-    for layer in model.model.layers:
+    hooks = []
+    for layer, heads in zip(model.model.layers, head_counts(model), strict=True):
         mask = torch.ones(heads)
         mask[torch.randperm(heads, generator=generator)[:count]] = 0
         hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(_mask_heads, mask)))

@@ -56,11 +56,12 @@ class LabelledImages(Data):
 
     def _pixels(self, file: Path) -> Tensor:
         try:
-            from PIL import Image
+            from PIL import Image, ImageOps
         except ImportError:
             raise EvalError("images are read with Pillow, which is not installed: pip install pillow") from None
         try:
             with Image.open(file) as image:
+                ImageOps.exif_transpose(image, in_place=True)
                 pixels = self.processor(image.convert("L" if self.channels == 1 else "RGB"), return_tensors="pt")
         except Exception as error:  # Pillow and processors raise many types of errors
             raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from error

@@ -79,6 +79,8 @@ class TokenMasking(Corruption):
 
     def _masked(self, tokens: Tokens, draws: np.random.Generator) -> tuple[Tokens, Tokens]:
         candidates = np.flatnonzero(np.isin(tokens, self.ordinary))
+        if not len(candidates):  # such as a window of unknown tokens
+            candidates = np.arange(len(self.begin), len(tokens) - len(self.end))
         count = max(1, round(self.share * len(candidates)))
         chosen = draws.choice(candidates, count, replace=False)
         labels = np.full_like(tokens, NOT_PREDICTED)

@@ -26,6 +26,9 @@ ROWS = 256
 GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file, never of text."""
 
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors put before a text in UTF-8."""
+
 Document = Iterable[str]
 Advance = Callable[[int], None]
 """Called with the amount that was read: bytes of files, or documents of a Hub dataset."""
@@ -78,9 +81,16 @@ def expand_home(place: str) -> str:
 
 
 def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
-    """The files at any depth whose names end so, sorted."""
-    paths = (Path(root, name) for root, _, names in os.walk(folder, onerror=_refuse) for name in names)
-    return sorted(path for path in paths if path.name.endswith(suffix) and path.is_file())
+    """The files at any depth whose names end so, sorted; a folder that several links lead to is read once."""
+    paths, seen = list[Path](), set[str]()
+    for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
+        folders.sort()
+        if (real := os.path.realpath(root)) in seen:
+            folders.clear()  # also a link to a folder above, which would never end
+            continue
+        seen.add(real)
+        paths += [Path(root, name) for name in names if name.endswith(suffix)]
+    return sorted(path for path in paths if path.is_file())
 
 
 def _check_folders(pattern: Path) -> None:
@@ -128,7 +138,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
-    begin = 0
+    begin, mark = 0, BYTE_ORDER_MARK
     with _reading(path), path.open("rb") as file:  # runs outside of the block in `documents`
         while True:
             raw = file.read(BLOCK)
@@ -142,7 +152,8 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
                 raise RecipeError(f"{path} is a binary file (it contains zero bytes): give plain text")
             if not raw:
                 return
-            yield text
+            yield text.removeprefix(mark)
+            mark = "" if text else mark  # a block may end within a character
             begin = file.tell()
             advance(len(raw))
 
@@ -151,7 +162,8 @@ def _json_lines(path: Path, column: str, advance: Advance) -> Iterator[Document]
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
-                yield [_json_text(line, column, f"{path} line {number}")]
+                content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+                yield [_json_text(content, column, f"{path} line {number}")]
             advance(len(line))
 
 

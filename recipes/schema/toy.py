@@ -40,7 +40,22 @@ SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
     "spans": {"pad_token": "<pad>", "extra_special_tokens": [f"<extra_id_{number}>" for number in range(LENGTH)]},
 }
 """Objective -> tokens of its toy tokenizer."""
+MARKER = ".crosshead-toy"
+"""Its presence says that `--toy` has made a folder, and may write there again."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
+    """`toy` in a folder that is new, empty, or made by an earlier call: a user's own files are not overwritten."""
+    folder = folder.expanduser()
+    try:
+        if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
+            raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / MARKER).touch()
+    except OSError as error:
+        raise RecipeError(f"--toy={folder} cannot be written: {error.strerror}") from None
+    return toy(recipe, folder)
 
 
 def toy(recipe: Recipe, folder: Path) -> Recipe:

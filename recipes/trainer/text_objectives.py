@@ -102,12 +102,15 @@ class MaskedTokens(CorruptionObjective):
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
         """Masks, and special tokens around the segments."""
         options: Any = self.recipe.objective
+        length, context = self.recipe.data.length, config.max_position_embeddings
+        if length > context:
+            raise RecipeError(f"data.length={length} is more than max_position_embeddings={context}: lower it")
         if options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
             raise RecipeError(
                 f"objective.segments='order' needs a model with 2 types of tokens, but type_vocab_size="
                 f"{getattr(config, 'type_vocab_size', None)}: raise it, or use segments: none"
             )
-        return masked_tokens(options, tokenizer, config.vocab_size, self.recipe.data.length)
+        return masked_tokens(options, tokenizer, config.vocab_size, length)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The masked tokens, and the order if it is asked for."""

@@ -33,6 +33,15 @@ def test_grown(stored, written, piece):
     assert torch.equal(result[7:], mean.expand(593, 5))
 
 
+@pytest.mark.parametrize("piece", [8, 1000])
+def test_a_bias_grows_by_its_mean(piece):
+    bias = torch.randn(7, generator=torch.Generator().manual_seed(0))
+    raw = b"".join(bytes(chunk) for chunk in grown(PieceStore(bias, "F32", piece), Entry("embed", "F32", (600,))))
+    result = torch.frombuffer(bytearray(raw), dtype=torch.float32)
+    assert torch.equal(result[:7], bias)
+    assert torch.equal(result[7:], bias.double().mean().float().expand(593))
+
+
 def test_a_vocabulary_does_not_shrink():
     check_vocabulary(61, 61)
     with pytest.raises(ConversionError, match=r"--vocab-size 60.*61"):

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 import toys
-from crosshead.evals.probe.masked_heads import counts_to_mask, masked_heads
+from crosshead.evals.probe.masked_heads import counts_to_mask, head_counts, masked_heads
 
 MODELS = {"stock": lambda: toys.stock_model("Qwen3"), "talking": lambda: toys.mixed_model("Qwen3", {"talking": {}})}
 
@@ -31,6 +31,27 @@ def loss_without(model, tokens, masked):
 @pytest.fixture(params=MODELS)
 def model(request):
     return MODELS[request.param]().eval()
+
+
+@pytest.mark.parametrize("options", [{"version": 2}, {"half_values": True}, {}])
+def test_heads_of_paired_queries_are_whole_outputs(options):
+    model = toys.mixed_model("Llama", {"differential": options}).eval()
+    size = model.config.head_dim
+    heads = model.model.layers[0].self_attn.o_proj.in_features // size
+    assert head_counts(model) == [heads] * 2
+    (row,) = masked_heads(model, toys.tokens(), [heads - 1], 3, 0, silent)
+    possible = [with_one_head(model, pair) for pair in product(range(heads), repeat=2)]
+    nearest = [min(possible, key=lambda each: abs(each - loss)) for loss in row["losses"]]
+    assert row["losses"] == pytest.approx(nearest, rel=1e-5)
+
+
+def with_one_head(model, pair):
+    """The loss with one head left in each of the two layers."""
+    model = deepcopy(model)
+    for layer, kept in zip(model.model.layers, pair, strict=True):
+        heads = layer.self_attn.o_proj.weight.data.unflatten(1, (-1, model.config.head_dim))
+        heads[:, [head for head in range(heads.shape[1]) if head != kept]] = 0
+    return loss_without(model, toys.tokens(), [])
 
 
 def test_none_and_all(model):

@@ -34,6 +34,8 @@ def written(tmp_path_factory):
             shutil.copytree(CARDS.parent / name, place.parent / name)
     (place / "small").mkdir(parents=True)
     (place / "small/old_recipe.md").write_text("gone")
+    (place / "small/notes.md").write_text("mine")
+    (place / zoo.ZOO).write_text(json.dumps({"models": [{"recipe": "small/old_recipe"}]}))
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as left:
         patch.setattr(sys, "argv", ["crosshead", "zoo", "--write", str(place)])
         main()
@@ -57,6 +59,7 @@ def few_recipes(monkeypatch):
 
 def pages_in(folder):
     paths = [*folder.rglob("*.md"), folder / zoo.ZOO]
+    paths = [path for path in paths if path.name != "notes.md"]
     return {path.relative_to(folder).as_posix(): path.read_text() for path in paths}
 
 
@@ -73,6 +76,7 @@ def test_the_pages_are_up_to_date(made):
 
 def test_pages_of_recipes_that_are_gone_go_too(written):
     assert not (written / "small/old_recipe.md").exists()
+    assert (written / "small/notes.md").read_text() == "mine"
     assert not list(written.parent.rglob("*.partial"))
 
 

@@ -74,6 +74,14 @@ def test_masks_have_the_shares_of_bert():
         assert abs(kinds[kind] - share * total) < 4 * (share * (1 - share) * total) ** 0.5, kind
 
 
+def test_a_window_of_special_tokens_has_predictions_too():
+    corruption = masks(10)
+    text = torch.full((corruption.text_length,), END)
+    found = corruption({"input_ids": text}, np.random.default_rng(0))
+    assert (found["labels"] == END).sum() == 1
+    assert found["input_ids"][0] == CLS and found["input_ids"][-1] == SEP
+
+
 def test_every_place_is_masked_equally_often():
     found = samples(masks(share=0.25), 2000)
     counts = sum((found[index]["labels"] != NOT_PREDICTED).float() for index in range(0, 2000, 2))

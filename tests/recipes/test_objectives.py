@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,6 +166,13 @@ def test_recipes_that_are_refused(case):
     name, given, words = REFUSED[case]
     with pytest.raises(RecipeError, match=words):
         load_recipe(name, given)
+
+
+def test_a_window_longer_than_the_models_context_is_refused():
+    asked = load_recipe(BERT)
+    config = SimpleNamespace(max_position_embeddings=asked.data.length - 1)
+    with pytest.raises(RecipeError, match=rf"data\.length={asked.data.length} is more than max_position_embeddings="):
+        objective_of(asked).corruption(None, config)
 
 
 def test_runs_that_are_refused(tmp_path):

@@ -1,5 +1,6 @@
 """Every kind of source gives its documents, whole and in order, and says how far it has read."""
 
+import codecs
 import json
 
 import datasets
@@ -42,6 +43,26 @@ def test_a_line_or_row_is_a_document(tmp_path, kind, write, monkeypatch):
     texts, told = read(source)
     assert texts == TEXTS
     assert sum(told) == total_size(source) == (tmp_path / "a").stat().st_size
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, monkeypatch):
+    (tmp_path / "a.txt").write_bytes(codecs.BOM_UTF8 + "eins\ufeffzwei".encode())
+    (tmp_path / "a.jsonl").write_bytes(codecs.BOM_UTF8 + b'{"text": "a"}\n{"text": "b"}\n')
+    for block in (1, 2, 1 << 20):
+        monkeypatch.setattr(module, "BLOCK", block)
+        assert read(of(tmp_path / "a.txt", "text"))[0] == ["eins\ufeffzwei"]
+    assert read(of(tmp_path / "a.jsonl", "jsonl"))[0] == ["a", "b"]
+
+
+def test_linked_folders_are_read_once(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "b.txt").write_text("b")
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d" / "a.txt").write_text("a")
+    (tmp_path / "d" / "books").symlink_to(tmp_path / "real")
+    (tmp_path / "d" / "more").symlink_to(tmp_path / "real")
+    (tmp_path / "real" / "above").symlink_to(tmp_path / "d")
+    assert source_files(of(tmp_path / "d", "text")) == [tmp_path / "d" / "a.txt", tmp_path / "d" / "books" / "b.txt"]
 
 
 def test_lines_without_text(tmp_path):

@@ -1,0 +1,24 @@
+"""Output files: a link keeps its place, and what is no file is not replaced."""
+
+import os
+
+import pytest
+
+from crosshead.common.atomic_write import check_targets, write_whole
+from crosshead.common.errors import EvalError
+
+
+def test_a_link_stays_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "a.json").write_text("old")
+    (tmp_path / "link.json").symlink_to(tmp_path / "there" / "a.json")
+    write_whole({tmp_path / "link.json": "new", tmp_path / "b.json": "second"})
+    assert (tmp_path / "link.json").is_symlink()
+    assert (tmp_path / "there" / "a.json").read_text() == "new"
+    assert sorted(path.name for path in tmp_path.rglob("*.json")) == ["a.json", "b.json", "link.json"]
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(EvalError, match="pipe is not a regular file"):
+        check_targets([tmp_path / "pipe"], overwrite=True)

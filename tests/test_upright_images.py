@@ -1,0 +1,38 @@
+"""A photo that a camera has turned is read upright everywhere: in training, calibration, evaluation and inspection."""
+
+import torch
+from PIL import Image
+
+from crosshead.common.images import open_processor, processed_image
+from crosshead.evals.inspect.diffusion import _square
+from crosshead.evals.open_model import open_config
+from crosshead.evals.scoring.images import LabelledImages
+from crosshead.recipes.data.image_sources import decoded
+from image_toys import write_image_model
+
+ORIENTATION = 0x0112
+TURN_RIGHT = 6
+
+
+def test_every_reader_turns_a_photo(tmp_path):
+    """As stored, the upper half is black; upright, it is the right half."""
+    stored = Image.new("RGB", (16, 16), "white")
+    stored.paste("black", (0, 0, 16, 8))
+    exif = Image.Exif()
+    exif[ORIENTATION] = TURN_RIGHT
+    file = tmp_path / "images" / "LABEL_0" / "photo.png"
+    file.parent.mkdir(parents=True)
+    stored.save(file, exif=exif)
+    folder = write_image_model(tmp_path / "model")
+    processor = open_processor(folder, "model")
+    found = [
+        processed_image(file, processor, (3, 16, 16), "model")[0],
+        _square(file, 16, 3)[0],
+        LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1)._pixels(file)[0],
+    ]
+    for pixels in found:
+        assert pixels[..., 9:].max() < pixels[..., :7].min()
+    content = file.read_bytes()
+    upright = decoded(None, 0, 3, content)
+    assert upright.getpixel((2, 8)) == (255, 255, 255) and upright.getpixel((13, 8)) == (0, 0, 0)
+    assert torch.equal(found[0], found[2])
