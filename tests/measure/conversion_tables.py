@@ -115,7 +115,7 @@ def embedding_table(report: Content) -> str:
     lines.append("")
     lines.append(
         f"Of {report['sentences']} held-out sentences of WikiText-2. The {report['calibration']:,} calibration "
-        "sentences are of the same text; the default text was Python's help texts. The last column is of neutral "
+        "sentences are of the same text; other conversions read the default text. The last column is of neutral "
         "conversions: of all numbers in embeddings of length one, in float32. Trained: all weights, "
         f"{report['steps']} steps with the loss of SimCSE, which moves the embeddings (`make measure-embeddings`)."
     )
