@@ -99,12 +99,7 @@ def _measured(
     progress: Progress = silent,
 ) -> tuple[dict[str, Any], Losses, list[HeadLayout]]:
     """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
-    if method not in METHODS:
-        raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
-    if method != "aligned" and calibration is not None:
-        raise ConversionError(f"--calibration has no effect with --method {method}: leave it out")
-    if active and method != "aligned":
-        raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
+    _check_method(method, active, calibration)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
         stock = _checked(checkpoint, length, active)
@@ -145,6 +140,16 @@ def _measured(
         "loss": fmean(source_losses.values()),
     }
     return report, rises, layouts
+
+
+def _check_method(method: str, active: bool, calibration: Path | None) -> None:
+    """`ConversionError` for a method that does not exist, or that does not go together with other options."""
+    if method not in METHODS:
+        raise ConversionError(f"method={method!r} is not allowed: use one of {', '.join(METHODS)}")
+    if method != "aligned" and calibration is not None:
+        raise ConversionError(f"--calibration has no effect with --method {method}: leave it out")
+    if active and method != "aligned":
+        raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
 
 
 def _checked(checkpoint: Source, length: int, active: bool) -> Any:

@@ -18,7 +18,7 @@ def train(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this folder.")] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this new or empty folder.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print size, FLOPs and memory, and stop.")] = False,
     accelerate: Annotated[
         str | None,

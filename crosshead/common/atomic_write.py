@@ -24,13 +24,13 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
 
 def write_whole(contents: Mapping[Path, str]) -> None:
     """Write each file under a temporary name in its directory, then rename all of them; a link keeps its place."""
-    contents = {Path(os.path.realpath(path)): content for path, content in contents.items()}
-    partial = {path: path.with_name(f".{path.name}.partial") for path in contents}
+    targets = {path: Path(os.path.realpath(path)) for path in contents}
+    partial = {path: target.with_name(f".{target.name}.partial") for path, target in targets.items()}
     try:
         for path, content in contents.items():
             partial[path].write_text(content, encoding="utf-8")
         for path in contents:
-            partial[path].replace(path)
+            partial[path].replace(targets[path])
     except OSError as error:
         raise EvalError(f"{next(iter(contents))} cannot be written: {error.strerror}") from error
     finally:

@@ -51,10 +51,8 @@ def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / MARKER).touch()
     except OSError as error:
-        raise RecipeError(f"--toy={folder} cannot be written: {error.strerror}") from None
+        raise RecipeError(f"--toy={folder} cannot be read: {error.strerror}") from None
     return toy(recipe, folder)
 
 
@@ -63,6 +61,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if recipe.model.config is None:
         raise RecipeError("--toy makes a small model from model.config, which is missing in this recipe")
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / MARKER).touch()
     if isinstance(recipe.objective, Noise):
         return _small_run(recipe, folder, toy_diffusion(recipe, folder, _toy_options))
     objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
