@@ -18,7 +18,7 @@ def sweep(
     changes: Annotated[
         list[str] | None, typer.Option("--set", help="Change a value: section.key=value, repeatable.")
     ] = None,
-    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this folder.")] = None,
+    toy: Annotated[Path | None, typer.Option(help="Run the recipe at toy size, in this new or empty folder.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Compare learning rates in short runs. A power law is fitted to each loss curve.

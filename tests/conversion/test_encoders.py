@@ -55,6 +55,19 @@ def test_neutral_conversions_and_back(backbone, task, name, tmp_path):
 
 
 @pytest.mark.parametrize("backbone", toys.ENCODERS)
+def test_a_larger_vocabulary(backbone, tmp_path):
+    source = write_encoder(tmp_path / "source", backbone, "ForMaskedLM")
+    crosshead.convert(source, tmp_path / "made", {"gating": {}}, vocab_size=70, verify=False)
+    read = transformers.AutoModelForMaskedLM.from_pretrained
+    tokens = toys.tokens()
+    with torch.no_grad():
+        logits, expected = (read(folder).eval()(tokens).logits for folder in (tmp_path / "made", source))
+    assert logits.shape[-1] == 70
+    torch.testing.assert_close(logits[..., : expected.shape[-1]], expected)
+    torch.testing.assert_close(logits[..., -1], expected.mean(-1), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backbone", toys.ENCODERS)
 def test_fewer_component_heads(backbone, tmp_path):
     source = write_encoder(tmp_path / "source", backbone)
     mixers = {"explicit": {"key_heads": 4, "value_heads": 3, "norm": False, "method": "svd"}}

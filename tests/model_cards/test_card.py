@@ -263,6 +263,7 @@ def test_a_source_on_the_hub_gives_name_and_licence(tmp_path, monkeypatch):
     files = {path.name: path.read_bytes() for path in source.iterdir()}
     with hub_with(monkeypatch, {"org/base": Repository(files)}, tmp_path / "cache"):
         crosshead.convert("org/base", "made", {"knocking": {}}, verify=False)
+        assert write_card(Path("made"), source="org/base@main").read_text() == write_card(Path("made")).read_text()
         text = write_card(Path("made")).read_text()
     head = metadata_load("made/README.md")
     assert (head["base_model"], head["license"]) == ("org/base", "apache-2.0")

@@ -11,6 +11,7 @@ import transnext_toys
 from broken import run
 from crosshead.model_cards.facts import Facts
 from crosshead.model_cards.metadata import card_metadata
+from crosshead.model_cards.tasks import projections
 from encoder_toys import write_encoder
 from image_toys import write_image_model
 from t5_toys import write_t5
@@ -126,3 +127,30 @@ def test_cost_of_images(backbone, tokens, line, tmp_path):
     assert report["cost"]["prefill_multiplications"] == (whole + tokens * routers) // tokens
     status, _, err = line("cost source --length 40")
     assert status == 1 and "length=40" in err and str(tokens) in err
+
+
+@pytest.mark.parametrize(
+    ("write", "task", "mixers", "changes"),
+    [
+        (write_image_model, "ForImageClassification", {"knocking": {"form": "linear"}}, {"num_channels": 1}),
+        (write_t5, "ForConditionalGeneration", {"bilinear@encoder": {}}, {}),
+    ],
+)
+def test_examples_fit_the_model(write, task, mixers, changes, line, tmp_path):
+    """Grey images; adapters on the projections that there are."""
+    write(tmp_path / "source", task=task, **changes)
+    if changes:
+        processor = json.loads((tmp_path / "source" / "preprocessor_config.json").read_text())
+        grey = {"image_mean": [0.5], "image_std": [0.5]}
+        (tmp_path / "source" / "preprocessor_config.json").write_text(json.dumps(processor | grey))
+    crosshead.convert("source", "made", mixers, verify=False)
+    assert line("card made")[0] == 0
+    examples = re.findall(r"```python\n(.*?)```", (tmp_path / "made" / "README.md").read_text(), re.DOTALL)
+    exec(compile("\n".join(examples), "README.md", "exec"), names := {})
+    assert "lora" in str(names["model"])
+
+
+def test_adapters_of_latent_attention():
+    shared = {"architectures": ["CrossheadDeepseekV3ForCausalLM"], "kv_lora_rank": 16}
+    assert projections(shared | {"q_lora_rank": 8})[0] == "q_a_proj"
+    assert projections(shared | {"q_lora_rank": None}) == ("q_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
