@@ -58,7 +58,8 @@ def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
         raise CardError(f"{place / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
     try:
         for name in sorted(earlier - pages.keys()):
-            (place / name).unlink(missing_ok=True)
+            if ".." not in Path(name).parts and not Path(name).is_absolute():
+                (place / name).unlink(missing_ok=True)
         for folder in sorted({str(Path(name).parent) for name in pages}):
             (place / folder).mkdir(parents=True, exist_ok=True)
         for name, text in pages.items():
