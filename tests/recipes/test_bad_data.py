@@ -116,7 +116,7 @@ JSON_LINES = {
     "a list on one line": Case("[{", file('[{"text": "w1"}]'), "jsonl"),
     "a word": Case('"w1"', file(LINE + '"w1"'), "jsonl"),
     "without bottom": Case("line 1 ", file("[" * 100_000), "jsonl"),
-    "a byte order mark": Case("line 1 ", file("\ufeff" + LINE), "jsonl"),
+    "a byte order mark in the middle": Case("line 2 ", file(LINE + "\ufeff" + LINE), "jsonl"),
     "missing column": Case("'txt'", file(LINE + '{"txt": "w1"}'), "jsonl"),
     "another missing column": Case("'body'", file(LINE), "jsonl", options={"column": "body"}),
     "no column at all": Case("'text'", file("{}"), "jsonl"),
