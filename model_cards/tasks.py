@@ -90,8 +90,7 @@ def projections(config: Any) -> tuple[str, ...]:
     """The projections of attention that adapters can change."""
     found = task_of(config).projections
     if "kv_lora_rank" in config:
-        own = LATENT_PROJECTIONS if config.get("q_lora_rank") else ("q_proj", *LATENT_PROJECTIONS[2:])
-        return own
+        return LATENT_PROJECTIONS if config.get("q_lora_rank") else ("q_proj", *LATENT_PROJECTIONS[2:])
     if found == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
         return "q", "o"  # full matrices replace keys and values
     return found
