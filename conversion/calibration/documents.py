@@ -5,9 +5,9 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.errors import ConversionError, one_line
+from crosshead.common.errors import ConversionError
 from crosshead.common.hub_rows import hub_rows
-from crosshead.common.plain_text import json_object, read_text
+from crosshead.common.plain_text import conversation_text, json_object, read_text
 
 from ..options import DATASET, is_dataset
 
@@ -69,12 +69,7 @@ def _dataset_rows(given: Path) -> Iterator[Row]:
 def _document(row: dict[str, Any], tokenizer: Any, place: str) -> str:
     """The text of a row, or its conversation in the chat template."""
     if row.get(CHAT) is not None and (tokenizer.chat_template is not None or TEXT not in row):
-        if tokenizer.chat_template is None:
-            raise ConversionError(f"{place} has {CHAT!r}, but the tokenizer has no chat template: give {TEXT!r}")
-        try:
-            return str(tokenizer.apply_chat_template(row[CHAT], tokenize=False))
-        except Exception as error:  # of the template, whatever it does with this conversation
-            raise ConversionError(f"{place} does not fit the chat template: {one_line(error)}") from None
+        return conversation_text(tokenizer, row[CHAT], place, ConversionError)
     if not isinstance(row.get(TEXT), str):
         names = ", ".join(map(repr, row)) or "none"
         raise ConversionError(f"{place} has no text in {TEXT!r} and no {CHAT!r}: its fields are {names}")

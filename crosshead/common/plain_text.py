@@ -1,4 +1,4 @@
-"""Reads a text file or a line of JSON, and finds the special tokens that a tokenizer puts around a text."""
+"""Reads text files, lines of JSON and conversations, and finds the special tokens that a tokenizer adds to a text."""
 
 import json
 from itertools import takewhile
@@ -32,6 +32,18 @@ def json_object(line: str, place: str, error_type: type[ValueError]) -> dict[str
     if not isinstance(content, dict):
         raise error_type(f"{place} is {line.strip()[:40]}, not a JSON object: give one a line")
     return content
+
+
+def conversation_text(tokenizer: Any, messages: Any, place: str, error_type: type[ValueError]) -> str:
+    """A conversation, written by the tokenizer's chat template; an error of the given type if that is impossible."""
+    if not (isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in messages)):
+        raise error_type(f"{place} has {messages!r:.60} as its messages: give objects with a role and a content")
+    if tokenizer.chat_template is None:
+        raise error_type(f"{place} is a conversation, but the tokenizer has no chat template: give text")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # of the template, whatever it does with this conversation
+        raise error_type(f"{place} does not fit the chat template: {one_line(error)}") from None
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

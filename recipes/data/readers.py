@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import hub_rows
-from crosshead.common.plain_text import json_object
+from crosshead.common.plain_text import conversation_text, json_object
 
 from ..schema.sections import DataSource
 
@@ -30,27 +30,46 @@ BYTE_ORDER_MARK = "\ufeff"
 """What some editors put before a text in UTF-8."""
 
 Document = Iterable[str]
+Row = tuple[dict[str, Any], str]
+"""Its fields, and where it stands."""
 Advance = Callable[[int], None]
 """Called with the amount that was read: bytes of files, or documents of a Hub dataset."""
 
 
-def documents(source: DataSource, advance: Advance) -> Iterator[Document]:
-    """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end."""
+def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[Document]:
+    """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end.
+
+    A list of messages is a conversation: the tokenizer's chat template writes it.
+    """
+    if source.kind == "text":
+        for path in source_files(source):
+            _check_not_compressed(path)
+            yield _text_blocks(path, advance)
+    else:
+        for row, place in _rows(source, advance):
+            yield [_document(row, source.column, place, tokenizer)]
+
+
+def _rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     if source.kind == "hub":
         yield from _hub_rows(source, advance)
         return
     for path in source_files(source):
+        _check_not_compressed(path)
         with _reading(path):
-            with path.open("rb") as file:
-                if file.read(len(GZIP)) == GZIP:
-                    raise RecipeError(
-                        f"{path} is compressed (gzip): unpack it, or give its folder with kind: hub, which reads such "
-                        "files with a document per line or row"
-                    )
-            if source.kind == "text":
-                yield _text_blocks(path, advance)
+            if source.kind == "jsonl":
+                yield from _json_lines(path, advance)
             else:
-                yield from (_json_lines if source.kind == "jsonl" else _parquet_rows)(path, source.column, advance)
+                yield from _parquet_rows(path, source.column, advance)
+
+
+def _check_not_compressed(path: Path) -> None:
+    with _reading(path), path.open("rb") as file:
+        if file.read(len(GZIP)) == GZIP:
+            raise RecipeError(
+                f"{path} is compressed (gzip): unpack it, or give its folder with kind: hub, which reads such "
+                "files with a document per line or row"
+            )
 
 
 def source_files(source: DataSource) -> list[Path]:
@@ -139,7 +158,7 @@ def _reading(path: Path) -> Iterator[None]:
 def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     decoder = codecs.getincrementaldecoder("utf-8")()
     begin, mark = 0, BYTE_ORDER_MARK
-    with _reading(path), path.open("rb") as file:  # runs outside of the block in `documents`
+    with _reading(path), path.open("rb") as file:
         while True:
             raw = file.read(BLOCK)
             begin -= len(decoder.getstate()[0])  # an incomplete character at the end of the block before
@@ -158,24 +177,24 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
             advance(len(raw))
 
 
-def _json_lines(path: Path, column: str, advance: Advance) -> Iterator[Document]:
+def _json_lines(path: Path, advance: Advance) -> Iterator[Row]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.isspace():
                 content = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-                yield [_json_text(content, column, f"{path} line {number}")]
+                yield _json_row(content, f"{path} line {number}")
             advance(len(line))
 
 
-def _json_text(line: bytes, column: str, place: str) -> str:
+def _json_row(line: bytes, place: str) -> Row:
     try:
         content = line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise RecipeError(f"{place} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines") from None
-    return _checked_text(json_object(content, place, RecipeError), column, place)
+    return json_object(content, place, RecipeError), place
 
 
-def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Document]:
+def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
     try:
         from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]
     except ImportError as error:
@@ -187,7 +206,7 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Documen
                 raise missing_column(str(path), column, table.schema_arrow.names)
             for batch in table.iter_batches(batch_size=ROWS, columns=[column]):
                 for row, value in enumerate(batch.column(0).to_pylist(), done + 1):
-                    yield [_checked_text({column: value}, column, f"{path} row {row}")]
+                    yield {column: value}, f"{path} row {row}"
                 before, done = done, done + len(batch)
                 rows = table.metadata.num_rows
                 advance(size * done // rows - size * before // rows)
@@ -197,11 +216,11 @@ def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Documen
         raise RecipeError(f"{path} cannot be read as Parquet: {one_line(error)}") from error
 
 
-def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Document]:
+def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
     options = {"split": source.split, "revision": source.revision, "streaming": source.streaming}
     rows = hub_rows(expand_home(source.path), source.subset, [source.column], RecipeError, **options)
     for number, row in enumerate(rows, 1):
-        yield [_checked_text(row, source.column, f"row {number} of the Hub dataset {source.path}")]
+        yield row, f"row {number} of the Hub dataset {source.path}"
         advance(1)
 
 
@@ -210,13 +229,15 @@ def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeErr
     return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
 
 
-def _checked_text(row: dict[str, Any], column: str, place: str) -> str:
-    """The text of a document, empty for null."""
+def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> str:
+    """The text of a document or conversation, empty for null."""
     if column not in row:
         raise missing_column(place, column, row)
     value = row[column]
     if value is None:
         return ""
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        value = conversation_text(tokenizer, value, place, RecipeError).rstrip()  # ends with the end of the last turn
     if not isinstance(value, str):
         raise RecipeError(f"{place} has {value!r:.40} in {column!r}, which is not text: choose another column")
     try:

@@ -32,7 +32,7 @@ from ..schema.sections import DataSource
 from .readers import documents, source_fingerprint, total_size
 from .tokenising import PARTS, LongDocumentError, PartRecord, TokenEncoder, Tokens, write_tokens
 
-FORMAT = 2
+FORMAT = 3
 """Incremented when the same settings give other files."""
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
@@ -130,7 +130,8 @@ def _build(
 
     try:
         try:
-            parts = write_tokens(documents(source, advance), encoder, held_out, source.max_tokens, partial, report)
+            texts = documents(source, encoder.tokenizer, advance)
+            parts = write_tokens(texts, encoder, held_out, source.max_tokens, partial, report)
         except LongDocumentError as error:
             raise RecipeError(f"{source.path}: {error}") from None
         if not any(part.documents for part in parts.values()):

@@ -89,6 +89,7 @@ class TokenEncoder:
             raise RecipeError(
                 "the tokenizer has no eos_token or sep_token, which separate documents: set one in its folder"
             )
+        self.tokenizer = tokenizer
         content = json.loads(tokenizer.backend_tokenizer.to_str())
         content |= {"truncation": None, "padding": None}  # settings of its last call
         self._text, self._vocabulary = json.dumps(content), vocabulary
@@ -98,7 +99,8 @@ class TokenEncoder:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the tokens of a text depend on."""
-        digest = blake2b(self._text.encode(), digest_size=16).hexdigest()
+        parts = json.dumps([self._text, self.tokenizer.chat_template])
+        digest = blake2b(parts.encode(), digest_size=16).hexdigest()
         return {"tokenizer": digest, "separator": int(self.separator[0]), "vocabulary": self._vocabulary}
 
     def encode(self, texts: list[str]) -> list[Tokens]:
@@ -121,7 +123,7 @@ class PartWriter:
     def __init__(self, folder: Path, name: str, separator: Tokens, stack: ExitStack) -> None:
         self._tokens = stack.enter_context((folder / f"{name}.tokens").open("wb"))
         self._ends = stack.enter_context((folder / f"{name}.ends").open("wb"))
-        self._separator, self._digest = separator, blake2b(digest_size=16)
+        self._separator, self._digest, self._last = separator, blake2b(digest_size=16), separator[:0]
         self.tokens = self.documents = 0
 
     def write(self, tokens: Tokens) -> None:
@@ -130,10 +132,12 @@ class PartWriter:
         self._tokens.write(raw)
         self._digest.update(raw)
         self.tokens += len(tokens)
+        self._last = tokens[-1:]
 
     def end_document(self) -> None:
-        """Add the separator, and record the end."""
-        self.write(self._separator)
+        """Add the separator, which a conversation may have as its last token, and record the end."""
+        if not np.array_equal(self._last, self._separator):
+            self.write(self._separator)
         end = np.int64(self.tokens).tobytes()
         self._ends.write(end)
         self._digest.update(end)

@@ -69,7 +69,8 @@ class DataSource(Section):
     """text (each file is a document), jsonl (each line), parquet (each row), hub (each row), or for the classification
     of images, images (a folder with a folder of images for each class)."""
     column: str = "text"
-    """The field of a line or row that contains the document."""
+    """The field of a line or row that contains the document: text, or a conversation (a list of messages), which the
+    tokenizer's chat template writes."""
     weight: Positive = 1.0
     """The source's share of the training windows, relative to the other sources."""
     max_tokens: Count | None = None

@@ -23,7 +23,7 @@ from crosshead.common.errors import RecipeError
 for name in sys.argv[1:]:
     for streaming in (False, True):
         try:
-            list(documents(DataSource(name, "hub", streaming=streaming), lambda count: None))
+            list(documents(DataSource(name, "hub", streaming=streaming), None, lambda count: None))
         except RecipeError as error:
             print(error, file=sys.stderr)
 """
@@ -60,7 +60,7 @@ def test_the_library_is_silent_no_longer_than_it_is_used(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     write_jsonl(tmp_path / "train.jsonl", ["w1", "w2"])
     before = datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()
-    reading = documents(DataSource(str(tmp_path), "hub"), lambda count: None)
+    reading = documents(DataSource(str(tmp_path), "hub"), None, lambda count: None)
     next(reading)
     assert (datasets.are_progress_bars_disabled(), datasets.logging.get_verbosity()) == (
         True,
@@ -77,7 +77,7 @@ def test_a_dataset_in_the_home_folder(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "copy" / "train.jsonl", ["w1", "w2"])
     for streaming in (False, True):
         source = DataSource("~/copy", "hub", streaming=streaming)
-        assert ["".join(document) for document in documents(source, lambda count: None)] == ["w1", "w2"]
+        assert ["".join(document) for document in documents(source, None, lambda count: None)] == ["w1", "w2"]
 
 
 def test_addresses_of_the_hub_are_shown_without_their_signatures(monkeypatch, tmp_path):

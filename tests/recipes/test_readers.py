@@ -17,7 +17,7 @@ TEXTS = ["one\ntwo", "Größe 漢字 🙂", "", "four\r\n", "  five"] * 3
 def read(source):
     """All texts, and what was told of the progress."""
     told = []
-    return ["".join(document) for document in documents(source, told.append)], told
+    return ["".join(document) for document in documents(source, None, told.append)], told
 
 
 def of(path, kind, **options):
