@@ -7,7 +7,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from .commands import datasets
 from .facts import Facts, Json
-from .papers import MECHANISMS
+from .papers import described
 from .tasks import Task, task_of
 
 HARNESS = ("lm-evaluation-harness", "https://github.com/EleutherAI/lm-evaluation-harness")
@@ -33,8 +33,8 @@ def card_metadata(facts: Facts) -> ModelCardData:
 
 def tags(facts: Facts) -> list[str]:
     """The tags: crosshead, the mechanisms, their papers, and `custom_code` if loading runs code."""
-    known = [name for name in facts.mixers if name in MECHANISMS]
-    papers = [f"arxiv:{MECHANISMS[name].arxiv}" for name in known]
+    known = described(facts.mixers)
+    papers = [f"arxiv:{mechanism.arxiv}" for mechanism in known.values() if mechanism.arxiv]
     return ["crosshead", *known, *papers, *(["custom_code"] if facts.remote_code else [])]
 
 

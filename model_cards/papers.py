@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -17,13 +18,16 @@ class Mechanism:
     paper: str
     authors: str
     year: str
-    arxiv: str
+    arxiv: str = ""
+    url: str = ""
+    """Of a paper that is not on arXiv."""
 
     @property
     def citation(self) -> str:
         """The paper as BibTeX."""
-        fields = {"title": self.paper, "author": self.authors, "year": self.year, "eprint": self.arxiv}
-        lines = [f"  {name} = {{{value}}}," for name, value in (fields | {"archivePrefix": "arXiv"}).items()]
+        fields = {"title": self.paper, "author": self.authors, "year": self.year}
+        fields |= {"eprint": self.arxiv, "archivePrefix": "arXiv"} if self.arxiv else {"url": self.url}
+        lines = [f"  {name} = {{{value}}}," for name, value in fields.items()]
         return "\n".join([f"@misc{{{self.key},", *lines, "}"])
 
 
@@ -107,3 +111,22 @@ MECHANISMS: Mapping[str, Mechanism] = {
     ),
 }
 """By their name in a config's `mixers`."""
+DIFFERENTIAL_2 = Mechanism(
+    title="Differential attention, version 2",
+    does="Query heads form pairs; the output of the second head, times a factor for each token, is subtracted from "
+    "that of the first.",
+    limits="It has twice the query heads of a model without it. The size of the KV cache does not change.",
+    key="ye2026differential",
+    paper="Differential Transformer {V2}",
+    authors="Ye, Tianzhu and Dong, Li and Sun, Yutao and Wei, Furu",
+    year="2026",
+    url="https://huggingface.co/blog/microsoft/diff-attn-v2",
+)
+
+
+def described(mixers: Mapping[str, Any]) -> dict[str, Mechanism]:
+    """The texts for the mechanisms of a config, those without one left out."""
+    found = {name: MECHANISMS[name] for name in mixers if name in MECHANISMS}
+    if mixers.get("differential", {}).get("version") == 2:
+        found["differential"] = DIFFERENTIAL_2
+    return found

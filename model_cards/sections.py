@@ -6,7 +6,7 @@ from typing import Any
 
 from .commands import convert_command, recipe_yaml, relative
 from .facts import Facts
-from .papers import MECHANISMS
+from .papers import described
 from .tables import NOT_MEASURED, change, count, table
 from .tasks import DIFFUSION, projections, task_of
 
@@ -41,9 +41,10 @@ def opening(facts: Facts) -> Iterator[str]:
     yield f"# {facts.name}"
     noun = task_of(facts.config).noun
     if facts.mixers:
-        names = " and ".join(MECHANISMS[name].title for name in facts.mixers)
+        found = described(facts.mixers)
+        names = " and ".join(mechanism.title for mechanism in found.values())
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
-        yield "\n".join(f"- `{name}`: {MECHANISMS[name].does}" for name in facts.mixers)
+        yield "\n".join(f"- `{name}`: {mechanism.does}" for name, mechanism in found.items())
     else:
         yield f"A `{kind}` {noun} without mechanisms{_origin(facts)}: it loads as a stock model."
     if facts.plan:
@@ -176,7 +177,7 @@ def usage(facts: Facts) -> Iterator[str]:
 def limits(facts: Facts) -> Iterator[str]:
     """Limits of the mechanisms and of the measurements, and the licence."""
     yield "## Limits"
-    lines = [f"`{name}`: {MECHANISMS[name].limits}" for name in facts.mixers]
+    lines = [f"`{name}`: {mechanism.limits}" for name, mechanism in described(facts.mixers).items()]
     if facts.conversion or facts.plan.get("convert"):
         lines.append("Errors and harmful outputs of its source can also occur in this model.")
     if facts.plan and "metrics" not in facts.training:
@@ -206,7 +207,7 @@ def citation(facts: Facts) -> Iterator[str]:
     """The papers of the mechanisms."""
     if facts.mixers:
         yield "## Citation"
-        yield _code("bibtex", "\n\n".join(MECHANISMS[name].citation for name in facts.mixers))
+        yield _code("bibtex", "\n\n".join(mechanism.citation for mechanism in described(facts.mixers).values()))
 
 
 def _code(language: str, text: str) -> str:

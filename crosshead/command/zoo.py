@@ -54,7 +54,11 @@ def entries(place: Path) -> list[dict[str, Any]]:
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     # A sweep makes no model; it chooses a hyperparameter for another recipe.
-    found = [_entry(name, recipe, place) for name, recipe in recipes.items() if recipe.sweep is None]
+    found = [
+        _entry(name, recipe, _commands(recipe, recipes), place)
+        for name, recipe in recipes.items()
+        if recipe.sweep is None
+    ]
     return sorted(found, key=lambda entry: (*_order(entry), entry["recipe"]))
 
 
@@ -68,13 +72,12 @@ def _order(entry: dict[str, Any]) -> Iterator[Any]:
     yield entry["cost"]["cost"]["parameters"]
 
 
-def _entry(name: str, recipe: Any, place: Path) -> dict[str, Any]:
+def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str, Any]:
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
 
     config = _counted(recipe)
-    commands = _commands(recipe.model.convert or "")
     return {
         "recipe": name,
         "base_model": _source(commands),
@@ -117,9 +120,14 @@ def _short_run(place: Path, name: str) -> dict[str, Any]:
     return {} if found is None else {"short_run": {"model": SHORT_MODEL} | {key: found[key] for key in SHORT}}
 
 
-def _commands(text: str) -> list[str]:
-    """One command per item, without the line breaks of the YAML file."""
-    return [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
+def _commands(recipe: Any, recipes: dict[str, Any]) -> list[str]:
+    """The commands before a training: those of recipes whose result it reads, and its conversion."""
+    text = recipe.model.convert or ""
+    found = []
+    for name, earlier in recipes.items():
+        if f"{earlier.output}/" in f"{recipe.model.path}/ {text}":
+            found += [*_commands(earlier, recipes), f"crosshead train {name}"]
+    return found + [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
 
 
 def _source(commands: list[str]) -> str | None:

@@ -2,8 +2,9 @@
 
 `L_h = X P_h M^T`, mask, softmax, `Y = sum_h W_h M Q_h`, for queries of `X` and keys and values of `M`. `q_proj` holds
 `P` (each head has as many features as `M`) and `o_proj` holds `Q`; there is no key and no value projection, the inputs
-`M` are the keys and the values of all heads. The cache holds them once. Multi-head attention is the case
-`P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h`; talking-heads sums such products over heads, weighted by its maps.
+`M` are the keys and the values of all heads. The cache holds them twice, as keys and as values. Multi-head attention
+is the case `P_h = W_q,h W_k,h^T`, `Q_h = W_v,h W_o,h`; talking-heads sums such products over heads, weighted by its
+maps.
 
 Paper: "Talking-Heads Attention", section 6.
 """

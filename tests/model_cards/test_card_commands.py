@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 
 from broken import run
+from crosshead.model_cards.facts import Facts
+from crosshead.model_cards.metadata import tags
+from crosshead.model_cards.sections import citation
 from crosshead.recipes.schema.load import load_recipe
 from crosshead_command.card import write_card
 from toy_checkpoints import write_stock
@@ -75,3 +78,11 @@ def test_the_recipe_on_the_card_is_the_one_that_was_run(line):
     shutil.rmtree("run")
     assert line("train recipe.yaml")[0] == 0
     assert Path("run/model/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(("version", "cited"), [(1, "2410.05258"), (2, "huggingface.co/blog/microsoft/diff-attn-v2")])
+def test_a_card_cites_the_paper_of_the_version(version, cited):
+    config = {"model_type": "crosshead_llama", "mixers": {"differential": {"version": version}}}
+    facts = Facts(name="made", config=config)
+    assert cited in "".join(citation(facts)) and "".join(citation(facts)).count("@misc") == 1
+    assert [tag for tag in tags(facts) if tag.startswith("arxiv")] == ["arxiv:2410.05258"][: 2 - version]

@@ -146,3 +146,13 @@ def test_a_short_run_shows_as_one(tmp_path, few_recipes):
 def test_wrong_uses(line, command, status, words):
     found, out, err = line(command)
     assert (found, out) == (status, "") and words in err
+
+
+def test_a_model_of_several_stages_names_its_source():
+    found = {entry["recipe"]: entry for entry in zoo.read_zoo()}
+    stages = found["papers/mea_qwen3_30b_full"]
+    assert stages["base_model"] == "Qwen/Qwen3-30B-A3B"
+    assert [command.split()[1] for command in stages["convert"]] == ["convert", "train"]
+    assert found["papers/moh_llama3_8b_stage2"]["base_model"] == "meta-llama/Meta-Llama-3-8B"
+    steps = found["papers/moh_llama3_8b_stage2"]["convert"]
+    assert [command.split()[1] for command in steps] == ["convert", "train", "fold", "convert"]
