@@ -68,6 +68,8 @@ def convert(
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
+    if Path(out).suffix == ".gguf":
+        raise ConversionError(f"{out} would be a folder: give another name; `crosshead fold` writes GGUF files")
     if not mixers:
         mixers = ({} if given.budget is None else {"explicit": {}}) | ({} if given.active is None else {"mixture": {}})
     with tempfile.TemporaryDirectory() as scratch:

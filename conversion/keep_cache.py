@@ -111,7 +111,9 @@ class WideHeads:
         new = dict(tensors)
         if layout.key_norm_eps is not None:  # the norm divides by the size of a scalar; near its eps, by their mean
             mean = keys.abs().unflatten(0, (self.groups, -1)).mean(1).flatten()
-            new["k_proj.weight"] = tensors["k_proj.weight"] * mean.repeat_interleave(self.size).unsqueeze(1)
+            for name in ("k_proj.weight", "k_proj.bias"):
+                if name in tensors:
+                    new[name] = torch.einsum("r...,r->r...", tensors[name], mean.repeat_interleave(self.size))
             keys = keys.sign()
         for part in ("weight", "bias"):
             if (rows := tensors.get(f"q_proj.{part}")) is not None:

@@ -80,7 +80,7 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
         if further and name.startswith(further):
             dropped[name] = "of a layer that predicts further tokens, which the class does not have"
     for name, other in tied.items():
-        if name in store.entries and not same_bytes(store, name, other):
+        if name in store.entries and other in store.entries and not same_bytes(store, name, other):
             raise ConversionError(
                 f"the config has tie_word_embeddings=true, but {name} differs from {other}: set it to false"
             )

@@ -84,6 +84,7 @@ CASES = {
     "cost none": (1, "none"),
     "cost source --length 0": (1, "length"),
     "cost source --mixer mixture:active_heads=9": (1, "active_heads=9"),
+    "convert source out.gguf --mixer knocking": (1, "out.gguf"),
     "probe": (2, "probe [OPTIONS]"),
     "probe head source": (2, "'heads'"),
     "probe heads source --draws 0": (2, "--draws"),

@@ -135,7 +135,7 @@ FAMILIES: dict[str, Family] = {
 }
 """The stock `model_type` -> its family."""
 PREFIX = "crosshead_"
-INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+INVERSE_FREQUENCIES = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 """Names of tensors in old checkpoints that are computed from the config."""
 OTHER_HEADS = re.compile(
     r"(cls\.(predictions|seq_relationship)|predictions|sop_classifier|(\w+\.)?pooler)\..+|(\w+\.)?embeddings\.mask_token"

@@ -136,7 +136,7 @@ def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int
     """The factors of the type longrope, if they are the same at any length and logits are not scaled."""
     short, long = parameters["short_factor"], parameters["long_factor"]
     if short != long:
-        raise _refused("short_factor", short, "that differs from long_factor in RoPE of the type longrope")
+        raise _refused("short_factor", short, "where long_factor differs, in RoPE of the type longrope")
     if len(short) != head_size // 2:
         raise ConversionError(
             f"config.json has {len(short)} RoPE factors, but heads of {head_size} features: repair it"

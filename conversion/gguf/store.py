@@ -16,7 +16,7 @@ from ..sources.tensor_store import DTYPES, Entry, shard_names
 from .config import architecture_of, stock_config
 from .header import GgufTensor, read_gguf
 from .tensors import ROPE_FACTORS, StockTensor, check_format, depth, head_count_key, stock_names
-from .tokenizer import pre_tokeniser
+from .tokenizer import LISTS, correct_tokens, further_templates, pre_tokeniser
 
 MAX_SHARD = 2_000_000_000
 """Bytes; a larger tensor has a shard of its own."""
@@ -113,7 +113,14 @@ def write_side_files(store: GgufStore, folder: Path) -> None:
             f"transformers {transformers.__version__} reads tokenizers of GGUF files wrongly: use 5.18 or later"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    _load_tokenizer(store, folder).save_pretrained(folder)
+    tokenizer = _load_tokenizer(store, folder)
+    lists = _lists(store.file.paths[0])
+    if templates := further_templates(store.file.metadata, lists):
+        default = {"default": tokenizer.chat_template} if tokenizer.chat_template is not None else {}
+        tokenizer.chat_template = default | templates
+    tokenizer.save_pretrained(folder)
+    if store.file.metadata["tokenizer.ggml.model"] == "gpt2":
+        correct_tokens(folder / "tokenizer.json", lists)
     ids = {name: value for name, value in store.config.items() if name.endswith("_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
 
@@ -141,3 +148,11 @@ def _load_tokenizer(store: GgufStore, folder: Path) -> Any:
     if known is not None:  # transformers reads smollm as gpt-2, for example
         tokenizer.backend_tokenizer.pre_tokenizer = known
     return tokenizer
+
+
+def _lists(path: Path) -> dict[str, list[Any]]:
+    """The lists of the tokenizer, which our reader of headers skips."""
+    from gguf import GGUFReader
+
+    fields = GGUFReader(path).fields
+    return {name: fields[name].contents() for name in LISTS if name in fields}

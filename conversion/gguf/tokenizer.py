@@ -7,6 +7,7 @@ llama.cpp has its own code for the pre-tokeniser of every kind of byte-level BPE
 import json
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, models
@@ -39,6 +40,10 @@ PRE_TOKENISERS: dict[str, list[dict[str, Any]]] = {
 _TRIM = "trim_offsets"
 """A field of pre-tokenisers that does not affect tokens."""
 _SPACE = "\u2581"
+TEMPLATE = "tokenizer.chat_template"
+"""The key of the chat template; that of another one has its name behind a dot."""
+LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
+"""Keys with lists."""
 _SPECIAL = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",
@@ -83,6 +88,32 @@ def pre_tokeniser(name: str) -> Any:
     parts = [part | {_TRIM: True} if part["type"] == "ByteLevel" else part for part in PRE_TOKENISERS[name]]
     content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": parts} if len(parts) > 1 else parts[0]
     return Tokenizer.from_str(json.dumps(content)).pre_tokenizer
+
+
+def further_templates(metadata: Mapping[str, Any], lists: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates besides the default one, by name."""
+    found = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
+    return {name: text for name, text in found.items() if isinstance(text, str)}
+
+
+def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
+    """Give a tokenizer.json the tokens of the file that transformers read it from.
+
+    transformers adds `<|endoftext|>` where it is missing, and reads a space in an added token as a byte of BPE.
+    """
+    content = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary, tokens = content["model"]["vocab"], lists["tokenizer.ggml.tokens"]
+    names = {index: name for name, index in vocabulary.items()}
+    merged = {"".join(pair) for pair in _pairs(content["model"]["merges"])}
+    added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(tokens)}
+    for index, (token, kind) in enumerate(zip(tokens, lists.get("tokenizer.ggml.token_type", ()), strict=False)):
+        if kind in (_CONTROL, _USER_DEFINED) and index not in added and names.get(index) not in merged:
+            vocabulary.pop(names.get(index), None)
+            vocabulary[token] = index
+            flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+            added[index] = {"id": index, "content": token, **flags, "special": kind == _CONTROL}
+    content["added_tokens"] = [added[index] for index in sorted(added)]
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=2), encoding="utf-8")
 
 
 def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
@@ -183,12 +214,12 @@ def _templates(templates: str | Mapping[str, str] | None) -> Metadata:
     if templates is None:
         return {}
     if isinstance(templates, str):
-        return {"tokenizer.chat_template": templates}
+        return {TEMPLATE: templates}
     others = {re.sub(r"[^A-Za-z0-9]", "_", key): text for key, text in templates.items() if key != "default"}
-    keys: Metadata = {"tokenizer.chat_template": templates["default"]} if "default" in templates else {}
+    keys: Metadata = {TEMPLATE: templates["default"]} if "default" in templates else {}
     if others:
-        keys["tokenizer.chat_templates"] = sorted(others)
-    return keys | {f"tokenizer.chat_template.{key}": text for key, text in others.items()}
+        keys[f"{TEMPLATE}s"] = sorted(others)
+    return keys | {f"{TEMPLATE}.{key}": text for key, text in others.items()}
 
 
 def _refused(name: str, fault: str) -> ConversionError:

@@ -38,6 +38,7 @@ MODULES = "modules.json"
 """The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
+LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 PLAIN_SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -55,7 +56,7 @@ PLAIN_SIDE_FILES = (
     MODULES,
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
-    *(f"{name}{ending}" for name in ("LICENSE", "LICENCE", "NOTICE", "USE_POLICY") for ending in ("", ".txt", ".md")),
+    *(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md")),
 )
 """Names of the files that a conversion copies."""
 _MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
@@ -100,17 +101,21 @@ def _object(content: Any) -> dict[str, Any]:
 def copy_files(files: list[Path], folder: Path) -> None:
     """Copy the source's tokenizer and other side files, including folders."""
     for file in files:
-        if file.is_dir():
-            shutil.copytree(file, folder / file.name, dirs_exist_ok=True)
+        if file.is_dir():  # the modes of files and folders are not copied: a source may be read-only
+            (folder / file.name).mkdir(exist_ok=True)
+            copy_files(list(file.iterdir()), folder / file.name)
         else:
             shutil.copyfile(file, folder / file.name)
 
 
 def forget_loading(folder: Path) -> None:
-    """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user."""
+    """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user.
+
+    Also the references to code of the tokenizer's own, which is not copied.
+    """
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    cleaned = {name: value for name, value in content.items() if name not in LOADING}
+    cleaned = {name: value for name, value in content.items() if name not in (*LOADING, "auto_map")}
     if cleaned != content:
         write_json(path, cleaned)
 

@@ -31,6 +31,8 @@ INTEGERS: dict[str, torch.dtype] = {
 }
 """The dtypes of buffers such as position ids, which are copied unchanged."""
 STORED = DTYPES | INTEGERS
+EXPERT_BIAS = "e_score_correction_bias"
+"""The end of the names of tensors that keep their dtype: small differences between them choose experts."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -55,7 +57,7 @@ class Entry:
 
     def dtype_in(self, dtype: str | None) -> str:
         """Its dtype in a checkpoint whose weights are cast to `dtype`; None keeps the dtypes."""
-        return self.dtype if dtype is None or self.is_integer else dtype
+        return self.dtype if dtype is None or self.is_integer or self.name.endswith(EXPERT_BIAS) else dtype
 
 
 def shard_names(entries: Mapping[str, Entry], maximum: int) -> dict[str, list[str]]:

@@ -45,6 +45,10 @@ def replaced(name, new):
     return state(lambda tensors: tensors.update({name: new(tensors.get(name))}))
 
 
+def head_alone(tensors):
+    tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+
 FILES = {
     "truncated file": Case("model.safetensors", cut(WEIGHTS, -5)),
     "truncated shard": Case(SHARD, cut(SHARD, -5), base="sharded"),
@@ -77,6 +81,7 @@ FILES = {
     "tokenizer is no JSON": Case("tokenizer", write("tokenizer.json", "\0")),
     "tokenizer of another model": Case("5000", other_tokenizer),
     "tied, but another head": Case("tie_word_embeddings", config(tie_word_embeddings=True)),
+    "tied, but no embedding": Case("model.embed_tokens.weight is missing", state(head_alone), base="tied"),
     "untied, but no head": Case("lm_head.weight", config(tie_word_embeddings=False), base="tied"),
     "no config": Case("config.json", remove("config.json")),
     "config is no JSON": Case("config.json", write("config.json", "{'a': 1}")),

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import transformers
-from tokenizers import normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 import crosshead
@@ -109,6 +109,41 @@ def test_chat_templates(templates, tmp_path):
     if isinstance(templates, dict):
         assert found["tokenizer.chat_templates"] == ["tool_use"]
         assert found["tokenizer.chat_template.tool_use"] == "{{ 2 }}"
+
+
+def read_back(tmp_path, tokenizer):
+    written(tmp_path, tokenizer)
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST_TRANSFORMERS:
+        pytest.skip("this version of transformers reads no tokenizers of GGUF files")
+    write_side_files(GgufStore(tmp_path / "x.gguf"), tmp_path / "side")
+    return AutoTokenizer.from_pretrained(tmp_path / "side")
+
+
+def test_no_token_is_added(tmp_path):
+    """transformers adds `<|endoftext|>` behind the vocabulary."""
+    tokenizer = toy.bpe()
+    read = read_back(tmp_path, tokenizer)
+    text = "low<|endoftext|>er"
+    assert read(text).input_ids == tokenizer(text).input_ids
+    assert len(read) <= toy.VOCABULARY and set(tokenizer.get_vocab()) <= set(read.get_vocab())
+
+
+def test_tokens_with_spaces(tmp_path):
+    tokenizer = toy.bpe()
+    tokenizer.add_tokens([AddedToken("low er", normalized=False), AddedToken("   ", normalized=False)])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end of turn>"]})
+    read = read_back(tmp_path, tokenizer)
+    for text in ("a low er1   b", "low <end of turn>low er", " low"):
+        assert read(text).input_ids == tokenizer(text).input_ids
+        assert read.decode(read(text).input_ids) == text
+
+
+def test_chat_templates_are_read(tmp_path):
+    tokenizer = toy.bpe()
+    for templates in ("{{ 1 }}", {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}):
+        tokenizer.chat_template = templates
+        folder = tmp_path / type(templates).__name__
+        assert read_back(folder, tokenizer).chat_template == templates
 
 
 def part(**parts):

@@ -118,6 +118,12 @@ def test_biases_and_tied_embeddings(changes, tmp_path):
     check(write(tmp_path / "model", "Llama", explicit(2, 2), **changes), tmp_path / "out", 1, 2)
 
 
+@pytest.mark.parametrize("backbone", ["Qwen3", "Qwen3Moe"])
+def test_biases_and_a_norm_of_keys(backbone, tmp_path):
+    source = write(tmp_path / "model", backbone, explicit(1, 1), attention_bias=True)
+    check(source, tmp_path / "out", 1, 1)
+
+
 @pytest.mark.parametrize("backbone", toys.BACKBONES)
 def test_bfloat16(backbone, tmp_path):
     mixers, groups, width = WIDE["one component" if backbone.startswith("Qwen3") else "two components"]

@@ -125,6 +125,20 @@ def test_quantised_checkpoints_are_refused():
         read_config(content, "stock", "DeepSeek-V3")
 
 
+def test_biases_of_experts_keep_their_dtype(tmp_path):
+    """In a lower one, differences that choose experts are lost beside a large common part."""
+    source = write_stock(tmp_path / "source", "DeepseekV3")
+    file, name = source / "model.safetensors", "model.layers.1.mlp.gate.e_score_correction_bias"
+    tensors = load_file(file)
+    tensors[name] = 9 + torch.linspace(-0.01, 0.01, len(tensors[name]))
+    save_file(tensors, file, metadata={"format": "pt"})
+    crosshead.convert(source, tmp_path / "made", {"gating": {}}, dtype="bfloat16")
+    made = load_file(tmp_path / "made" / "model.safetensors")
+    assert torch.equal(made[name], tensors[name]) and made["lm_head.weight"].dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype=torch.bfloat16)
+    assert torch.equal(model.state_dict()[name], tensors[name])
+
+
 def test_layers_that_predict_further_tokens_are_dropped(tmp_path):
     source = write_stock(tmp_path / "source", "DeepseekV3")
     file = source / "model.safetensors"

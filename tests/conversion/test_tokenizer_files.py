@@ -39,6 +39,39 @@ def test_settings_say_nothing_of_the_loader(made, tmp_path):
     assert (tmp_path / "tokenizer_config.json").read_text() == '{"tokenizer_class":"X"}'
 
 
+def test_code_of_the_tokenizer_is_not_named(tmp_path):
+    """It is not copied, so that nothing could load by its name."""
+    source = write_stock(tmp_path / "source")
+    path = source / "tokenizer_config.json"
+    settings = json.loads(path.read_text()) | {"auto_map": {"AutoTokenizer": ["own_tokens.OwnTokens", None]}}
+    path.write_text(json.dumps(settings))
+    (source / "own_tokens.py").write_text("raise SystemExit\n")
+    crosshead.convert(source, tmp_path / "model", {"gating": {}})
+    assert not (tmp_path / "model" / "own_tokens.py").exists()
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "model", trust_remote_code=True)
+    assert loaded("ab").input_ids == [1, 2]
+
+
+def test_a_source_that_is_read_only(tmp_path):
+    source = write_stock(tmp_path / "source")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("{{ 1 }}")
+    (source / "additional_chat_templates" / "tool_use.jinja").chmod(0o444)
+    (source / "additional_chat_templates").chmod(0o555)
+    crosshead.convert(source, tmp_path / "model", {"gating": {}}, verify=False)
+    folder = tmp_path / "model" / "additional_chat_templates"
+    assert folder.stat().st_mode & 0o200 and (folder / "tool_use.jinja").stat().st_mode & 0o200
+    assert (folder / "tool_use.jinja").read_text() == "{{ 1 }}"
+
+
+@pytest.mark.parametrize("name", ["LICENSE-CODE", "LICENSE-MODEL", "COPYING", "LICENSE.txt"])
+def test_licences_are_copied(name, tmp_path):
+    source = write_stock(tmp_path / "source")
+    (source / name).write_text("terms")
+    crosshead.convert(source, tmp_path / "model", {"gating": {}}, verify=False)
+    assert (tmp_path / "model" / name).read_text() == "terms"
+
+
 @pytest.mark.parametrize(("options", "asks"), [("trust_remote_code=False", False), ("", True)])
 def test_it_loads_where_nobody_trusts_the_code(made, options, asks):
     """Without a word on trust, transformers asks because of the model's code, and goes on where nobody answers."""
