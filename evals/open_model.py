@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.model_places import placed, split_revision
+from crosshead.common.model_places import model_label, placed, split_revision
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -29,8 +29,8 @@ class Opened:
 
     @property
     def label(self) -> str:
-        """The Hub id, or the directory's name without its path."""
-        return Path(self.name).resolve().name if Path(self.name).is_dir() else self.name
+        """A short name."""
+        return model_label(self.name)
 
 
 def open_model(name: str, trust_remote_code: bool = False) -> Opened:

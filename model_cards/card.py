@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard
 
+from .commands import HUB_NAME
 from .errors import CardError
 from .evaluations import EVALUATION, evaluation_file
 from .facts import Facts
@@ -25,8 +26,6 @@ LIBRARIES = ("transformers", "diffusers")
 """Allowed values of `library_name`."""
 LICENCE_KEYS = ("license", "license_name", "license_link")
 MARK = re.compile(r"\n<!-- made by crosshead; (?P<digest>[0-9a-f]{16}) -->\n\Z")
-NAME = re.compile(r"(?:[\w-]+/)?[\w.-]+")
-"""The names of datasets that the Hub accepts in results."""
 
 
 def card_text(facts: Facts) -> str:
@@ -50,7 +49,7 @@ def is_edited(text: str) -> bool:
 def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
     """The card, first, and its scores. Licence and base model of an existing card are kept."""
     path = folder / README
-    before = path.read_text(encoding="utf-8") if path.is_file() else None
+    before = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
     if before is not None and not overwrite and is_edited(before):
         raise CardError(f"{path} was edited by hand: add --overwrite to replace it")
     contents = {path: card_text(replace(facts, **_kept_metadata(facts, before)))}
@@ -73,7 +72,7 @@ def check_card(text: str, path: Path) -> ModelCard:
     if not text.startswith("---\n") or content.get("library_name") not in LIBRARIES:
         raise CardError(f"{path} lacks `library_name: {LIBRARIES[0]}` in its metadata: write it with `crosshead card`")
     for result in data.eval_results or ():
-        if not NAME.fullmatch(result.dataset_type):
+        if not HUB_NAME.fullmatch(result.dataset_type):
             raise CardError(
                 f"{path} has a result on {result.dataset_type!r}, which is not a valid dataset name on the Hub"
             )

@@ -1,5 +1,6 @@
 """The commands that reproduce a model, from the options in its records."""
 
+import re
 import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
@@ -11,6 +12,8 @@ from .facts import PARTS
 
 PLAIN = {"vocab_size": "--vocab-size", "revision": "--revision", "dtype": "--dtype", "seed": "--seed"}
 """Options of a conversion with the same value in the record and on the command line."""
+HUB_NAME = re.compile(r"(?:[\w-]+/)?[\w-][\w.-]*")
+"""The names of datasets that the Hub accepts."""
 CHOSEN = {
     "budget": ("explicit", {"key_heads", "value_heads", "layers", "on"}),
     "active": ("mixture", {"active_heads", "shared_heads", "layers", "shared"}),
@@ -74,11 +77,13 @@ def recipe_yaml(recipe: Mapping[str, Any]) -> str:
     return yaml.safe_dump(_plain(recipe), sort_keys=False, allow_unicode=True, width=110).rstrip()
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: Any, whole: bool = False) -> Any:
+    """Without empty values; those of `config` mean something."""
     if isinstance(value, Mapping):
-        return {key: _plain(part) for key, part in value.items() if part is not None and part not in ([], ())}
+        kept = {key: part for key, part in value.items() if whole or (part is not None and part not in ([], ()))}
+        return {key: _plain(part, whole or key == "config") for key, part in kept.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_plain(part, whole) for part in value]
     return relative(value) if isinstance(value, str) else value
 
 
@@ -90,5 +95,5 @@ def relative(text: str) -> str:
 def datasets(recipe: Mapping[str, Any]) -> Iterator[str]:
     """The Hub names of the training datasets."""
     for source in recipe.get("data", {}).get("sources", ()):
-        if source.get("kind") == "hub":
+        if source.get("kind") == "hub" and HUB_NAME.fullmatch(source["path"]):  # not a folder with a copy
             yield source["path"]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.model_places import model_label
+
 from .errors import CardError
 
 EVALUATION = "evaluation.json"
@@ -34,6 +36,8 @@ def model_results(
     comparisons = report.get("compared") or ()  # of each later model with the first
     if 0 < index <= len(comparisons):
         first, comparison = models[0], comparisons[index - 1]
+        if len(first["scores"]) != len(model["scores"]):
+            raise CardError(f"{path} has other scores of {first['model']} than of {folder}: evaluate them again")
         found["compared"] = {"with": label(first["model"]), "before": first["scores"], "scores": comparison["scores"]}
     return found
 
@@ -69,9 +73,9 @@ def _outdated(folder: Path) -> str:
 
 
 def label(name: str) -> str:
-    """The directory name of a path; a Hub id unchanged."""
+    """The short name of a model, also of a folder that is gone."""
     path = Path(name).expanduser()
-    return path.resolve().name if path.is_dir() or path.is_absolute() or name.startswith(".") else name
+    return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 
 
 def evaluation_file(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

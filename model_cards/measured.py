@@ -107,10 +107,9 @@ def _scores(evaluation: Json, name: str) -> Iterator[str]:
     if compared:
         interval = f"{evaluation['confidence']:.0%}"
         yield f"Changes are relative to `{compared['with']}`, on the same items, with {interval} confidence intervals."
-    for row in evaluation["scores"]:
-        if row["items_cut"]:
-            truncated = f"{row['items_cut']} of {row['items']} items"
-            yield f"{row['name']}: {truncated} were too long, and their {end} was removed."
+    for row in {row["name"]: row for row in evaluation["scores"] if row["items_cut"]}.values():
+        truncated = f"{row['items_cut']} of {row['items']} items"
+        yield f"{row['name']}: {truncated} were too long, and their {end} was removed."
     if suite.get("missing"):
         yield f"Benchmarks of the suite {NOT_MEASURED}: {', '.join(suite['missing'])}."
 

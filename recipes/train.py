@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -12,9 +13,11 @@ from typing import Any
 
 from crosshead.common.access_tokens import leave_out_tokens
 from crosshead.common.errors import RecipeError
+from crosshead.common.model_places import split_revision
 from crosshead.common.posix import require_posix
 from crosshead.common.progress import Progress, silent
 
+from .data.readers import expand_home
 from .data.training_data import TrainingData
 from .schema.recipe import Recipe
 from .trainer import checkpoints
@@ -25,12 +28,14 @@ from .trainer.models import copied_files, load_models
 from .trainer.objectives import objective_of
 from .trainer.process_group import is_main_process, main_process_first
 from .trainer.run_trainer import RunTrainer
-from .trainer.teacher_logits import WithTeacher, run_key
+from .trainer.teacher_logits import WithTeacher, run_key, teacher_of
 from .trainer.training_arguments import training_arguments
 
 logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
+ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
+"""An absolute path, at the start of a word or behind a sign of equality; the group is its last part."""
 CONFIGS = ("config.json", "generation_config.json")
 """Files of the result with content from the initial model, which may contain access tokens."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
@@ -120,11 +125,14 @@ def initial_weights(recipe: Recipe, model: Any, teacher: Any) -> dict[str, str]:
     options = recipe.distillation
     loaded = {"model.path": (recipe.model.path, model)}
     loaded["distillation.teacher"] = (options.teacher if options else None, teacher)
-    return {
+    found = {
         f"{checkpoints.WEIGHTS_OF} {key}": weights_identity(name, part.config)
         for key, (name, part) in loaded.items()
         if name is not None
     }
+    if options is not None and options.logits is not None and (identity := teacher_of(options.logits)) is not None:
+        found[f"{checkpoints.WEIGHTS_OF} distillation.logits"] = identity
+    return found
 
 
 def _newest_checkpoint(output: Path) -> Path | None:
@@ -156,18 +164,31 @@ def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequ
             for path in extra_files:
                 shutil.copyfile(path, partial_model / path.name)
             leave_out_tokens(partial_model / name for name in CONFIGS if (partial_model / name).is_file())
-            record = {"recipe": without_folders(asdict(recipe)), "processes": trainer.args.world_size}
+            record = {"recipe": published_recipe(recipe), "processes": trainer.args.world_size}
             record |= {"metrics": MetricsFile.last(output)}
+            if recipe.model.path is not None and not Path(recipe.model.path).is_dir():
+                name, revision = split_revision(recipe.model.path)
+                record["source"] = {"kind": "hub", "name": name, "revision": revision}
             (partial_model / RESULT).write_text(json.dumps(record, indent=2), encoding="utf-8")
             checkpoints.move_synced(partial_model, output / checkpoints.MODEL)
             shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
 
 
+def published_recipe(recipe: Recipe) -> dict[str, Any]:
+    """A recipe without the folders of absolute paths, and with `./` before copies of Hub datasets."""
+    content = asdict(recipe)
+    for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
+        if source["kind"] == "hub" and (place := Path(expand_home(source["path"]))).is_dir():
+            source["path"] = f"./{place.name}"
+    shortened: dict[str, Any] = without_folders(content)
+    return shortened
+
+
 def without_folders(value: Any) -> Any:
-    """A recipe without the folders of absolute paths, because the record is published with the model."""
+    """A recipe with the file names of absolute paths alone, also within commands."""
     if isinstance(value, Mapping):
         return {key: without_folders(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
         return [without_folders(part) for part in value]
-    return Path(value).name if isinstance(value, str) and Path(value).is_absolute() else value
+    return ABSOLUTE.sub(r"\1", value) if isinstance(value, str) else value

@@ -7,7 +7,7 @@ import torch
 
 import toys
 from crosshead.common.errors import EvalError, RecipeError
-from crosshead.common.model_places import placed, split_revision
+from crosshead.common.model_places import model_label, placed, split_revision
 from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.trainer import models
@@ -16,6 +16,17 @@ from hub_client import hub_with
 from hub_server import Repository
 from toy_eval import write_scorable
 from toy_training import KNOCKING, toy_run
+
+
+def test_short_names(tmp_path):
+    for folder in ("runs/first/model", "runs/second/model", "models/mine"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs/first/model/training.json").touch()
+    assert model_label(str(tmp_path / "runs/first/model")) == "first"
+    assert model_label(str(tmp_path / "runs/second/model")) == "model"
+    assert model_label(str(tmp_path / "models/mine")) == "mine"
+    assert model_label("org/model") == "org/model"
+
 
 FIRST, NEWEST = "a" * 40, "b" * 40
 MODEL = "org/toy@v1"

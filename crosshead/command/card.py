@@ -49,13 +49,21 @@ def write_card(
     from dataclasses import replace
 
     from crosshead.common.atomic_write import write_whole
+    from crosshead.common.errors import one_line
     from crosshead.model_cards.card import card_files
     from crosshead.model_cards.facts import read_facts
     from crosshead_command.card_source import origin_of
 
     facts = read_facts(folder, evaluations)
-    facts = replace(facts, cost=_cost(facts), **origin_of(facts.conversion, source))
-    contents = card_files(folder, facts, overwrite)
+    try:
+        recorded = (facts.conversion or facts.training).get("source", {})
+        facts = replace(facts, cost=_cost(facts), **origin_of(recorded, source))
+        contents = card_files(folder, facts, overwrite)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:  # of a value that is not there
+        raise ValueError(
+            f"a record of {folder} is incomplete or damaged ({type(error).__name__}: {one_line(error)}): "
+            "conversion.json, training.json, evaluation.json or a file of --eval; write it again"
+        ) from error
     write_whole(contents)
     return next(iter(contents))
 

@@ -12,9 +12,8 @@ TIMEOUT = 10
 """Seconds to wait for the Hub."""
 
 
-def origin_of(conversion: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
-    """`licence` and `base_model`; each is missing if it is unknown."""
-    recorded = conversion.get("source", {})
+def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
+    """`licence` and `base_model` by the recorded source; each is missing if it is unknown."""
     if source is None:
         if recorded.get("kind") != "hub":
             return {}
@@ -26,7 +25,21 @@ def origin_of(conversion: Mapping[str, Any], source: str | Path | None) -> dict[
         return _in_gguf(path)
     if path.is_dir():
         return {"licence": _in_card(path / README)}
+    _check_id(name)
     return {"base_model": name, "licence": _on_the_hub(name, revision or recorded.get("revision"))}
+
+
+def _check_id(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
+
+    try:
+        validate_repo_id(name)
+        is_valid = not name.endswith(".gguf")
+    except HFValidationError:
+        is_valid = False
+    if not is_valid:
+        raise ValueError(f"--source {name} is no folder, GGUF file or Hub id: check the path, or leave it out")
 
 
 def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:

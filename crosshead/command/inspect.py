@@ -65,14 +65,14 @@ def inspect(
 def _read(given: str) -> tuple[str, str]:
     """The name of a text, and the text."""
     from crosshead.common.errors import EvalError
-    from crosshead.common.plain_text import read_text
+    from crosshead.common.plain_text import check_characters, read_text
 
     is_file = os.path.isfile(given)
     if not is_file and LOOKS_LIKE_A_FILE.fullmatch(given):
         raise ValueError(f"the text file {given} does not exist: give a file, or a text of several words")
     name = Path(given).name if is_file else " ".join(given.split())
     name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
-    return name, read_text(Path(given), EvalError) if is_file else given
+    return name, read_text(Path(given), EvalError) if is_file else check_characters(given, "the text", EvalError)
 
 
 def _existing(file: Path) -> Path:

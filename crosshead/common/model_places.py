@@ -1,6 +1,10 @@
 """Where a model is: a folder, or a Hub id, with an optional revision behind it."""
 
 import os
+from pathlib import Path
+
+RESULT, TRAINING = "model", "training.json"
+"""The name of the folder that a training writes, and its record there."""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
@@ -9,6 +13,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
     if not (mark and place and revision) or os.path.exists(name):
         return name, None
     return place, revision
+
+
+def model_label(name: str) -> str:
+    """A short name: a Hub id, the name of a folder, or of a training's result that of its run."""
+    if not (place := Path(name).expanduser()).is_dir():
+        return name
+    place = place.resolve()
+    return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name
 
 
 def placed(name: str) -> dict[str, str]:

@@ -23,6 +23,15 @@ def read_text(path: Path, error_type: type[ValueError]) -> str:
     return text
 
 
+def check_characters(text: str, place: str, error_type: type[ValueError]) -> str:
+    """The text; an error of the given type if it has half a character, which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise error_type(f"{place} has half a character (a lone surrogate): remove it") from None
+    return text
+
+
 def json_object(line: str, place: str, error_type: type[ValueError]) -> dict[str, Any]:
     """The JSON object in a line of a file; an error of the given type, which names its place, for other lines."""
     try:

@@ -129,6 +129,8 @@ def _active_experts(config: Any) -> Fraction:
     """The part of the experts that a token selects."""
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
     experts = next((count for count in counts if count), None)
+    if experts is not None and config.num_experts_per_tok > experts:
+        raise ValueError(f"num_experts_per_tok={config.num_experts_per_tok} is more than the {experts} experts")
     return Fraction(1) if experts is None else Fraction(config.num_experts_per_tok, experts)
 
 

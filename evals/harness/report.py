@@ -12,13 +12,15 @@ def eval_lines(report: Report) -> Iterator[str]:
     """Scores with standard errors, truncated items, missing benchmarks, and the comparisons."""
     yield from _scores(report)
     for model in report["models"]:
-        for row in model["scores"]:
-            if row["items_cut"]:
-                part = "end" if "data" in report else "beginning"
-                yield (
-                    f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "
-                    f"{model['model']} ({model['context']} tokens): their {part} was removed"
-                )
+        cut = {
+            row["name"]: row for row in model["scores"] if row["items_cut"]
+        }  # metrics of a task have the same items
+        for row in cut.values():
+            part = "end" if "data" in report else "beginning"
+            yield (
+                f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "
+                f"{model['model']} ({model['context']} tokens): their {part} was removed"
+            )
     if report["suite"]["missing"]:
         yield f"not in the harness: {', '.join(report['suite']['missing'])}"
     for comparison in report["compared"]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError, nearest
-from crosshead.common.plain_text import json_object, read_text
+from crosshead.common.plain_text import check_characters, json_object, read_text
 
 TEXT_COLUMNS = (
     ("sentence1", "sentence2"),
@@ -55,6 +55,7 @@ def _row(where: str, line: str, header: list[str] | None) -> Row:
     for name, text in zip(names or (), texts, strict=True):
         if not isinstance(text, str) or not text.strip():
             raise EvalError(f"{where}: {name} is {text!r}, not a text")
+        check_characters(text, f"{where}: {name}", EvalError)
     return where, texts, fields[label or ""]
 
 

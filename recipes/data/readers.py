@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import hub_rows
-from crosshead.common.plain_text import conversation_text, json_object
+from crosshead.common.plain_text import check_characters, conversation_text, json_object
 
 from ..schema.sections import DataSource
 
@@ -240,8 +240,4 @@ def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> s
         value = conversation_text(tokenizer, value, place, RecipeError).rstrip()  # ends with the end of the last turn
     if not isinstance(value, str):
         raise RecipeError(f"{place} has {value!r:.40} in {column!r}, which is not text: choose another column")
-    try:
-        value.encode()
-    except UnicodeEncodeError:
-        raise RecipeError(f"{place} has half a character in {column!r} (a lone surrogate): remove it") from None
-    return value
+    return check_characters(value, f"{place} in {column!r}", RecipeError)

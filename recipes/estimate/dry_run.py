@@ -12,7 +12,16 @@ from crosshead.common.errors import RecipeError, one_line
 from crosshead.evals.cost.counting import TRAINING_PASSES, multiplications, on_meta
 from crosshead.evals.cost.model import model_cost, usual_length
 
-from ..schema.model_config import CLASSIFIERS, CONFIGS, DECODERS, check_expert_bias, check_model_type, model_config
+from ..data.readers import expand_home
+from ..schema.model_config import (
+    CLASS_COUNT,
+    CLASSIFIERS,
+    CONFIGS,
+    DECODERS,
+    check_expert_bias,
+    check_model_type,
+    model_config,
+)
 from ..schema.objectives import Noise
 from ..schema.recipe import Recipe
 from ..trainer.loading import load_config
@@ -31,6 +40,7 @@ LABELS = {
     "parameters": "parameters",
     "trainable_parameters": "  trainable",
     "new_parameters": "  of the mechanisms",
+    "classes": "classes",
     "sequences_per_step": "sequences a step",
     "tokens_per_step": "tokens a step",
     "samples_per_step": "samples a step",
@@ -120,7 +130,7 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
         is_decoder = recipe.objective.auto_class == DECODERS
         cost = model_cost(config, recipe.data.length if is_decoder else usual_length(config, 1))
         flops = cost.training_flops if is_decoder else TRAINING_PASSES * cost.input_flops
-        counts = {"kv_bytes_per_token": cost.kv_bytes_per_token} if is_decoder else {}
+        counts = {"kv_bytes_per_token": cost.kv_bytes_per_token} if is_decoder else {"classes": config.num_labels}
         counts |= {"parameters": cost.parameters, "new_parameters": cost.new_parameters}
     else:
         model, example = on_meta(config), objective_of(recipe).example(config, 1)
@@ -158,9 +168,18 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
             if getattr(recipe.objective, "new_classifier", False):
                 found.num_labels = wanted.num_labels
             check_expected(found, wanted)
+    if where == RECIPE and recipe.objective.auto_class == CLASSIFIERS and CLASS_COUNT not in (expected or {}):
+        found.num_labels = len(_class_folders(recipe)) or found.num_labels
     if hasattr(found, "auto_classes"):
         found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]
     return found, where
+
+
+def _class_folders(recipe: Recipe) -> set[str]:
+    """The names of the classes in folders of images; empty where they are not on this machine."""
+    places = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
+    found = [path for place in places if place.is_dir() for path in place.iterdir()]
+    return {path.name for path in found if path.is_dir() and not path.name.startswith(".")}
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:

@@ -60,7 +60,16 @@ class RunTrainer(CheckpointTrainer):
         self._micro_losses: list[torch.Tensor] = []
         self._loads: list[list[torch.Tensor]] = []
         self._rng_is_restored = checkpoint is None
+        self._lacks_evaluation = self._was_stopped_before_evaluation()
         self._save_is_due = False
+
+    def _was_stopped_before_evaluation(self) -> bool:
+        """Whether the step of the checkpoint should have been evaluated, but the run was stopped."""
+        every = self.recipe.watch.evaluate_every
+        if not every or self.eval_dataset is None or not 0 < self.first_step < self.recipe.steps:
+            return False
+        evaluated = {line["step"] for line in MetricsFile.lines(self.output) if "eval_loss" in line}
+        return self.first_step % every == 0 and self.first_step not in evaluated
 
     def _averaging(self, decay: float | None, checkpoint: Path | None) -> WeightAverage | None:
         """The average of the weights, from its beginning or from a checkpoint."""
@@ -115,9 +124,11 @@ class RunTrainer(CheckpointTrainer):
         return self.lr_scheduler
 
     def get_batch_samples(self, *args: Any) -> Any:
-        """After resuming, restore the random state, which the data loader has changed."""
+        """After resuming, make a missing evaluation, and restore the random state that the data loader has changed."""
         found = super().get_batch_samples(*args)
         if not self._rng_is_restored:
+            if self._lacks_evaluation:
+                self.evaluate()
             self._load_rng_state(str(self.checkpoint))
             self._rng_is_restored = True
         return found
@@ -126,9 +137,9 @@ class RunTrainer(CheckpointTrainer):
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The loss of a micro batch."""
-        step = self.state.global_step
+        step, items = self.state.global_step, torch.as_tensor(num_items_in_batch).clamp(min=1)
         with self.accelerator.autocast(), self.balance.counting():  # autocast also for the teacher
-            loss, outputs = self.training_loss(model, inputs, num_items_in_batch, step)
+            loss, outputs = self.training_loss(model, inputs, items, step)
         if self.routing is not None and (step + 1) % self.args.logging_steps == 0:
             self._loads.append(self.routing.load(self.routing.scores(outputs)))
         loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
@@ -192,7 +203,8 @@ class RunTrainer(CheckpointTrainer):
             except DivergedError as error:
                 raise self._diverged(error, line["losses"], step) from None
             logs |= {"spikes": self.monitor.spikes, **self._head_load(), **self.balance.metrics()}
-            logs |= drift(self.model, self.starts)
+            with self._averaged():
+                logs |= drift(self.model, self.starts)
         if self.metrics is not None and ("loss" in logs or "eval_loss" in logs):
             self.metrics.write(line | logs)
         super().log(logs, start_time)

@@ -2,7 +2,7 @@
 
 indices      (samples, length, k) uint32
 logarithms   the same shape, float16: log-probabilities among all tokens
-logits.json  the data and the seed that they belong to
+logits.json  the data and the seed that they belong to, and the identity of the teacher's weights
 """
 
 import json
@@ -21,7 +21,7 @@ from ..data.training_data import Sample, TrainingData, open_data
 from ..schema.recipe import Recipe
 from ..schema.sections import Distillation
 from .checkpoints import move_synced
-from .loading import load_tokenizer
+from .loading import load_tokenizer, weights_identity
 from .models import load_teacher, vocabulary_size
 from .training_arguments import training_arguments
 
@@ -35,6 +35,15 @@ FILES = {INDICES: ("indices", np.uint32), LOGARITHMS: ("logarithms", np.float16)
 def run_key(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
     """The settings that determine the samples of a run and their order."""
     return {"data": data.fingerprint, "seed": recipe.train.seed}
+
+
+def teacher_of(logits: str) -> str | None:
+    """The identity of the weights that made the logits in a folder, if it is recorded."""
+    try:
+        found = json.loads((Path(logits) / RECORD).read_bytes()).get("teacher")
+    except (OSError, ValueError, AttributeError):  # reported where the logits are opened
+        return None
+    return found if isinstance(found, str) else None
 
 
 def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> None:
@@ -58,7 +67,9 @@ def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> N
         partial.mkdir(parents=True)
         with torch.autocast(arguments.device.type, torch.bfloat16, enabled=recipe.train.dtype == "bfloat16"):
             shape = _write(teacher, DataLoader(samples, recipe.train.micro_batch), partial, progress)
-        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, **run_key(recipe, data)}
+        identity = weights_identity(recipe.distillation.teacher, teacher.config)
+        record = {"shape": shape, "vocabulary": teacher.config.vocab_size, "teacher": identity}
+        record |= run_key(recipe, data)
         (partial / RECORD).write_text(json.dumps(record, indent=2), encoding="utf-8")
         move_synced(partial, folder)
     except OSError as error:

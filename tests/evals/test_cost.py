@@ -174,3 +174,10 @@ def test_encoders_by_hand(backbone):
     assert cost.parameters == toys.mixed_model(backbone, {"talking": {}}).num_parameters()
     with pytest.raises(ValueError, match="length=200"):
         model_cost(config, 200)
+
+
+def test_more_selected_experts_than_there_are():
+    config = toys.mixed_model("Qwen3Moe", {}).config
+    config.num_experts_per_tok = config.num_experts + 1
+    with pytest.raises(ValueError, match=f"num_experts_per_tok={config.num_experts + 1}"):
+        model_cost(config, 8)

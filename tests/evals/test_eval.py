@@ -185,7 +185,7 @@ def test_what_does_not_fit_is_counted(place, evaluated):
     report, out = evaluated("trained --tasks long --include-path mine")
     assert [row["items_cut"] for row in scores(report).values()] == [1, 1]
     lines = [line for line in out.splitlines() if "1 of 3" in line]
-    assert lines and all("long" in line and "trained" in line and "512" in line for line in lines)
+    assert len(lines) == 1 and all("long" in line and "trained" in line and "512" in line for line in lines)
     assert out.splitlines()[:-1] == list(eval_lines(report)) and "eval.json" in out.splitlines()[-1]
 
 

@@ -7,12 +7,15 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from broken import run
+from crosshead.model_cards.commands import datasets, recipe_yaml
 from crosshead.model_cards.facts import Facts
 from crosshead.model_cards.metadata import tags
 from crosshead.model_cards.sections import citation
 from crosshead.recipes.schema.load import load_recipe
+from crosshead_command import card_source
 from crosshead_command.card import write_card
 from toy_checkpoints import write_stock
 from toy_data import write_jsonl
@@ -78,6 +81,57 @@ def test_the_recipe_on_the_card_is_the_one_that_was_run(line):
     shutil.rmtree("run")
     assert line("train recipe.yaml")[0] == 0
     assert Path("run/model/model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("source", ["./typo", "/nowhere/typo", "a/b/c", "my model", "models/typo/", "x.gguf"])
+def test_a_source_that_is_nowhere(source, line, tmp_path):
+    write_stock(Path("source"))
+    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    Path("made/conversion.json").unlink()
+    with pytest.raises(ValueError, match=re.escape(source)):
+        write_card(Path("made"), source=source)
+    assert not Path("made/README.md").exists()
+
+
+def test_empty_values_of_a_config_stay(tmp_path):
+    recipe = {"model": {"config": {"q_lora_rank": None, "layer_types": []}, "path": None}, "hub": None}
+    assert yaml.safe_load(recipe_yaml(recipe)) == {"model": {"config": recipe["model"]["config"]}}
+
+
+def test_only_datasets_of_the_hub_are_named():
+    paths = ["allenai/c4", "./copy", "my data", "wikitext", "/data/x"]
+    sources = [{"path": path, "kind": "hub"} for path in paths] + [{"path": "org/x", "kind": "jsonl"}]
+    assert list(datasets({"data": {"sources": sources}})) == ["allenai/c4", "wikitext"]
+
+
+def test_the_source_that_a_training_recorded(line, monkeypatch):
+    write_stock(Path("source"))
+    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    Path("made/conversion.json").unlink()
+    record = {"recipe": {"model": {"path": "org/source"}}, "metrics": {}, "processes": 1}
+    record["source"] = {"kind": "hub", "name": "org/source", "revision": None}
+    Path("made/training.json").write_text(json.dumps(record))
+    monkeypatch.setattr(card_source, "_on_the_hub", lambda name, revision: {"license": "mit"})
+    text = write_card(Path("made")).read_text()
+    assert "base_model: org/source" in text and "license: mit" in text
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("training.json", {"recipe": {}, "metrics": {"loss": 1.0}}),
+        ("conversion.json", {"source": {"kind": "hub"}}),
+        ("conversion.json", {"source": {"kind": "folder", "name": "x"}, "verification": {"windows": 3}}),
+        ("evaluation.json", {"evaluations": [{"suite": None, "scores": [{"name": "x"}]}]}),
+    ],
+)
+def test_incomplete_records(file, content, line):
+    write_stock(Path("source"))
+    assert line("convert source made --mixer knocking --no-verify")[0] == 0
+    Path("made", file).write_text(json.dumps(content))
+    status, _, err = line("card made")
+    assert status == 1 and "a record of made is incomplete" in err and err.count("\n") == 1
+    assert not Path("made/README.md").exists()
 
 
 @pytest.mark.parametrize(("version", "cited"), [(1, "2410.05258"), (2, "huggingface.co/blog/microsoft/diff-attn-v2")])

@@ -256,6 +256,14 @@ def test_the_dry_run_counts_the_work_of_an_image(tmp_path):
     assert 0 < sharded["weights"] < report["memory_per_gpu"]["weights"]
 
 
+def test_the_dry_run_counts_the_classes_of_the_data(tmp_path):
+    recipe = run(VIT, tmp_path, given=("model.path=",))
+    config = {name: value for name, value in recipe.model.config.items() if name != "num_labels"}
+    found = dry_run(replace(recipe, model=replace(recipe.model, config=config)), ONE_GPU)
+    assert found["classes"] == len(CLASSES) == 4
+    assert found["parameters"] == dry_run(recipe, ONE_GPU)["parameters"]
+
+
 def test_text_objectives_refuse_images():
     with pytest.raises(RecipeError, match=r"kind='images'.*next_token"):
         load_recipe("small/smollm2_mixture", ["data.sources=[{path: here, kind: images}]"])

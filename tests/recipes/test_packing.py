@@ -1,7 +1,9 @@
 """Windows against a slow cut of the same tokens, and through models: packed documents equal separate ones."""
 
 import pickle
+from dataclasses import replace
 from itertools import pairwise
+from math import isfinite
 
 import pytest
 import torch
@@ -10,7 +12,9 @@ from torch.utils.data import default_collate
 from crosshead.recipes.data.token_cache import TokenStream
 from crosshead.recipes.data.tokenising import TRAINING, TokenEncoder, write_tokens
 from crosshead.recipes.data.training_data import NOT_PREDICTED, Windows
-from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words
+from crosshead.recipes.schema.sections import DataSource
+from toy_data import SEPARATOR, separating_tokenizer, toy_texts, words, write_jsonl
+from toy_training import KNOCKING, losses, toy_run, train
 from toys import CASES, mixed_model
 
 
@@ -98,3 +102,16 @@ def test_a_packed_batch_equals_its_documents_apart(tmp_path, case):
     assert len(tokens) == (batch["labels"] != NOT_PREDICTED).sum()
     balance = 0.0 if out.balance_loss is None else 0.01 * out.balance_loss
     assert abs(tokens.mean() + balance - out.loss) < 1e-5
+
+
+def test_a_step_without_predictions_changes_nothing(tmp_path):
+    """Of a window with the end of one document and the start of the next."""
+    write_jsonl(tmp_path / "two.jsonl", [2 * chr(97 + index % 26) for index in range(60)])
+    recipe = toy_run(KNOCKING, tmp_path)
+    sources = (DataSource(str(tmp_path / "two.jsonl"), "jsonl"),)
+    data = replace(recipe.data, separate_documents=True, length=2, sources=sources, evaluation=())
+    options = replace(recipe.train, tokens=24, batch_tokens=2, micro_batch=1)
+    recipe = replace(recipe, data=data, train=options, watch=replace(recipe.watch, evaluate_every=None))
+    train(recipe)
+    found = losses(recipe)
+    assert len(found) == 12 and all(isfinite(loss) for loss in found) and 0.0 in found

@@ -19,7 +19,7 @@ from crosshead.recipes.trainer import teacher_logits as module
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.models import vocabulary_size
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS, WithTeacher, run_key, save_teacher
-from toy_training import KNOCKING, MIXTURE, losses, resumed, toy_run, train, weights
+from toy_training import KNOCKING, MIXTURE, killed, losses, resumed, toy_run, train, weights
 
 
 @pytest.fixture
@@ -97,6 +97,14 @@ def test_learning_from_it_goes_on_as_any_run(stored, tmp_path):
     assert losses(killed) == losses(whole)
     found, expected = weights(killed), weights(whole)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_another_teacher_is_refused_in_the_middle(stored, tmp_path):
+    killed(stored, 3)
+    record = tmp_path / "logits" / "logits.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"teacher": "another"}))
+    with pytest.raises(RecipeError, match=r"weights of distillation\.logits=.*'another'"):
+        train(stored)
 
 
 def test_a_shorter_run_may_use_them(stored):

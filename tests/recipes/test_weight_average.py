@@ -19,6 +19,7 @@ from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.schema.sections import LoraOptions
 from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead.recipes.trainer.parameters import MIXERS
 from crosshead.recipes.trainer.weight_average import WeightAverage
 from toy_training import KNOCKING, LORA, metrics, resumed, toy_run, train, weights
 from training_sessions import Run
@@ -69,6 +70,14 @@ def test_the_result_is_the_average(trainable: str, tmp_path: Path) -> None:
     for name, part in found.items():
         assert torch.equal(part, before[name]) == (name not in trained), name
     assert any((found[name].double() - steps[-1][name]).abs().max() > 1e-4 for name in trained)
+
+
+def test_the_drift_is_that_of_the_average(tmp_path: Path) -> None:
+    recipe = averaged_run(tmp_path)
+    train(recipe)
+    before, after = initial(recipe), weights(recipe)
+    moved = [(after[name] - before[name]).norm() / len(part) ** 0.5 for name, part in before.items() if MIXERS in name]
+    assert metrics(recipe)[-2]["drift/knocking"] == pytest.approx(float(sum(moved) / len(moved)), rel=1e-4)
 
 
 def test_held_out_text_is_evaluated_with_the_average(tmp_path: Path) -> None:
