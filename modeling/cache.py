@@ -6,6 +6,8 @@ cached with the keys, or a mechanism reads a token's heads together, the layer s
 of the same size.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -17,17 +19,17 @@ from .ops import split_heads, wide_heads
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
     """Store the state's keys and values and replace them by past and present together.
 
-    `wide` asks for one wide head, in the state as well, unless the past has several, as a trained prefix does.
+    `wide` asks for one wide head, unless the past has several, as a trained prefix does.
     """
     past, uneven = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
     if not (state.key_side_data or uneven or (wide and (past is None or past[0] == 1))):
-        _check_past(past, state.key, layer_index)
+        _check_past(past, state.key, state.value, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
     parts = [wide_heads(state.key), *[numbers.unsqueeze(1) for numbers in state.key_side_data.values()]]
     keys = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-    _check_past(past, keys, layer_index)
-    keys, values = cache.update(keys, wide_heads(state.value), layer_index)
+    _check_past(past, keys, values := wide_heads(state.value), layer_index)
+    keys, values = cache.update(keys, values, layer_index)
     if len(parts) > 1:
         keys, *cached = keys.split([part.shape[-1] for part in parts], dim=-1)
         state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, cached, strict=True)}
@@ -36,19 +38,17 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
     state.key, state.value = keys, values
 
 
-def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int] | None:
-    """The heads and their size that a layer has stored; None where it has stored nothing.
-
-    Not the keys themselves: a reference would keep them in memory while the cache makes room for the next.
-    """
-    keys = getattr(cache.layers[layer_index], "keys", None) if layer_index < len(cache.layers) else None
-    return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1])
+def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int, int] | None:
+    """The stored heads, and the sizes of keys and values; None without any. A reference would keep them in memory."""
+    layer: Any = cache.layers[layer_index] if layer_index < len(cache.layers) else None
+    keys = getattr(layer, "keys", None)
+    return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1], layer.values.shape[-1])
 
 
-def _check_past(past: tuple[int, int] | None, keys: Tensor, layer_index: int) -> None:
+def _check_past(past: tuple[int, int, int] | None, keys: Tensor, values: Tensor, layer_index: int) -> None:
     """`ValueError` where another kind of layer stored the past."""
-    if past is not None and past != (keys.shape[1], keys.shape[-1]):
+    if past not in (None, new := (keys.shape[1], keys.shape[-1], values.shape[-1])):
         raise ValueError(
-            f"the cache of layer {layer_index} holds {past[0]} heads of {past[1]} numbers, the layer stores "
-            f"{keys.shape[1]} of {keys.shape[-1]}: the past is of another model, or a prefix made for the stock one"
+            f"the cache of layer {layer_index} has (heads, key size, value size) {past}, the layer stores {new}: the "
+            "past is of another model, a prefix made for the stock one, or memory that was allocated for stock heads"
         )

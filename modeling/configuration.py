@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .backends import ENGINES, logger
@@ -112,10 +113,7 @@ class MixersConfig(ConfigBase):
     mixers: dict[str, Any] | None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Check and complete `mixers`, and name the code that loads the model where crosshead is not installed.
-
-        A stock configuration's `model_type` would stay on the instance and mislead saving and loading.
-        """
+        """Complete `mixers`, name the code that loads the model, and drop a stock `model_type`, which misleads."""
         self._check_family(kwargs.get("model_type"))
         own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
         super().__post_init__(**own)
@@ -124,10 +122,9 @@ class MixersConfig(ConfigBase):
         self.check_mixers()
 
     def _check_family(self, model_type: str | None) -> None:
-        own = type(self).model_type
-        allowed = (f"crosshead_{own.removeprefix('crosshead_')}", own.removeprefix("crosshead_"), own)
-        if model_type not in (None, *allowed):
-            words = " or ".join(map(repr, dict.fromkeys(allowed[1:])))
+        allowed = (type(self).model_type.removeprefix("crosshead_"), type(self).model_type)
+        if model_type not in (None, *allowed, f"crosshead_{allowed[0]}"):
+            words = " or ".join(map(repr, dict.fromkeys(allowed)))
             raise refuse("model_type", model_type, f"{type(self).__name__} takes {words}")
 
     def code_map(self) -> dict[str, str]:
@@ -201,8 +198,14 @@ class MixersConfig(ConfigBase):
         content, _ = without_tokens(json.loads(self.to_json_string()))
         return f"{type(self).__name__} {json.dumps(content, indent=2)}\n"
 
-    @package_only
-    def save_pretrained(
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+        """Save, with the two files of code that load the model."""
+        super().save_pretrained(save_directory, *args, **kwargs)
+        for name in ("configuration_crosshead.py", "modeling_crosshead.py"):
+            Path(save_directory, name).write_bytes(Path(__file__).with_name(name).read_bytes())
+
+    @package_only  # type: ignore[no-redef]  # in place of the method above: the package has no such files
+    def save_pretrained(  # noqa: F811
         self, save_directory: str | os.PathLike[str], push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """Save, with the two files of code that this configuration needs, after one more check of `mixers`."""

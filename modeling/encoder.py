@@ -128,7 +128,9 @@ def recording_forward(forward: Callable[..., Any]) -> Callable[..., Any]:
             self.record_outputs()
         outputs = forward(self, *inputs, **kwargs)
         if backbone_outputs is not None:
-            backbone_outputs.append((self, outputs, kwargs.get("attention_mask")))
+            mask, tokens = kwargs.get("attention_mask"), outputs[0].shape[1]
+            mask = mask[:, -tokens:] if isinstance(mask, Tensor) and mask.ndim == 2 else mask  # losses know no past
+            backbone_outputs.append((self, outputs, mask))
         return outputs
 
     return record

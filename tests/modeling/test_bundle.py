@@ -131,11 +131,17 @@ def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "first")
     worker = (
         "import sys; sys.modules['crosshead'] = None\n"
-        "from transformers import AutoConfig, AutoModelForCausalLM\n"
+        "import torch\n"
+        "from transformers import AutoConfig, AutoModel, AutoModelForCausalLM\n"
         "model = AutoModelForCausalLM.from_pretrained('first', trust_remote_code=True)\n"
         "loaded = [name for name in sys.modules if name.endswith('configuration_crosshead')]\n"
         "assert len(loaded) == 1, loaded\n"
         "model.save_pretrained('second')\n"
+        "model.model.save_pretrained('part')\n"
+        "model.config.save_pretrained('config')\n"
+        "assert AutoConfig.from_pretrained('config', trust_remote_code=True).mixers == model.config.mixers\n"
+        "part = AutoModel.from_pretrained('part', trust_remote_code=True)\n"
+        "assert all(map(torch.equal, model.model.state_dict().values(), part.state_dict().values()))\n"
         "config = AutoConfig.from_pretrained('first', trust_remote_code=True)\n"
         "try:\n"
         "    type(config)(mixers={'knocking': {}})\n"
@@ -152,7 +158,8 @@ def test_a_model_that_is_saved_again_keeps_its_code(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     for name in [*NAMES, "config.json"]:
         assert (tmp_path / "first" / name).read_text() == (tmp_path / "second" / name).read_text()
-    assert sorted(path.name for path in (tmp_path / "second").glob("*.py")) == NAMES
+    for folder in ("second", "part", "config"):
+        assert sorted(path.name for path in (tmp_path / folder).glob("*.py")) == NAMES
 
 
 def test_a_user_s_subclass_is_saved_with_classes_that_exist(tmp_path: Path) -> None:

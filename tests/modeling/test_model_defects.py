@@ -213,3 +213,14 @@ def test_a_field_with_a_token_is_named(tmp_path: Path, caplog: pytest.LogCapture
     saved = crosshead.CrossheadLlamaConfig.from_pretrained(tmp_path)
     assert saved.mixers == config.mixers and saved.id2label == {0: "plain"}
     assert "hf_a" not in (tmp_path / "config.json").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("half_values", [False, True])
+@torch.no_grad()
+def test_a_past_with_other_sizes(half_values: bool) -> None:
+    """Of the stock model: of keys with `explicit`, of values with half of them."""
+    mixers = {"differential": {"half_values": True, "norm": False}} if half_values else {"explicit": {"key_heads": 1}}
+    stock, model = mixed_model("Llama", {}), mixed_model("Llama", mixers)
+    past = stock(tokens(), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="the past is of another model"):
+        model(tokens(), past_key_values=past)

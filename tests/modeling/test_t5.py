@@ -196,6 +196,19 @@ def test_the_encoder_alone(tmp_path: Path) -> None:
     assert len(found.head_router_scores) == 2
 
 
+@torch.no_grad()
+def test_losses_with_a_past_and_its_mask() -> None:
+    """A mask of the decoder is as long as past and present; the losses are those of the present."""
+    model, rest = mixed_model("T5", MIXTURE), ANSWER[:, 2:].contiguous()
+    past = model(**INPUTS, decoder_input_ids=ANSWER[:, :2])
+    given = {"encoder_outputs": (past.encoder_last_hidden_state,), "attention_mask": MASK, "labels": rest}
+    given |= {"decoder_attention_mask": torch.ones_like(ANSWER), "past_key_values": past.past_key_values}
+    assert torch.isfinite(model(**given, decoder_input_ids=rest).loss)
+    model.config.output_head_router_scores = True
+    begun = {"decoder_input_ids": ANSWER, "decoder_attention_mask": torch.ones_like(ANSWER)}
+    assert model.generate(**INPUTS, **begun, max_new_tokens=3).shape[1] > ANSWER.shape[1]
+
+
 def test_the_loss_has_the_mean_of_the_stacks_balance_losses() -> None:
     model = mixed_model("T5", MIXTURE)
     out = model(
