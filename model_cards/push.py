@@ -60,6 +60,8 @@ class Pushed:
     """The URL of the repository, with its full name."""
     commit: str
     """The commit with all files of the folder."""
+    private: bool
+    """Whether the repository is private; one that exists keeps its visibility."""
 
 
 def push(folder: Path, repository: str, private: bool = True) -> Pushed:
@@ -74,9 +76,10 @@ def push(folder: Path, repository: str, private: bool = True) -> Pushed:
     try:
         _check_on_the_hub(folder / README)
         created = _retry(lambda: api.create_repo(repository, private=private, exist_ok=True))
-        if private and not _retry(lambda: api.model_info(created.repo_id)).private:
+        is_private = bool(_retry(lambda: api.model_info(created.repo_id)).private)
+        if private and not is_private:
             raise PushError(f"{repository} already exists and is public: choose another name, or add --public")
-        return Pushed(created, _retry(lambda: _upload(api, folder, created.repo_id)))
+        return Pushed(created, _retry(lambda: _upload(api, folder, created.repo_id)), is_private)
     except PushError:
         raise
     except Exception as error:  # the HTTP library's own errors differ between versions of the Hub's client

@@ -45,6 +45,8 @@ def publish(model: Path, repository: str, private: bool) -> None:
 
     pushed = upload(model, repository, private)
     typer.echo(f"pushed to {pushed.address}")
+    if pushed.private and not private:
+        typer.echo("the repository is private and stays so: change its visibility in its settings on the Hub")
     taken = tag(pushed, release())
     typer.echo(f"tagged {release()}" if taken is None else f"the tag {release()} exists at {taken[:12]}: not changed")
 

@@ -34,6 +34,8 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
         )
     lines = [line.removesuffix("\r") for line in read_text(path, EvalError).split("\n")]
     header = lines[0].split("\t") if path.suffix == ".tsv" else None
+    if header and (twice := next((name for name in header if header.count(name) > 1), None)) is not None:
+        raise EvalError(f"{path}, line 1: the column {twice!r} is there twice: rename one")
     first = 0 if header is None else 1
     numbered = [(number, line) for number, line in enumerate(lines[first:], first + 1) if line.strip()]
     rows = [_row(f"{path}, line {number}", line, header) for number, line in numbered[:limit]]

@@ -56,6 +56,7 @@ def place(models, tmp_path, monkeypatch):
     write_rows(tmp_path / "words.jsonl", [*ROWS, ROWS[0] | {"label": "nan"}])
     (tmp_path / "short.tsv").write_text("sentence\tlabel\nw50\t1\nw51\n")
     (tmp_path / "json.jsonl").write_text('{"sentence": "w50", "label": 1}\n{"sentence": \n')
+    (tmp_path / "twice.tsv").write_text("sentence\tlabel\tlabel\nw50\t1\t0\n")
     (tmp_path / "half.jsonl").write_text('{"sentence": "w50 \\ud800", "label": 1}\n')
     (tmp_path / "list.jsonl").write_text("[1, 2]\n")
     (tmp_path / "head.tsv").write_text("sentence\tlabel\n")
@@ -89,6 +90,7 @@ CASES = {
     "classifier --data number.jsonl": ["number.jsonl, line 1", "sentence is 5"],
     "classifier --data short.tsv": ["short.tsv, line 3", "1 columns", "2"],
     "classifier --data json.jsonl": ["json.jsonl, line 2", "JSON"],
+    "classifier --data twice.tsv": ["twice.tsv, line 1", "'label'"],
     "classifier --data half.jsonl": ["half.jsonl, line 1", "sentence", "surrogate"],
     "classifier --data list.jsonl": ["list.jsonl, line 1", "object"],
     "classifier --data rows.tsv --limit 0": ["limit=0"],

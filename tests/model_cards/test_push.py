@@ -4,6 +4,7 @@ import pytest
 from huggingface_hub import constants
 
 from crosshead.model_cards.push import MESSAGE, PushError, push, tag
+from crosshead_command.push import publish
 from hub_client import own_hub
 from hub_server import Repository
 
@@ -62,6 +63,12 @@ def test_an_old_public_repository_does_not_take_a_private_model(folder, hub):
     assert hub.repositories["org/model"].files == {}
     push(folder, "org/model", private=False)
     assert hub.repositories["org/model"].files == FILES
+
+
+def test_a_private_repository_stays_private(folder, hub, capsys):
+    push(folder, "org/model")
+    publish(folder, "org/model", private=False)
+    assert hub.repositories["org/model"].private and "private and stays so" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("step", ["create", "preupload", "batch", "commit"])
