@@ -161,7 +161,7 @@ def convert(
     virtual-heads    half as many component heads as KV heads, from a saved calibration
 
     TMPDIR needs three times the size of the checkpoint. On two cores, a round of all cases takes about a minute at
-    1 GB. At 8 GB, neutral takes 15 seconds, virtual-heads six minutes, and calibration half an hour. For example:
+    1 GB. At 8 GB, neutral takes 15 seconds, virtual-heads one minute, and calibration ten minutes. For example:
 
     crosshead bench convert neutral --gigabytes 8 --out convert.json
     """

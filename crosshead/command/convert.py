@@ -76,7 +76,7 @@ def convert(
     no_verify: NoVerify = False,
     as_json: Json = False,
 ) -> None:
-    """Convert a stock Llama, Qwen, BERT, ViT or T5 checkpoint to a crosshead model.
+    """Convert a stock checkpoint of a supported family to a crosshead model.
 
     Mechanisms: knocking, explicit, mixture, talking, differential, gating; for T5 also bilinear. For example:
 

@@ -47,7 +47,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option("--trust-remote-code", help="Allow code in a model directory that is not crosshead's."),
+        typer.Option("--trust-remote-code", help="Allow a model's own code; with --backend vllm, also crosshead's."),
     ] = False,
     confirm_run_unsafe_code: Annotated[
         bool, typer.Option("--confirm-run-unsafe-code", help="Allow tasks that run code which the model writes.")

@@ -10,7 +10,9 @@ from crosshead_command.screen import progress, show_report
 
 
 def fold(
-    model: Annotated[str, typer.Argument(help="A crosshead model: a folder or a Hub id.")],
+    model: Annotated[
+        str, typer.Argument(help="A folder or a Hub id: a crosshead model, for OUT.gguf also a stock one.")
+    ],
     out: Annotated[Path, typer.Argument(help="The folder to write, or a GGUF file: a name that ends in .gguf.")],
     keep_cache: Annotated[
         bool, typer.Option(help="Cache the component heads of `explicit`, not all heads: fewer, wider KV heads.")
@@ -31,7 +33,7 @@ def fold(
     """Convert a crosshead model back to a stock checkpoint.
 
     Multiplies linear `knocking`, `explicit` without norm and `mixture` with all heads active into the projections.
-    With `--keep-cache`, every engine that runs Llama models serves the smaller KV cache of `explicit`.
+    With `--keep-cache`, the stock checkpoint has the smaller KV cache of `explicit`: vLLM and llama.cpp serve it.
 
     crosshead fold models/converted model.gguf --type q8_0
     """

@@ -78,7 +78,7 @@ class GroupedCommands(TyperGroup):
 
 app = typer.Typer(
     name="crosshead",
-    help="Attention mechanisms across heads for Llama, Qwen and BERT models: convert, train, evaluate, publish.",
+    help="Attention mechanisms across heads for pretrained models: convert, train, evaluate, publish.",
     no_args_is_help=True,
     cls=GroupedCommands,
     pretty_exceptions_enable=False,

@@ -11,7 +11,7 @@ from crosshead_command.screen import progress, show_report
 
 def verify(
     source: Annotated[str, typer.Argument(help="The source of the model: a folder, a Hub id, or a GGUF file.")],
-    model: Annotated[str, typer.Argument(help="The model: a folder or a Hub id.")],
+    model: Annotated[str, typer.Argument(help="The model: a folder or a Hub id; with llama.cpp, a GGUF file.")],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of SOURCE on the Hub.")] = None,
     text: Annotated[
         Path | None,

@@ -102,7 +102,7 @@ class Demo:
     def descriptions(self) -> dict[str, str]:
         """Name of a model -> its description."""
         asked = self.size.training
-        after = f"the same after {asked.steps} steps, the first {asked.transfer_steps} on the source's attention"
+        after = f"the same after {asked.steps} steps, in the first {asked.transfer_steps} each attention layer alone"
         served = {SERVED: "the trained model as a stock checkpoint with the same cache"} if self.is_served else {}
         converted = {each.name: each.message for each in self.plan[0]}
         return {"source": self.start.label, **converted, self.trained: after, **served}

@@ -35,15 +35,15 @@ CONVERSIONS = (
     ("`mixture`, 7 of 9 heads active", "9 heads", "mixture:7", "mixture"),
     ("`mixture`, 5 of 9 heads active", "9 heads", "mixture:5", "mixture-5"),
     ("`differential`, `version=2` or `half_values=true`", "9 heads", "differential:2", None),
-    ("beside these: `explicit`, 2 of 3, `method=svd`", "3 heads", "svd:2", None),
-    ("beside these: `mixture`, 7 of 9, `method=paper`", "9 heads", "mixture:7:paper", None),
+    ("the paper's method: `explicit`, 2 of 3, `method=svd`", "3 heads", "svd:2", None),
+    ("the paper's method: `mixture`, 7 of 9, `method=paper`", "9 heads", "mixture:7:paper", None),
 )
 """Conversions of SmolLM2-135M: the words, the name's end and the case in `heads.json`, the name in `recovery.json`."""
 
 
 def conversions_table(heads: Content, recovery: Content) -> str:
     """Losses of the most important conversions above the source's: not trained, and after a short training."""
-    lines = ["| converted to | default text | such text | after a training |", "| --- | ---: | ---: | ---: |"]
+    lines = ["| converted to | default text | WikiText | trained |", "| --- | ---: | ---: | ---: |"]
     for words, name, case, trained in CONVERSIONS:
         names = (f"SmolLM2-135M, {name}", f"SmolLM2-135M, {name}{SAME_TEXT}")
         losses = [heads.get(each, {}).get("cases", {}).get(case, {}).get("above_source") for each in names]

@@ -48,7 +48,7 @@ def gpu_table(report: Content) -> str:
 
 def speed_lines(report: Content) -> Iterator[str]:
     """One report's table, and what it was measured on."""
-    yield "| case | what | beside | ours | rival | ratio (quartiles) | at most |"
+    yield "| case | what | baseline | time | time of the baseline | ratio (quartiles) | target |"
     yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
     for name, found in report["cases"].items():
         sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "rival")]

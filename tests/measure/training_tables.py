@@ -35,8 +35,8 @@ def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, An
 
 def recovery_table(report: Mapping[str, Any]) -> str:
     """The same of several models."""
-    trained = "after training | within 0.05 from"
-    lines = [f"| model | converted to | at first | {trained} | without a transfer: {trained} |"]
+    heads = "before training | after training | tokens until 0.05 or less"
+    lines = [f"| model | converted to | {heads} | without a transfer: after training | tokens until 0.05 or less |"]
     lines.append("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
     for model, of_model in report.items():
         for what, start, *trainings in cases(of_model):
