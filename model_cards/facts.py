@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -114,4 +115,5 @@ def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
 def _name(place: Path, training: Json) -> str:
     """The name of the folder, or of the run if the folder is its result."""
     output = PurePath(str(training.get("recipe", {}).get("output", "")))
-    return output.name if training and place.name == RESULT and output.name else place.name
+    name = output.name if training and place.name == RESULT and output.name else place.name
+    return re.sub(r"[^\w .+@-]", "_", name)  # it stands in commands and in code

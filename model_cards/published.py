@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickletools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
+
+from crosshead.common.model_places import foreign_link
 
 from .card import README, check_card
 from .errors import CardError, FolderError
@@ -29,6 +32,8 @@ BINARY = {".png", ".jpg", ".jpeg", ".gif", ".webp"}
 """Images for the card."""
 PICKLED = (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05", b"PK\x03\x04")
 """The first bytes of pickles, and of torch's archives with pickles."""
+CALLS = {"GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ", "REDUCE", "BUILD", "EXT1", "EXT2", "EXT4"}
+"""Codes of pickles that can run code."""
 ROOTS = (
     r"(?:home|Users|root|opt|work|workspace|mnt|srv|scratch|tmp|var|data|private|media|Volumes|lustre|gpfs|nfs|beegfs|"
     r"fsx|efs|raid|nvme|ssd|dbfs|content|kaggle)\d*"
@@ -88,6 +93,8 @@ def _files(folder: Path) -> dict[str, int]:
             raise FolderError(f"{folder} contains the hidden file {name}: remove or rename it")
         if path.is_symlink() and not path.exists():
             raise FolderError(f"{folder} contains the broken link {name}: replace it by the file")
+        if (target := foreign_link(path, folder)) is not None:
+            raise FolderError(f"{folder} contains the link {name} to {target}: replace it by the file")
         if path.is_file():
             found[name] = path.stat().st_size
     return found
@@ -129,17 +136,26 @@ def _check_names(folder: Path, missing: set[str], unused: set[str]) -> None:
         raise FolderError(f"{folder} contains {min(unused)}, which is not a part of the model: remove it")
 
 
-def _tensors(path: Path) -> set[str]:
-    """The tensor names of a shard; `FolderError` if its size differs from its header."""
-    size = path.stat().st_size
+def _header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        raw = file.read(length) if length <= size else b""
+        raw = file.read(length) if length <= path.stat().st_size else b""
     try:
-        header = json.loads(raw)
+        return dict(json.loads(raw))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise FolderError(f"{path} is damaged: its header cannot be read") from error
+
+
+def _tensors(path: Path) -> set[str]:
+    """The tensor names of a shard; `FolderError` if its size differs from its header."""
+    size, header = path.stat().st_size, _header(path)
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    try:
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (AttributeError, KeyError, TypeError, IndexError) as error:
         raise FolderError(f"{path} is damaged: its header cannot be read") from error
     if size != 8 + length + end:
         raise FolderError(f"{path} is damaged: it has {size} bytes and should have {8 + length + end}")
@@ -148,16 +164,15 @@ def _tensors(path: Path) -> set[str]:
 
 def _check_file(path: Path, name: str, private: Private) -> None:
     if path.suffix == ".safetensors":
-        with path.open("rb") as file:
-            header = file.read(int.from_bytes(file.read(8), "little"))
-        metadata = json.dumps(json.loads(header).get("__metadata__", {}), ensure_ascii=False)
+        metadata = json.dumps(_header(path).get("__metadata__", {}), ensure_ascii=False)
         _check_text(path, metadata, private)
         _check_paths(path, metadata, is_json=True)
         return
     raw = path.read_bytes()
-    if path.suffix.lower() in PICKLES or raw.startswith(PICKLED):
+    if path.suffix.lower() in PICKLES or _is_pickle(raw):
         raise FolderError(f"{path} may be a pickle, which can run code when it is loaded: remove it")
     if name in SENTENCEPIECE or path.suffix.lower() in BINARY:
+        _check_text(path, raw.decode("latin-1"), replace(private, places=()))
         return
     try:
         text = raw.decode("utf-8")
@@ -166,6 +181,17 @@ def _check_file(path: Path, name: str, private: Private) -> None:
     _check_text(path, text, replace(private, places=()) if name in VOCABULARIES else private)
     if name not in VOCABULARIES:
         _check_paths(path, text, is_json=path.suffix == ".json")
+
+
+def _is_pickle(raw: bytes) -> bool:
+    """Whether the bytes are a pickle that calls something; protocol 0 is text."""
+    if raw.startswith(PICKLED):
+        return True
+    try:
+        names = {code.name for code, _, _ in pickletools.genops(raw)}
+    except Exception:  # any text
+        return False
+    return not CALLS.isdisjoint(names)
 
 
 def _check_text(path: Path, text: str, private: Private) -> None:

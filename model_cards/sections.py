@@ -1,6 +1,7 @@
 """Sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,11 +52,16 @@ def opening(facts: Facts) -> Iterator[str]:
         yield "This page is generated from the model's recipe, its config and measured results."
 
 
+def plain(text: str) -> str:
+    """A text without the marks that would end a span of code."""
+    return re.sub(r"[`<>\s]+", " ", text)
+
+
 def _origin(facts: Facts) -> str:
     if facts.base_model is not None:
         return f" from [{facts.base_model}](https://huggingface.co/{facts.base_model})"
     source = facts.conversion.get("source", {})
-    return f" from `{source['name']}`" if source else ""
+    return f" from `{plain(source['name'])}`" if source else ""
 
 
 def changes(facts: Facts) -> Iterator[str]:
@@ -211,5 +217,6 @@ def citation(facts: Facts) -> Iterator[str]:
 
 
 def _code(language: str, text: str) -> str:
-    fence = "```"
+    runs = re.findall("`{3,}", text)
+    fence = max(["```", *(f"{run}`" for run in runs)], key=len)
     return f"{fence}{language}\n{text}\n{fence}"

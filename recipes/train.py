@@ -36,8 +36,8 @@ logger = logging.getLogger(__name__)
 RESULT = "training.json"
 ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
 """An absolute path, at the start of a word or behind a sign of equality; the group is its last part."""
-CONFIGS = ("config.json", "generation_config.json")
-"""Files of the result with content from the initial model, which may contain access tokens."""
+CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
+"""Files of the result with content that may contain access tokens."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")
 NO_EFFECT_KEYS = {"micro_batch", "checkpoint_activations", "convert"}
 """Sections, and keys of other sections, that do not change the losses of a run."""
@@ -163,13 +163,13 @@ def _save(recipe: Recipe, trainer: RunTrainer, processor: Any, extra_files: Sequ
             processor.save_pretrained(str(partial_model))
             for path in extra_files:
                 shutil.copyfile(path, partial_model / path.name)
-            leave_out_tokens(partial_model / name for name in CONFIGS if (partial_model / name).is_file())
             record = {"recipe": published_recipe(recipe), "processes": trainer.args.world_size}
             record |= {"metrics": MetricsFile.last(output)}
             if recipe.model.path is not None and not Path(recipe.model.path).is_dir():
                 name, revision = split_revision(recipe.model.path)
                 record["source"] = {"kind": "hub", "name": name, "revision": revision}
             (partial_model / RESULT).write_text(json.dumps(record, indent=2), encoding="utf-8")
+            leave_out_tokens(partial_model / name for name in CONFIGS if (partial_model / name).is_file())
             checkpoints.move_synced(partial_model, output / checkpoints.MODEL)
             shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()

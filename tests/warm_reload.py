@@ -20,12 +20,14 @@ from typing import Any
 class WarmProcess:
     """In place of the module `subprocess` in `reload.py`."""
 
+    DEVNULL = subprocess.DEVNULL
+
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None
         self._home = TemporaryDirectory()
 
     def run(
-        self, command: list[str], cwd: Path, env: dict[str, str], capture_output: bool, check: bool
+        self, command: list[str], cwd: Path, env: dict[str, str], capture_output: bool, check: bool, stdin: int = 0
     ) -> subprocess.CompletedProcess[bytes]:
         """What `subprocess.run` gives, for `python -P SCRIPT ARGUMENT`."""
         if self._server is None or self._server.poll() is not None:

@@ -19,6 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import LICENCE_FILES
 from crosshead.common.tokenizer_state import LOADING
 from crosshead.modeling.bundle import code_files
 
@@ -38,7 +39,6 @@ MODULES = "modules.json"
 """The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
-LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 PLAIN_SIDE_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -56,7 +56,7 @@ PLAIN_SIDE_FILES = (
     MODULES,
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
-    *(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md")),
+    *LICENCE_FILES,
 )
 """Names of the files that a conversion copies."""
 _MODEL_FILES = {CONFIG, WEIGHTS, INDEX, RECORD, *FOLDERS, "training.json", "evaluation.json", *PLAIN_SIDE_FILES}
@@ -88,6 +88,8 @@ def _remote_code(folder: Path) -> set[str]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if the file is missing or holds something else."""
+    if not path.is_file():
+        return {}
     try:
         return _object(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, RecursionError):
@@ -141,20 +143,30 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
     return {file: names for file, names in removed.items() if names}
 
 
+def named_code(folder: Path) -> list[str]:
+    """The references to code in a folder's settings: loading it would run this code, from the folder or elsewhere."""
+    found = []
+    for name in (CONFIG, "tokenizer_config.json", IMAGE_PROCESSOR, "processor_config.json"):
+        for value in _object(_read_json(folder / name).get("auto_map")).values():
+            found += [str(part) for part in (value if isinstance(value, list) else [value]) if part is not None]
+    return found
+
+
 def foreign_code(folder: Path) -> str | None:
-    """The name of the first Python file in a folder that differs from the code this crosshead writes there."""
-    files = sorted(folder.rglob("*.py"))
-    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files else {}
+    """The first Python file, or reference to code, in a folder that is not what this crosshead writes there."""
+    files, named = sorted(folder.rglob("*.py")), named_code(folder)
+    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or named else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "mixed" else {}
     for file in files:
-        if own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
+        if not file.is_file() or own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name
-    return None
+    return next((each for each in named if f"{each.split('.')[0]}.py" not in own), None)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:
     """Write an indented JSON file atomically."""
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # it may be a link to another file
     partial.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(path)
 

@@ -21,7 +21,7 @@ from huggingface_hub.errors import (
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import read_object, shown
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import split_revision
+from crosshead.common.model_places import foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX
@@ -131,19 +131,26 @@ def _open_gguf(path: Path, scratch: Path) -> Source:
 def _side_files(folder: Path) -> list[Path]:
     """The files to copy, by an allow-list: no code, no pickles, no model card."""
     files = [folder / name for name in PLAIN_SIDE_FILES if (folder / name).is_file()]
+    linked = list(files)
     for name, ending in FOLDERS.items():
         if (folder / name).is_dir():
             for file in sorted((folder / name).iterdir()):
-                if file.suffix != ending:
+                if file.suffix != ending or not file.is_file():
                     raise ConversionError(f"{file} is not a {ending} file: remove it from {name}")
+                linked.append(file)
             files.append(folder / name)
+    for file in (*linked, *files):
+        if (target := foreign_link(file, folder)) is not None:
+            raise ConversionError(f"{file} is a link to {target}, which would be copied: replace it by the file")
     return files
 
 
 def _check_tokens(files: Sequence[Path], name: str) -> None:
     """Refuse access tokens in licences and templates; values of JSON objects with a token are removed when copied."""
     texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
-    for file in (file for file in texts if file.name not in VOCABULARIES | _TEXT_VOCABULARIES):
+    for file in texts:
+        if file in files and file.name in VOCABULARIES | _TEXT_VOCABULARIES:
+            continue
         if file.suffix == ".json" and file.name != MODULES:
             text = json.dumps(without_tokens(read_object(file, MAX_CONFIG_BYTES, "settings"))[0])
         else:

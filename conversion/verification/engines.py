@@ -135,7 +135,9 @@ def run_engine(
         environment.pop("HF_HUB_CACHE", None)
         command = [interpreter, "-P", str(WORKER), str(job)]
         try:
-            done = subprocess.run(command, cwd=scratch, env=environment, capture_output=True, check=False)
+            done = subprocess.run(
+                command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
+            )
         except OSError as error:
             raise ConversionError(f"--engine-python {interpreter} cannot be started: {error.strerror}") from error
         log = done.stderr.decode(errors="replace")

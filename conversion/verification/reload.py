@@ -17,6 +17,7 @@ from transformers.utils.hub import HF_MODULES_CACHE
 from crosshead.common.errors import ConversionError
 from crosshead.common.free_memory import fits_in_memory
 
+from ..sources.model_folder import named_code
 from ..sources.safetensors_store import SafetensorsStore
 
 WORKER = Path(__file__).with_name("reload_worker.py")
@@ -37,14 +38,13 @@ def reload_check(
     entries = SafetensorsStore(folder).entries
     shapes = {name: entry.shape for name, entry in entries.items()}
     fits = fits_in_memory(sum(4 * prod(shape) for shape in shapes.values()))
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     with TemporaryDirectory() as scratch:
         logits, inputs = Path(scratch, "logits.safetensors"), Path(scratch, "inputs.safetensors")
         save_file({"inputs": tokens.contiguous()}, inputs)
         job = {
             "folder": str(folder.resolve()),
             "auto_class": auto_class,
-            "remote_code": "auto_map" in config,
+            "remote_code": bool(named_code(folder)),
             "shapes": None if fits else shapes,
             "inputs": str(inputs),
             "new_tokens": NEW_TOKENS,
@@ -72,10 +72,13 @@ def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
     request, result, home = scratch / "job.json", scratch / "result.json", str(scratch / "home")
     request.write_text(json.dumps(job | {"result": str(result)}), encoding="utf-8")
     settings = {"HF_HOME": home, "HF_MODULES_CACHE": f"{home}/modules", "HF_HUB_OFFLINE": "1"}
+    settings |= {"HF_HUB_CACHE": f"{home}/hub", "HUGGINGFACE_HUB_CACHE": f"{home}/hub"}
     # This process may have found its libraries by a changed sys.path, which the cleaner option -I would ignore.
     settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
     command = [sys.executable, "-P", str(WORKER), str(request)]
-    done = subprocess.run(command, cwd=scratch, env=os.environ | settings, capture_output=True, check=False)
+    done = subprocess.run(
+        command, cwd=scratch, env=os.environ | settings, stdin=subprocess.DEVNULL, capture_output=True, check=False
+    )
     if done.returncode:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"

@@ -110,7 +110,7 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
 def main(job: dict[str, Any]) -> None:
     """Run one job of `reload.py`."""
     torch.set_num_threads(job["threads"])
-    folder, trusted = Path(job["folder"]), {"trust_remote_code": True} if job["remote_code"] else {}
+    folder, trusted = Path(job["folder"]), {"trust_remote_code": job["remote_code"]}
     auto_class = getattr(transformers, job["auto_class"])
     inputs = load_file(job["inputs"])["inputs"]
     tokenizer = None if inputs.is_floating_point() else AutoTokenizer.from_pretrained(folder, **trusted)

@@ -27,6 +27,7 @@ from ..sources.model_folder import (
     RECORD,
     Advance,
     foreign_code,
+    named_code,
     read_record,
     record_file,
     store_digest,
@@ -196,7 +197,7 @@ def folder_of(checkpoint: Source) -> Path | None:
 def refuse_foreign_code(model: Source) -> None:
     """`ConversionError` if verification would run code that this crosshead did not write."""
     folder = folder_of(model)
-    file = None if folder is None or "auto_map" not in model.config else foreign_code(folder)
+    file = foreign_code(folder) if folder is not None and named_code(folder) else None
     if file is not None:
         raise ConversionError(
             f"{model.origin['name']} contains code that this crosshead did not write ({file}), and verification would "

@@ -155,5 +155,8 @@ def _status_of(error: Exception, debug: bool) -> int:
 
 def complain(message: str, status: int) -> int:
     """Write one line to stderr in one call, for several processes at once; returns the status."""
-    sys.stderr.write(f"crosshead: {message}\n")
+    printable = "".join(
+        each if each.isprintable() else ascii(each)[1:-1] for each in message
+    )  # no codes of a terminal
+    sys.stderr.write(f"crosshead: {printable}\n")
     return status

@@ -8,6 +8,7 @@ from typing import Any
 
 FORMS = (
     r"hf_[A-Za-z0-9]{16,}",  # Hugging Face, of users and of organisations
+    r"hf_(?:oauth|jwt)_[\w.-]{16,}",
     r"api_org_[A-Za-z0-9]{16,}",
     r"gh[pousr]_[A-Za-z0-9]{20,}",  # GitHub
     r"github_pat_\w{20,}",
@@ -19,9 +20,9 @@ FORMS = (
     r"AKIA[0-9A-Z]{16}\b",  # Amazon
     r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",  # JSON web tokens
 )
-TOKEN = re.compile(
-    rf"(?:\b|(?<=\\[bfnrt])|(?<=\\u[0-9A-Fa-f]{{4}}))(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----"
-)
+BEFORE = (r"(?<![A-Za-z0-9])", r"(?<=%[0-9A-Fa-f]{2})", r"(?<=\\[bfnrt])", r"(?<=\\u[0-9A-Fa-f]{4})")
+"""What a token may follow: no letter or digit, but for an escape of a URL or of JSON."""
+TOKEN = re.compile(rf"(?:{'|'.join(BEFORE)})(?:{'|'.join(FORMS)})|-----BEGIN [A-Z ]*PRIVATE KEY-----")
 """Access tokens of common services, in plain text or after an escaped line break of JSON."""
 
 

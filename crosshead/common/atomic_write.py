@@ -24,10 +24,13 @@ def check_targets(paths: Iterable[Path], overwrite: bool) -> None:
 
 def write_whole(contents: Mapping[Path, str]) -> None:
     """Write each file under a temporary name in its directory, then rename all of them; a link keeps its place."""
+    if broken := next((path for path in contents if path.is_symlink() and not path.exists()), None):
+        raise EvalError(f"{broken} is a broken link: remove it")
     targets = {path: Path(os.path.realpath(path)) for path in contents}
     partial = {path: target.with_name(f".{target.name}.partial") for path, target in targets.items()}
     try:
         for path, content in contents.items():
+            partial[path].unlink(missing_ok=True)  # it may be a link to another file
             partial[path].write_text(content, encoding="utf-8")
         for path in contents:
             partial[path].replace(targets[path])

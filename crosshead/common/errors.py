@@ -1,10 +1,15 @@
 """Errors that a user sees as one line: the message names the wrong thing, its value, and what to do."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
 BARE = (LookupError, ArithmeticError, AttributeError)
 """Exceptions whose message is only a name or a number."""
+
+
+CREDENTIALS = re.compile(r"(\b\w+://)[^/@\s]+@")
+"""A user's name and password in a URL, behind its scheme."""
 
 
 class ConversionError(ValueError):
@@ -25,7 +30,7 @@ class EvalError(ValueError):
 
 def one_line(error: BaseException) -> str:
     """An exception's message on one line, with the exception's type where the message alone says too little."""
-    message = " ".join(str(error).split())
+    message = CREDENTIALS.sub(r"\1", " ".join(str(error).split()))
     return f"{type(error).__name__} {message}".strip() if isinstance(error, BARE) or not message else message
 
 

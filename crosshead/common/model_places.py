@@ -6,6 +6,10 @@ from pathlib import Path
 RESULT, TRAINING = "model", "training.json"
 """The name of the folder that a training writes, and its record there."""
 
+LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
+LICENCE_FILES = tuple(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md"))
+"""Files that stay with a model and what is made from it."""
+
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """A Hub id such as `organisation/model@revision` in its two parts; any other name has no revision."""
@@ -27,3 +31,15 @@ def placed(name: str) -> dict[str, str]:
     """The arguments of `from_pretrained` for a name: a model's, or a model's with a revision."""
     place, revision = split_revision(name)
     return {"pretrained_model_name_or_path": place} | ({} if revision is None else {"revision": revision})
+
+
+def foreign_link(path: Path, folder: Path) -> Path | None:
+    """The target of a link that leads out of a folder to a file of another name; the Hub's cache may have such links.
+
+    It may be a private file that somebody wants to be copied or published.
+    """
+    if not path.is_symlink():
+        return None
+    target, root = path.resolve(), folder.resolve()
+    in_cache = target.parent == root.parent.parent / "blobs"
+    return None if target.is_relative_to(root) or target.name == path.name or in_cache else target

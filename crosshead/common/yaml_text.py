@@ -1,6 +1,8 @@
 """Reads YAML with every scalar as text, because YAML 1.1 reads the key `on` as true and `1e-5` as a string."""
 
 import math
+from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 import yaml
@@ -8,6 +10,8 @@ import yaml
 from .errors import one_line
 
 NULL = ("", "null", "~")
+LARGEST = 100_000
+"""Values of a document: references to references could make it as large as they like."""
 BOOLEANS = {"true": True, "false": False}
 
 
@@ -25,16 +29,18 @@ class _TextLoader(yaml.BaseLoader):  # type: ignore[misc]  # yaml has no types
 def parse_yaml(text: str) -> Any:
     """A document whose scalars are all strings; `ValueError`, in one line, for invalid YAML and repeated keys."""
     try:
-        return _unshared(yaml.load(text, Loader=_TextLoader))
+        return _unshared(yaml.load(text, Loader=_TextLoader), count(1))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {one_line(error)}") from None
 
 
-def _unshared(content: Any) -> Any:
+def _unshared(content: Any, number: Iterator[int]) -> Any:
     """A copy in which the places that refer to one anchor can change independently."""
+    if next(number) > LARGEST:
+        raise yaml.YAMLError(f"more than {LARGEST:,} values, anchors resolved")
     if isinstance(content, dict):
-        return {key: _unshared(value) for key, value in content.items()}
-    return [_unshared(value) for value in content] if isinstance(content, list) else content
+        return {key: _unshared(value, number) for key, value in content.items()}
+    return [_unshared(value, number) for value in content] if isinstance(content, list) else content
 
 
 def typed(value: Any) -> Any:

@@ -55,7 +55,7 @@ def weights_identity(name: str, config: Any) -> str:
     if not folder.is_dir():
         return str(getattr(config, "_commit_hash", None))
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):  # no device
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 import transformers
 
-from crosshead.common.access_tokens import without_tokens
+from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_places import placed, split_revision
+from crosshead.common.model_places import LICENCE_FILES, foreign_link, placed, split_revision
 
 from ..schema.model_config import check_expert_bias, check_model_type, model_config, named_model_config
 from ..schema.objectives import NEXT_TOKEN
@@ -18,8 +18,8 @@ from .loading import load_config, loading_error
 from .objectives import objective_of
 from .parameters import set_trainable
 
-COPIED_FILES = ("conversion.json", "LICENSE*", "LICENCE*", "NOTICE*", "USE_POLICY*")
-"""Patterns of files of the initial model that also hold for the result."""
+COPIED_FILES = ("conversion.json", *LICENCE_FILES)
+"""Files of the initial model that also hold for the result."""
 USE_ITS_SOURCE = "use the model that this one was converted from"
 OMITTED = {"expert_bias": False}
 """Keys that a configuration does not store with this value."""
@@ -102,7 +102,13 @@ def copied_files(options: ModelOptions) -> list[Path]:
 
         name, revision = split_revision(options.path)
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED_FILES)))
-    return [path for pattern in COPIED_FILES for path in sorted(folder.glob(pattern)) if path.is_file()]
+    found = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
+    for path in found:
+        if (target := foreign_link(path, folder)) is not None:
+            raise RecipeError(f"{path} is a link to {target}, which would be copied: replace it by the file")
+        if path.suffix != ".json" and TOKEN.search(path.read_text(encoding="utf-8", errors="replace")):
+            raise RecipeError(f"{path} contains an access token: remove it from the file and revoke it")
+    return found
 
 
 def vocabulary_size(recipe: Recipe) -> int:

@@ -1,0 +1,170 @@
+"""Folders of somebody else: their code does not run, and private files and tokens are neither copied nor published."""
+
+import json
+import shutil
+
+import pytest
+
+import crosshead
+from broken import edit_json, run
+from crosshead.common.access_tokens import TOKEN
+from crosshead.common.atomic_write import write_whole
+from crosshead.common.errors import ConversionError, EvalError, one_line
+from crosshead.common.yaml_text import parse_yaml
+from crosshead.conversion.sources.model_folder import write_json
+from crosshead.model_cards.card import card_text
+from crosshead.model_cards.errors import FolderError
+from crosshead.model_cards.facts import read_facts
+from crosshead.model_cards.published import check_folder
+from crosshead_command.card import write_card
+from crosshead_command.main import complain
+from toy_checkpoints import write_stock
+
+SECRET = "hf_" + "a1B2" * 6
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    place = tmp_path_factory.mktemp("folders")
+    write_stock(place / "source")
+    crosshead.convert(place / "source", place / "made", {"knocking": {}}, verify=False)
+    write_card(place / "made")
+    return place
+
+
+@pytest.fixture
+def place(folders, tmp_path, monkeypatch):
+    """Copies of a stock model and a converted one, and code that leaves a file when it runs."""
+    for name in ("source", "made"):
+        shutil.copytree(folders / name, tmp_path / name)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("configuration_crosshead.py", "modeling_crosshead.py"):
+        text = (folders / "made" / name).read_text()
+        (tmp_path / "elsewhere" / name).write_text(text + f"\nopen({str(tmp_path / 'ran')!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def other_code(place):
+    config = json.loads((place / "made/config.json").read_text())
+    mapped = {name: f"{place / 'elsewhere'}--{value}" for name, value in config["auto_map"].items()}
+    edit_json(place / "made", "config.json", auto_map=mapped)
+
+
+def tokenizer_code(place):
+    (place / "made/tok.py").write_text(f"open({str(place / 'ran')!r}, 'w')\n")
+    edit_json(
+        place / "made", "tokenizer_config.json", auto_map={"AutoTokenizer": ["tok.T", None]}, tokenizer_class="T"
+    )
+
+
+@pytest.mark.parametrize("damage", [other_code, tokenizer_code])
+@pytest.mark.parametrize("command", ["verify source made", "push made me/x --dry-run"])
+def test_code_that_is_named_does_not_run(damage, command, place, capfd, monkeypatch):
+    damage(place)
+    status, _, err = run(capfd, monkeypatch, command)
+    assert status == 1 and err.count("\n") == 1 and not (place / "ran").exists()
+    assert "--trust-remote-code" in err or "of this machine" in err
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "LICENSE", "1_Pooling/config.json"])
+def test_links_to_other_files_are_not_copied(name, place):
+    (place / "private").write_text("{}")
+    (place / "source/1_Pooling").mkdir()
+    (place / "source" / name).symlink_to(place / "private")
+    with pytest.raises(ConversionError, match="is a link to"):
+        crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
+    assert not (place / "out").exists()
+
+
+def test_links_to_files_of_the_same_name_are(place):
+    shutil.move(place / "source/tokenizer.json", place / "tokenizer.json")
+    (place / "source/tokenizer.json").symlink_to("../tokenizer.json")
+    crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
+    assert not (place / "out/tokenizer.json").is_symlink()
+
+
+def test_folders_of_a_folder_are_not_copied(place):
+    (place / "source/1_Pooling/keys.json").mkdir(parents=True)
+    with pytest.raises(ConversionError, match="1_Pooling"):
+        crosshead.convert(place / "source", place / "out", {"gating": {}}, verify=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.model", b"\x00\x01" + SECRET.encode()),
+        ("logo.png", SECRET.encode()),
+        ("scaler.sav", b'cos\nsystem\n(S"id"\ntR.'),
+        ("sub/x.safetensors", (2**40).to_bytes(8, "little") + b"{}"),
+        ("notes.txt", None),
+    ],
+)
+def test_what_is_not_published(name, content, place):
+    (place / "made" / name).parent.mkdir(exist_ok=True)
+    if content is None:
+        (place / "private").write_text("mine")
+        (place / "made" / name).symlink_to(place / "private")
+    else:
+        (place / "made" / name).write_bytes(content)
+    with pytest.raises(FolderError, match=name.split("/")[-1]):
+        check_folder(place / "made", TOKEN)
+
+
+def test_a_planted_link_is_not_written_through(place):
+    private = place / "private"
+    private.write_text("mine")
+    for name in (".conversion.json.partial", ".README.md.partial"):
+        (place / "made" / name).symlink_to(private)
+    write_json(place / "made/conversion.json", {})
+    write_whole({place / "made/README.md": "text"})
+    assert private.read_text() == "mine"
+    (place / "made/report.md").symlink_to(place / "not there")
+    with pytest.raises(EvalError, match=r"report\.md is a broken link"):
+        write_whole({place / "made/report.md": "text"})
+
+
+def test_forms_of_tokens():
+    for text in (
+        "hf_oauth_eyJhbGciOiJ.eyJzY29wZSI.abcdefgh",
+        "hf_jwt_eyJhbGciOiJSUzI1NiJ9",
+        f"%3A{SECRET}",
+        f"x_{SECRET}",
+    ):
+        assert TOKEN.search(f'"{text}"'), text
+    assert not TOKEN.search(f"shelf{SECRET}")
+
+
+def test_references_to_references_do_not_grow_without_end():
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    with pytest.raises(ValueError, match="100,000"):
+        parse_yaml("\n".join(lines))
+
+
+def test_messages_show_no_password_and_no_codes(capsys):
+    assert one_line(OSError("no answer of http://me:word@host:9/x")) == "no answer of http://host:9/x"
+    complain("model_type '\x1b[31mllama'", 1)
+    assert capsys.readouterr().err == "crosshead: model_type '\\x1b[31mllama'\n"
+
+
+def test_records_cannot_leave_their_place_on_a_card(place):
+    record = json.loads((place / "made/conversion.json").read_text())
+    record["source"] = {"kind": "folder", "name": "x`\n```\n\n<script>alert(1)</script>"}
+    (place / "made/conversion.json").write_text(json.dumps(record))
+    recipe = {"output": 'a/x"); import os #', "hub": {"repo": "k\n```\n# heading"}, "model": {"path": "x"}}
+    (place / "model").mkdir()
+    for path in (place / "made").iterdir():
+        shutil.copy(path, place / "model")
+    (place / "model/training.json").write_text(json.dumps({"recipe": recipe}))
+    text = card_text(read_facts(place / "model", ()))
+    outside, fence = [], ""
+    for line in text.splitlines():
+        marks = line[: len(line) - len(line.lstrip("`"))]
+        if len(marks) >= 3 and (not fence or marks == fence):
+            fence = "" if fence else marks
+        elif not fence:
+            outside.append(line)
+    assert not [line for line in outside if "<script>" in line or line.startswith("# heading")]
+    assert not [line for line in text.splitlines() if "from_pretrained(" in line and "import os" in line]
+    assert not fence
