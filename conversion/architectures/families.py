@@ -258,8 +258,8 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
     check_fields(content, family.mixed, f"config.json of {name}")
-    given = content.get("architectures")
-    if kind == "stock" and family.reads_images and given and given[0] not in classes_of(family):
+    given, old_name = content.get("architectures"), "T5WithLMHeadModel"
+    if kind == "stock" and family.is_encoder and given and given[0] not in (*classes_of(family), old_name):
         raise ConversionError(
             f"config.json of {name} has architectures={shown(given)}: convert one of {', '.join(classes_of(family))}; "
             "load the checkpoint with this class and save it"

@@ -158,6 +158,10 @@ def _checked(checkpoint: Source, length: int, active: bool) -> Any:
     stock = read_config(checkpoint.config, "stock", name)
     if family_of(stock).is_encoder:
         raise ConversionError(f"{name} is not a causal language model, whose loss is measured: give one")
+    if family_of(stock).latent and not active:
+        raise ConversionError(
+            f"{name} expands keys and values from one latent vector: there are no KV heads to combine"
+        )
     check_source(checkpoint.store, tensor_shapes(stock), tied_tensors(stock))
     if active and stock.num_attention_heads < 2:
         raise ConversionError(f"{name} has one head, which is always active")

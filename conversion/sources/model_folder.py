@@ -37,6 +37,8 @@ MAX_CONFIG_BYTES = 10_000_000
 IMAGE_PROCESSOR = "preprocessor_config.json"
 MODULES = "modules.json"
 """The list of modules of a sentence-transformers model; the files with "sentence" in their names are theirs, too."""
+COPIED_MODULES = {"Transformer", "Pooling", "Normalize"}
+"""Modules of sentence-transformers whose files a conversion copies, or that have none."""
 VOCABULARIES = {"tokenizer.json", "vocab.json", "added_tokens.json"}
 """JSON files with vocabulary entries, some of which may look like access tokens."""
 PLAIN_SIDE_FILES = (

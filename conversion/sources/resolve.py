@@ -20,14 +20,23 @@ from huggingface_hub.errors import (
 
 from crosshead.common.access_tokens import TOKEN, without_tokens
 from crosshead.common.checked_json import read_object, shown
-from crosshead.common.errors import ConversionError
+from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.model_places import foreign_link, split_revision
 from crosshead.common.posix import require_posix
 
 from ..architectures.families import FAMILIES, PREFIX
 from ..gguf.header import parts_of
 from ..gguf.store import GgufStore, write_side_files
-from .model_folder import CONFIG, FOLDERS, IMAGE_PROCESSOR, MAX_CONFIG_BYTES, MODULES, PLAIN_SIDE_FILES, VOCABULARIES
+from .model_folder import (
+    CONFIG,
+    COPIED_MODULES,
+    FOLDERS,
+    IMAGE_PROCESSOR,
+    MAX_CONFIG_BYTES,
+    MODULES,
+    PLAIN_SIDE_FILES,
+    VOCABULARIES,
+)
 from .safetensors_store import INDEX, WEIGHTS, SafetensorsStore, read_index
 from .tensor_store import TensorStore
 
@@ -100,6 +109,8 @@ def _open_local(path: Path, scratch: Path) -> Source:
 
 def _open_folder(folder: Path, name: str, origin: dict[str, str]) -> Source:
     config = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration")
+    if "_class_name" in config:
+        raise ConversionError(f"{name} is a model of diffusers: add mechanisms in Python, with from_transformer")
     files = _side_files(folder)
     _check_inputs(config, {file.name for file in files}, name)
     _check_tokens([folder / CONFIG, *files], name)
@@ -139,10 +150,27 @@ def _side_files(folder: Path) -> list[Path]:
                     raise ConversionError(f"{file} is not a {ending} file: remove it from {name}")
                 linked.append(file)
             files.append(folder / name)
+    if (folder / MODULES).is_file():
+        _check_modules(folder / MODULES)
     for file in (*linked, *files):
         if (target := foreign_link(file, folder)) is not None:
             raise ConversionError(f"{file} is a link to {target}, which would be copied: replace it by the file")
     return files
+
+
+def _check_modules(path: Path) -> None:
+    """`ConversionError` if a sentence-transformers model has modules whose files are not copied."""
+    try:
+        modules = json.loads(path.read_text(encoding="utf-8"))
+        kinds = [str(module["type"]).rsplit(".", 1)[-1] for module in modules if "type" in module]
+    except (ValueError, TypeError) as error:
+        raise ConversionError(f"{path} is not a list of modules: {one_line(error)}") from None
+    for kind in kinds:
+        if kind not in COPIED_MODULES:
+            raise ConversionError(
+                f"{path} names a module {kind}, which a conversion does not copy: convert the transformer without "
+                f"{MODULES}, and add the module to the result"
+            )
 
 
 def _check_tokens(files: Sequence[Path], name: str) -> None:

@@ -77,20 +77,28 @@ T5 = Backbone(
     output="o",
     head_size=("d_kv",),
 )
+CLASSIFICATIONS = ("SequenceClassification", "TokenClassification")
 VIT = Backbone((Part("encoder", r"layers\.\d+\.attention", IMAGE, IMAGE),), reads=(IMAGE,), special_tokens=("class",))
 DINOV2 = replace(VIT, parts=(Part("encoder", r"encoder\.layer\.\d+\.attention", IMAGE, IMAGE),))
 if NESTED:
     NESTED_PART = replace(DINOV2.parts[0], modules=r"encoder\.layer\.\d+\.attention\.attention")
     DINOV2 = replace(DINOV2, parts=(NESTED_PART,), value="value", output="")
+ENCODER_HEADS = tuple(f"For{task}" for task in ("MaskedLM", "PreTraining", *CLASSIFICATIONS, "QuestionAnswering"))
 BACKBONES = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "qwen3_moe", "gta"), DECODER),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3"), LATENT),
-    "bert": Backbone((Part("encoder", r"encoder\.layer\.\d+\.attention\.self"),), value="value", output=""),
+    "bert": Backbone(
+        (Part("encoder", r"encoder\.layer\.\d+\.attention\.self"),),
+        value="value",
+        output="",
+        classes=("BertModel", *ENCODER_HEADS),
+    ),
     "albert": Backbone(
         (Part("encoder", r"encoder\.albert_layer_groups\.\d+\.albert_layers\.\d+\.attention"),),
         value="value",
         output="dense",
         calls=("num_hidden_layers", "inner_group_num"),
+        classes=("AlbertModel", *ENCODER_HEADS),
     ),
     "t5": T5,
     "T5EncoderModel": replace(T5, parts=T5.parts[:1], reads=(TEXT,), classes=(), arguments=()),

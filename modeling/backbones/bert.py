@@ -48,8 +48,9 @@ class CrossheadBertConfig(MixersConfig, BertConfig):
 
     def check_mixers(self) -> None:
         """Mechanisms work in encoders alone."""
-        if self.is_decoder:
-            raise refuse("is_decoder", True, "crosshead has BERT as an encoder: use False")
+        for name in ("is_decoder", "add_cross_attention"):
+            if getattr(self, name):
+                raise refuse(name, True, "crosshead has BERT as an encoder: use False")
         super().check_mixers()
 
 

@@ -67,14 +67,16 @@ class CrossheadT5Config(MixersConfig, T5Config):
             layouts[part].append(self.layout_of_layer(place))
         self.mixers = {part: self._complete(part, given.get(part), layouts[part]) for part in PARTS}
         weights = {
-            part: self.mixers[part]["mixture"]["balance_weight"] for part in PARTS if "mixture" in self.mixers[part]
+            part: self.mixers[part]["mixture"]["balance_weight"]
+            for part in PARTS
+            if layouts[part] and "mixture" in self.mixers[part]
         }
         for part, weight in weights.items():
             if weight != next(iter(weights.values())):
                 raise refuse(f"mixers.{part}.mixture.balance_weight", weight, "use one value for all parts")
 
     def _complete(self, part: str, mixers: Any, layouts: list[HeadLayout]) -> dict[str, Settings]:
-        if not layouts:  # a part that this stack does not have; it was checked with the whole model
+        if not layouts and isinstance(mixers or {}, Mapping):  # a part that this stack or model does not have
             return mixers or {}
         try:
             return complete_mixers({} if mixers is None else mixers, layouts)

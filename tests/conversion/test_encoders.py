@@ -166,3 +166,44 @@ def test_what_needs_a_decoder(tmp_path):
     with pytest.raises(ConversionError, match="source"):
         probe_layers(source)
     assert not (tmp_path / "out.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["BertForMultipleChoice", "BertForNextSentencePrediction", "T5ForTokenClassification"]
+)
+def test_classes_without_a_counterpart(name, tmp_path):
+    source = write_encoder(tmp_path / "source", "Bert")
+    content = json.loads((source / "config.json").read_text()) | {"architectures": [name]}
+    content["model_type"] = "t5" if name.startswith("T5") else "bert"
+    (source / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ConversionError, match=f"{name}.*convert one of"):
+        crosshead.convert(source, tmp_path / "made", {"talking": {}})
+
+
+def test_modules_with_weights_are_not_lost_without_a_word(tmp_path):
+    source = write_encoder(tmp_path / "source", "Bert", "Model")
+    types = ("models.Transformer", "models.Pooling", "models.Dense")
+    modules = [
+        {"idx": index, "path": f"{index}", "type": f"sentence_transformers.{each}"} for index, each in enumerate(types)
+    ]
+    (source / "modules.json").write_text(json.dumps(modules))
+    with pytest.raises(ConversionError, match="Dense"):
+        crosshead.convert(source, tmp_path / "made", {"talking": {}})
+
+
+def test_pairs_over_one_key_value_head(tmp_path):
+    source = write_encoder(tmp_path / "source", "Albert")
+    with pytest.raises(ConversionError, match="albert models; it pairs"):
+        crosshead.convert(source, tmp_path / "made", {"differential": {"version": 2}})
+
+
+def test_cross_attention_of_a_bert_is_refused():
+    with pytest.raises(ValueError, match="add_cross_attention=True"):
+        crosshead.CrossheadBertConfig(add_cross_attention=True, mixers={"talking": {}})
+
+
+def test_the_encoder_of_a_t5_takes_mechanisms_of_all_parts():
+    config = crosshead.CrossheadT5Config(is_encoder_decoder=False, mixers={"mixture": {"active_heads": 3}})
+    assert config.mixers["encoder"]["mixture"]["active_heads"] == 3
+    with pytest.raises(ValueError, match="mixers"):
+        crosshead.CrossheadT5Config(is_encoder_decoder=False, mixers={"decoder": 5})
