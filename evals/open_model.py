@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.model_places import model_label, placed, split_revision
+from crosshead.common.model_places import check_layers, model_label, placed, split_revision
 from crosshead.modeling import BACKBONES
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -56,6 +56,7 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
         raise EvalError(f"{name} is not a model directory: config.json is missing")
     found = str(path) if path.is_dir() else name
     config = from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    check_layers(config, name, EvalError)
     return Opened(found, config, trust_remote_code=trust_remote_code)
 
 

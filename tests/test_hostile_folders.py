@@ -168,3 +168,13 @@ def test_records_cannot_leave_their_place_on_a_card(place):
     assert not [line for line in outside if "<script>" in line or line.startswith("# heading")]
     assert not [line for line in text.splitlines() if "from_pretrained(" in line and '");' in line]
     assert not fence
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["inspect", "source", "--text", "a b c", "--out", "x.html"], "eval source --suite offline --out x.json"],
+)
+def test_more_layers_than_any_model_has(command, place, capfd, monkeypatch):
+    edit_json(place / "source", "config.json", num_hidden_layers=100_000_000)
+    status, _, err = run(capfd, monkeypatch, command)
+    assert status == 1 and "num_hidden_layers=100000000" in err

@@ -2,10 +2,12 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 RESULT, TRAINING = "model", "training.json"
 """The name of the folder that a training writes, and its record there."""
 
+MOST_LAYERS = 1000
 LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 LICENCE_FILES = tuple(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md"))
 """Files that stay with a model and what is made from it."""
@@ -31,6 +33,13 @@ def placed(name: str) -> dict[str, str]:
     """The arguments of `from_pretrained` for a name: a model's, or a model's with a revision."""
     place, revision = split_revision(name)
     return {"pretrained_model_name_or_path": place} | ({} if revision is None else {"revision": revision})
+
+
+def check_layers(config: Any, name: str, error_type: type[ValueError]) -> None:
+    """An error of the given type for a number of layers that no model has, and whose loading would not end."""
+    layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(layers, int) and layers > MOST_LAYERS:
+        raise error_type(f"{name} has num_hidden_layers={layers}: use at most {MOST_LAYERS:,}")
 
 
 def foreign_link(path: Path, folder: Path) -> Path | None:

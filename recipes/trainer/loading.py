@@ -6,7 +6,7 @@ from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_places import placed
+from crosshead.common.model_places import check_layers, placed
 from crosshead.common.tokenizer_state import LOADING
 
 from ..schema.recipe import Recipe
@@ -44,9 +44,11 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
+        config = AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
         raise RecipeError(loading_error(key, name, error, options)) from None
+    check_layers(config, f"{key}={name}", RecipeError)
+    return config
 
 
 def weights_identity(name: str, config: Any) -> str:
