@@ -12,6 +12,7 @@ from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import ConversionError, EvalError, one_line
 from crosshead.common.yaml_text import parse_yaml
 from crosshead.conversion.sources.model_folder import write_json
+from crosshead.conversion.verification.tolerances import Tolerance, recorded_tolerance
 from crosshead.model_cards.card import card_text
 from crosshead.model_cards.errors import FolderError
 from crosshead.model_cards.facts import read_facts
@@ -178,3 +179,9 @@ def test_more_layers_than_any_model_has(command, place, capfd, monkeypatch):
     edit_json(place / "source", "config.json", num_hidden_layers=100_000_000)
     status, _, err = run(capfd, monkeypatch, command)
     assert status == 1 and "num_hidden_layers=100000000" in err
+
+
+def test_a_record_cannot_allow_any_difference():
+    most = recorded_tolerance({"logits": 1e9, "divergence": 1e9})
+    assert (most.logits, most.divergence) == (0.1, 0.01)
+    assert recorded_tolerance({"logits": None, "divergence": 1e-5}) == Tolerance(None, 1e-5)

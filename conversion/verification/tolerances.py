@@ -73,6 +73,13 @@ def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
     return replace(coarsest, logits=None) if family_of(config).experts else coarsest
 
 
+def recorded_tolerance(record: Mapping[str, Any]) -> Tolerance:
+    """The tolerance in a model's own record, which allows no more than the coarsest of this crosshead."""
+    most, found = ROUNDING["BF16"], Tolerance(**record)
+    logits = found.logits if found.logits is None else min(found.logits, most.logits or inf)
+    return Tolerance(logits, min(found.divergence, most.divergence))
+
+
 def check_equal(measured: Mapping[str, Any], limit: Tolerance | None) -> None:
     """`ConversionError` if the measured differences exceed the tolerance."""
     if limit is None:

@@ -41,7 +41,7 @@ from .encoder_diff import compare_encoders
 from .logit_diff import compare
 from .reload import NEW_TOKENS, agreement, reload_check
 from .reload_worker import continue_greedily
-from .tolerances import Tolerance, check_equal
+from .tolerances import Tolerance, check_equal, recorded_tolerance
 
 LENGTH, WINDOWS, IMAGES = 256, 4, 8
 PROMPT_LENGTH, PROMPTS = 32, 3
@@ -120,7 +120,7 @@ def verify(
                 f"{model} was made from {record['source']['name']!r}; {source} has other weights: give its own source"
             )
         allowed = record["tolerance"] if record and is_as_written(converted, record, advance) else None
-        tolerance = None if allowed is None else Tolerance(**allowed)
+        tolerance = None if allowed is None else recorded_tolerance(allowed)
         measured = measure(origin, converted, sample, tolerance, progress, device)
         if place is not None and record and converted.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
