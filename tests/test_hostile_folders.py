@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 
@@ -9,7 +10,7 @@ import crosshead
 from broken import edit_json, run
 from crosshead.common.access_tokens import TOKEN
 from crosshead.common.atomic_write import write_whole
-from crosshead.common.errors import ConversionError, EvalError, one_line
+from crosshead.common.errors import ConversionError, EvalError, RecipeError, one_line
 from crosshead.common.yaml_text import parse_yaml
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.tolerances import Tolerance, recorded_tolerance
@@ -17,6 +18,7 @@ from crosshead.model_cards.card import card_text
 from crosshead.model_cards.errors import FolderError
 from crosshead.model_cards.facts import read_facts
 from crosshead.model_cards.published import check_folder
+from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead_command.card import write_card
 from crosshead_command.main import complain
 from toy_checkpoints import write_stock
@@ -185,3 +187,11 @@ def test_a_record_cannot_allow_any_difference():
     most = recorded_tolerance({"logits": 1e9, "divergence": 1e9})
     assert (most.logits, most.divergence) == (0.1, 0.01)
     assert recorded_tolerance({"logits": None, "divergence": 1e-5}) == Tolerance(None, 1e-5)
+
+
+def test_a_chat_template_that_is_named_by_a_path(place):
+    templates = [{"name": "default", "template": "{{ 1 }}"}, {"name": "../../dropped", "template": "{{ 2 }}"}]
+    edit_json(place / "source", "tokenizer_config.json", chat_template=templates)
+    options = SimpleNamespace(tokenizer=None, path=str(place / "source"))
+    with pytest.raises(RecipeError, match=r"dropped"):
+        load_tokenizer(SimpleNamespace(model=options))

@@ -34,6 +34,9 @@ def load_tokenizer(recipe: Recipe) -> Any:
         raise RecipeError(
             f"the tokenizer of {key}={name} contains an access token: remove it from tokenizer_config.json"
         )
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    if bad := next((each for each in templates if Path(each).name != each), None):
+        raise RecipeError(f"the tokenizer of {key}={name} has a chat template named {bad!r}, a path: rename it")
     for state in LOADING:  # or they would be saved
         tokenizer.init_kwargs.pop(state, None)
     return tokenizer
