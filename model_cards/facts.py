@@ -9,13 +9,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from crosshead.common.fingerprint import model_fingerprint
+from crosshead.common.model_places import RESULT, TRAINING
 
 from .errors import CardError
 from .evaluations import EVALUATION, check_evaluations, model_results
 
-CONFIG, CONVERSION, TRAINING = "config.json", "conversion.json", "training.json"
-RESULT = "model"
-"""The name of the result's folder in every training run."""
+CONFIG, CONVERSION = "config.json", "conversion.json"
 Json = Mapping[str, Any]
 PARTS = ("encoder", "decoder", "cross")
 """The parts of a T5, each of which has mechanisms of its own."""
