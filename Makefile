@@ -25,7 +25,7 @@ READY = .venv/ready
 DEMO_READY = $(firstword $(wildcard .venv/ready) .venv/demo-ready)
 endif
 
-.PHONY: help demo test test-all test-oldest test-oldest-all test-torchao test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
+.PHONY: help demo test test-all test-oldest test-oldest-all test-quantized test-triton test-vllm test-llama-cpp lint format types tables hf-suite measure-heads measure-folded measure-small measure-small-recovery measure-embeddings measure-streaming measure-resume measure-processes measure-endings measure-from-scratch measure-recovery measure-knocking measure-benchmarks measure-offline-suite measure-images measure-diffusion measure-objectives measure-report wheel clean
 .DEFAULT_GOAL = help
 
 help: ## this list
@@ -40,7 +40,7 @@ test: $(READY) ## the default tier of tests, with the versions in constraints.tx
 test-all: $(READY) ## every test there is, slow ones too, in each environment; before a release
 	tests/install_browser
 	$(MAKE) --no-print-directory hf-suite
-	$(MAKE) --no-print-directory test-torchao
+	$(MAKE) --no-print-directory test-quantized
 	$(MAKE) --no-print-directory test-triton
 	$(MAKE) --no-print-directory test-vllm
 	$(MAKE) --no-print-directory test-llama-cpp
@@ -60,9 +60,9 @@ build/oldest/ready: $(READY) constraints-oldest.txt
 	touch $@
 
 # Apart from the other tests: with torchao installed, whatever imports peft writes warnings of torchao's on stderr.
-test-torchao: $(READY) ## models of ours with torchao's 8-bit weights
-	$(PYTHON) -m pip install --quiet --no-deps --target build/torchao -c constraints.txt torchao
-	PYTHONPATH=build/torchao $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py
+test-quantized: $(READY) ## models of ours with 8-bit weights of torchao and 4-bit weights of bitsandbytes
+	$(PYTHON) -m pip install --quiet --no-deps --target build/quantized -c constraints.txt torchao bitsandbytes
+	PYTHONPATH=build/quantized $(ENVIRONMENT) $(PYTHON) -P -m pytest tests/fits/test_torchao.py tests/fits/test_bitsandbytes.py
 
 # Apart as well: Triton decides whether to interpret when it is imported.
 test-triton: $(READY) ## kernels for GPUs, in Triton's interpreter

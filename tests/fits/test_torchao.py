@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 from toys import CASES, mixed_model, tokens
 
 quantization = pytest.importorskip(
-    "torchao.quantization", reason="torchao is not installed: `make test-torchao` runs these tests with it"
+    "torchao.quantization", reason="torchao is not installed: `make test-quantized` runs these tests with it"
 )
 pytestmark = pytest.mark.slow
 
