@@ -79,8 +79,9 @@ class Options(BaseModel):
         if not isinstance(given, dict):
             return given
         given = dict(given)
-        if given.get("active") is not None:
-            given["active"] = _part("active", given["active"], "all heads")
+        for option, whole in (("active", "all heads"), ("budget", "the source's KV cache")):
+            if given.get(option) is not None:
+                given[option] = _part(option, given[option], whole)
         if (cache := given.pop("cache", None)) is None:
             return given
         for other in ("layers", "budget"):

@@ -174,7 +174,7 @@ def test_what_was_learnt_from_which_text_is_said(place, line):
     status, out, err = line("convert source one --mixer explicit:value_heads=1 --no-verify")
     assert (status, err) == (0, "")
     assert "\ncalibrated on crosshead's default text" in out
-    command = "convert source two --mixer explicit --layers auto --budget 0.8 --calibration own.txt --no-verify"
+    command = "convert source two --mixer explicit --layers auto --budget 80% --calibration own.txt --no-verify"
     status, out, err = line(command)
     assert (status, err) == (0, "")
     chosen = json.loads((place / "two" / "conversion.json").read_text())["chosen"]

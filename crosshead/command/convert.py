@@ -30,7 +30,7 @@ Layers = Annotated[
     str | None, typer.Option(help="auto: choose the component heads of `explicit` in each layer by measured loss.")
 ]
 Budget = Annotated[
-    float | None, typer.Option(help="For --layers auto: the KV cache as a fraction of the source's, such as 0.5.")
+    str | None, typer.Option(help="For --layers auto: the part of the source's KV cache to keep, such as 50%.")
 ]
 Cache = Annotated[
     str | None,
