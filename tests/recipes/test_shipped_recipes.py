@@ -40,7 +40,7 @@ PARAMETERS = {  # billions, as the papers print them
     "small/digits_vit": (0.000205, 0.00001),
     "small/dit": (0.0329, 0.0001),
     "small/smollm2": (0.1345, 0.003),
-    "small/smollm2_differential": (0.1446, 0.0001),  # the source's 134.5 million, and half of the query heads of 30 layers
+    "small/smollm2_differential": (0.1446, 0.0001),  # 9 query heads more in each layer
     "small/qwen3_0.6b": (0.596, 0.03),
     "small/t5": (0.0605, 0.0001),
     "small/vit": (0.0867, 0.0001),
