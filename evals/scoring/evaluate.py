@@ -28,6 +28,8 @@ from .windows import CorruptedWindows, MaskedWindows, Windows
 KINDS: dict[str, type[Data]] = {
     "ForSequenceClassification": LabelledRows,
     "ForMaskedLM": MaskedWindows,
+    "BertForPreTraining": MaskedWindows,
+    "AlbertForPreTraining": MaskedWindows,
     "T5ForConditionalGeneration": CorruptedWindows,
     "ForImageClassification": LabelledImages,
     "ForImageClassificationWithTeacher": LabelledImages,

@@ -64,6 +64,14 @@ def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, 
     return ImageInputs(processor, channels, training, tuple(map(found, options.evaluation)))
 
 
+def renumber(inputs: ImageInputs, order: Sequence[str], names: Sequence[str]) -> None:
+    """Number the classes of all sources in another order, and give them these names."""
+    for source in (*inputs.sources, *inputs.evaluation):
+        numbers = [order.index(name) for name in source.classes]
+        source.labels = [numbers[label] for label in source.labels]
+        source.classes = tuple(names)
+
+
 def check_classes(place: str, found: Sequence[str], other: str, expected: Sequence[str]) -> None:
     """`RecipeError` if two sources have different classes."""
     if len(found) != len(expected):

@@ -99,8 +99,10 @@ class TokenEncoder:
 
     def fingerprint(self) -> dict[str, Any]:
         """Everything that the tokens of a text depend on."""
-        parts = json.dumps([self._text, self.tokenizer.chat_template])
-        digest = blake2b(parts.encode(), digest_size=16).hexdigest()
+        parts = [self._text, self.tokenizer.chat_template]
+        if self.tokenizer.chat_template:
+            parts.append(self.tokenizer.special_tokens_map)  # which a template may write
+        digest = blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
         return {"tokenizer": digest, "separator": int(self.separator[0]), "vocabulary": self._vocabulary}
 
     def encode(self, texts: list[str]) -> list[Tokens]:

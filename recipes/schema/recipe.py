@@ -146,6 +146,11 @@ class Recipe(sections.Section):
         return self.distillation.transfer_steps + self.distillation.match_steps if self.distillation else 0
 
     @property
+    def loss_changes(self) -> tuple[int, ...]:
+        """The steps after which the loss is another one."""
+        return (self.distillation.transfer_steps, self.match_steps) if self.distillation else ()
+
+    @property
     def evaluates(self) -> bool:
         """Whether there is data for evaluation."""
         return bool(self.data.held_out or self.data.evaluation)

@@ -82,7 +82,7 @@ def loss_curve(run: Recipe, kind: str) -> LossCurve:
 
 def count_spikes(run: Recipe) -> int:
     """The number of loss spikes."""
-    monitor = LossMonitor(run.match_steps)
+    monitor = LossMonitor(run.loss_changes)
     with suppress(RecipeError):  # of a run that diverged
         monitor.update(MetricsFile.losses(Path(run.output), run.steps), 1)
     return monitor.spikes

@@ -14,7 +14,7 @@ from crosshead.modeling.encoder import image_shape
 from ..data.augmentation import Augmentation
 from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages, class_losses
 from ..data.image_sources import require_pillow
-from ..data.images import ImageInputs, find_images, image_processor, open_images
+from ..data.images import ImageInputs, find_images, image_processor, open_images, renumber
 from ..data.training_data import TrainingData
 from ..schema.model_config import CLASS_COUNT, check_model_type, model_config
 from .loading import load_config
@@ -79,8 +79,9 @@ class Classes(Objective):
         return class_names(processor.classes) if objective.new_classifier else {}
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
-        """Augmented images; a model that is continued gets the names of their classes."""
+        """Augmented images; a model that is continued keeps its classes, or gets the names of the data's."""
         check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
+        keep_numbers(processor, [str(config.id2label[number]) for number in range(config.num_labels)])
         config.update(class_names(processor.classes))
         objective: Any = self.recipe.objective
         augmentation = Augmentation(
@@ -153,6 +154,13 @@ def check_count(number: int, whose: str, classes: tuple[str, ...]) -> None:
             f"{whose} has num_labels={number}, but the data have {len(classes)} classes: use a model or data with the "
             "same classes, or objective.new_classifier=true with model.path"
         )
+
+
+def keep_numbers(inputs: ImageInputs, names: list[str]) -> None:
+    """Number the classes as the model does if the data call them by its names, or else by its numbers."""
+    for known in (names, [str(number) for number in range(len(names))]):
+        if sorted(known) == sorted(inputs.classes):
+            return renumber(inputs, known, names)
 
 
 def class_names(classes: tuple[str, ...]) -> dict[str, Any]:

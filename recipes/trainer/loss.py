@@ -20,10 +20,9 @@ from ..schema.sections import Distillation
 from .load_balance import HeadRouting
 from .next_token import count_predictions, next_labels, without_labels
 from .objective import Objective
+from .parameters import attention_layers
 from .teacher_logits import INDICES, LOGARITHMS
 
-ATTENTION = ".self_attn"
-"""The end of the name of every attention layer."""
 ROWS = 512
 """Predictions compared at once, and again in the backward pass: logits are the largest tensors of a step."""
 
@@ -146,7 +145,7 @@ def attention_outputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     def collect(module: nn.Module, args: Any, output: Any) -> None:
         outputs.append(output[0])
 
-    handles = [layer.register_forward_hook(collect) for layer in _attention_layers(model)]
+    handles = [layer.register_forward_hook(collect) for layer in attention_layers(model)]
     try:
         yield outputs
     finally:
@@ -162,7 +161,7 @@ def attention_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     def collect(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
         inputs.append(given["hidden_states"])
 
-    handles = [layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in _attention_layers(model)]
+    handles = [layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in attention_layers(model)]
     try:
         yield inputs
     finally:
@@ -177,9 +176,5 @@ def replace_attention_inputs(model: nn.Module, inputs: list[torch.Tensor]) -> li
         own = given["hidden_states"]
         return args, given | {"hidden_states": wanted.to(own) + 0.0 * own}  # data parallelism waits for its gradient
 
-    layers = zip(_attention_layers(model), inputs, strict=True)
+    layers = zip(attention_layers(model), inputs, strict=True)
     return [layer.register_forward_pre_hook(partial(replace, wanted), with_kwargs=True) for layer, wanted in layers]
-
-
-def _attention_layers(model: nn.Module) -> list[nn.Module]:
-    return [module for name, module in model.named_modules() if name.endswith(ATTENTION)]

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import isfinite
 from pathlib import Path
 from statistics import mean, pstdev
@@ -26,12 +26,12 @@ The first mean is the first loss: a run may diverge from its beginning."""
 class LossMonitor:
     """Counts spikes, and raises `DivergedError`."""
 
-    def __init__(self, other_until: int = 0) -> None:
-        """After step `other_until`, the loss is another one."""
+    def __init__(self, changes: Collection[int] = ()) -> None:
+        """`changes` are the steps after which the loss is another one."""
         self.spikes = 0
         self.last_good = 0
         """The last step with a loss that was finite and not too high."""
-        self._other_until = other_until
+        self._changes = changes
         self._reset()
 
     @property
@@ -47,7 +47,7 @@ class LossMonitor:
     def update(self, losses: Sequence[float], first_step: int) -> None:
         """Add the losses of consecutive steps."""
         for step, loss in enumerate(losses, first_step):
-            if step == self._other_until + 1:
+            if step - 1 in self._changes:
                 self._reset()
             check_finite("loss", loss, step)
             if self._recent:

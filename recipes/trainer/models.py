@@ -16,7 +16,7 @@ from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
 from .loading import load_config, loading_error
 from .objectives import objective_of
-from .parameters import set_trainable
+from .parameters import ATTENTION, attention_layers, set_trainable
 
 COPIED_FILES = ("conversion.json", *LICENCE_FILES)
 """Files of the initial model that also hold for the result."""
@@ -40,13 +40,12 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
         teacher = load_teacher(options.teacher, model.config.vocab_size, processor)
-        for key in ("num_hidden_layers", "hidden_size") if recipe.match_steps else ():
-            theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
-            if theirs != ours:
-                raise RecipeError(
-                    f"distillation.match_steps={recipe.match_steps} compares layers, but the teacher has {key}="
-                    f"{theirs}, the model {ours}: use 0, or {USE_ITS_SOURCE}"
-                )
+        if recipe.match_steps:
+            check_layers_match(model, teacher, recipe.match_steps)
+    if recipe.data.separate_documents and not is_deepspeed_zero3_enabled():
+        for key, each in (("model", model), ("distillation.teacher", teacher)):
+            if each is not None and not hasattr(each.config, "mixers"):  # our own keep documents apart
+                check_documents_apart(each, key)
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
         try:
@@ -56,6 +55,40 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
             raise RecipeError(f"train.checkpoint_activations=true is not possible with this model: {reason}") from None
     set_seed(recipe.train.seed)
     return set_trainable(model, recipe.train), teacher
+
+
+def check_layers_match(model: Any, teacher: Any, steps: int) -> None:
+    """`RecipeError` if the attention outputs of model and teacher cannot be compared."""
+    for key in ("num_hidden_layers", "hidden_size"):
+        theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
+        if theirs != ours:
+            raise RecipeError(
+                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={theirs}, the model "
+                f"{ours}: use 0, or {USE_ITS_SOURCE}"
+            )
+    ours, theirs = len(attention_layers(model)), len(attention_layers(teacher))
+    if not ours or ours != theirs:
+        raise RecipeError(
+            f"distillation.match_steps={steps} compares the outputs of layers that are named {ATTENTION[1:]!r}: the "
+            f"model, a {type(model).__name__}, has {ours}, the teacher, a {type(teacher).__name__}, {theirs}: use 0 "
+            "for match_steps and transfer_steps"
+        )
+
+
+@torch.no_grad()
+def check_documents_apart(model: Any, key: str) -> None:
+    """`RecipeError` if tokens of a window read those of the document before: some stock models ignore positions."""
+    first, second = torch.arange(8), torch.cat([torch.arange(8, 12), torch.arange(4, 8)])
+    tokens = torch.stack([first, second]) % model.config.vocab_size
+    positions = torch.arange(4).repeat(2).expand_as(tokens)
+    training = model.training
+    logits = model.eval()(input_ids=tokens, position_ids=positions, use_cache=False).logits[:, 4:].float()
+    model.train(training)
+    if (logits[0] - logits[1]).abs().max() > 0.01 * logits.abs().max():
+        raise RecipeError(
+            f"data.separate_documents=true is not possible with this {key}, a {type(model).__name__}: it reads the "
+            "document before, too; use false"
+        )
 
 
 def load_model(recipe: Recipe, processor: Any) -> Any:

@@ -15,6 +15,8 @@ from ..schema.sections import LoraOptions, TrainOptions
 
 MIXERS = ".mixers."
 """A part of the name of every parameter of a mechanism."""
+ATTENTION = ".self_attn"
+"""The end of the name of every attention layer."""
 LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
 """Those of MLA."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", *LATENT_PROJECTIONS, "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -101,3 +103,8 @@ def learning_rate_factor(recipe: Recipe, step: int) -> float:
         return 1.0
     done = min(1.0, (step - warmup) / max(1, recipe.steps - 1 - warmup))
     return train.final_ratio + (1 - train.final_ratio) * (1 + cos(pi * done)) / 2
+
+
+def attention_layers(model: nn.Module) -> list[nn.Module]:
+    """In their order."""
+    return [module for name, module in model.named_modules() if name.endswith(ATTENTION)]

@@ -21,10 +21,10 @@ from .checkpoint_trainer import CheckpointTrainer
 from .checkpoints import checkpoints, step_of
 from .drift import drift, starting_points
 from .load_balance import ExpertBalance, HeadRouting, load_biases_everywhere, load_metrics
-from .loss import ATTENTION, TrainingLoss
+from .loss import TrainingLoss
 from .metrics import LossMonitor, MetricsFile, check_finite
 from .objectives import objective_of
-from .parameters import learning_rate_factor, separate_mechanisms
+from .parameters import ATTENTION, learning_rate_factor, separate_mechanisms
 from .weight_average import WeightAverage
 
 
@@ -54,7 +54,7 @@ class RunTrainer(CheckpointTrainer):
         self.add_callback(self.balance)
         self.average = self._averaging(recipe.train.average, checkpoint)
         self.model_accepts_loss_kwargs = True  # which peft's wrapper hides
-        self.monitor = LossMonitor(recipe.match_steps)
+        self.monitor = LossMonitor(recipe.loss_changes)
         self.monitor.update(MetricsFile.losses(self.output, self.first_step), 1)
         self.metrics = MetricsFile(self.output, self.first_step) if self.is_world_process_zero() else None
         self._micro_losses: list[torch.Tensor] = []
@@ -140,10 +140,15 @@ class RunTrainer(CheckpointTrainer):
         step, items = self.state.global_step, torch.as_tensor(num_items_in_batch).clamp(min=1)
         with self.accelerator.autocast(), self.balance.counting():  # autocast also for the teacher
             loss, outputs = self.training_loss(model, inputs, items, step)
-        if self.routing is not None and (step + 1) % self.args.logging_steps == 0:
+        if self.routing is not None and self._is_logged(step + 1):
             self._loads.append(self.routing.load(self.routing.scores(outputs)))
         loss = loss * self.accelerator.num_processes  # gradients are averaged over processes
         return (loss, outputs) if return_outputs else loss
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether a line is written after the step."""
+        every = (self.args.logging_steps, self.args.save_steps)
+        return step == self.args.max_steps or any(step % interval == 0 for interval in every)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Train on a micro batch, and keep its loss for the log."""

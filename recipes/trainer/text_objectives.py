@@ -12,6 +12,7 @@ from crosshead.common.progress import Progress
 
 from ..data.corruption import Corruption, cut_spans, masked_tokens, span_sizes
 from ..data.training_data import TrainingData, open_data
+from ..schema.recipe import Recipe
 from .load_balance import HeadRouting
 from .loading import load_tokenizer
 from .next_token import count_predictions, evaluate
@@ -24,6 +25,13 @@ ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
 def decoder_start(config: Any) -> int | None:
     """The decoder's first input."""
     return getattr(config, "decoder_start_token_id", None)
+
+
+def check_context(recipe: Recipe, config: Any) -> None:
+    """`RecipeError` if a window is longer than the model's context."""
+    length, context = recipe.data.length, getattr(config, "max_position_embeddings", None)
+    if context is not None and length > context:
+        raise RecipeError(f"data.length={length} is more than max_position_embeddings={context}: lower it")
 
 
 class TextObjective(Objective):
@@ -46,11 +54,21 @@ class TextObjective(Objective):
         return int(self.recipe.data.length * config.vocab_size)
 
 
+def excess_expert_loss(model: nn.Module, outputs: Any, share: torch.Tensor) -> torch.Tensor | float:
+    """What a stock mixture of experts adds beyond this micro batch's share of the step; our models add the share."""
+    config: Any = getattr(model, "module", model).config
+    if outputs.get("aux_loss") is None or hasattr(config, "mixers"):
+        return 0.0
+    excess: torch.Tensor = config.router_aux_loss_coef * outputs["aux_loss"] * (1 - share)
+    return excess
+
+
 class NextToken(TextObjective):
     """A decoder predicts the next token; the model computes the loss, with those of experts."""
 
     def open_data(self, processor: Any, config: Any, progress: Progress) -> TrainingData:
-        """Windows of text."""
+        """Windows of text, within the model's context."""
+        check_context(self.recipe, config)
         return open_data(self.recipe.data, processor, config.vocab_size, progress)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
@@ -62,11 +80,11 @@ class NextToken(TextObjective):
     ) -> tuple[torch.Tensor, Any]:
         """The model's own loss, with the balance loss of each sequence instead of that of all tokens."""
         inputs = inputs | {"num_items_in_batch": items, "use_cache": False}  # with a cache, attention joins documents
+        shares = count_predictions(inputs[LABELS]) / items
         if routing is None:
             outputs = model(**inputs)
-            return outputs["loss"], outputs
+            return outputs["loss"] - excess_expert_loss(model, outputs, shares.sum()), outputs
         outputs = model(**inputs, output_head_router_scores=True)
-        shares = count_predictions(inputs[LABELS]) / items
         of_all_tokens = routing.weight * outputs["balance_loss"] * shares.sum()
         return outputs["loss"] + (routing.loss_by_sequence(outputs, shares) - of_all_tokens), outputs
 
@@ -102,15 +120,13 @@ class MaskedTokens(CorruptionObjective):
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
         """Masks, and special tokens around the segments."""
         options: Any = self.recipe.objective
-        length, context = self.recipe.data.length, config.max_position_embeddings
-        if length > context:
-            raise RecipeError(f"data.length={length} is more than max_position_embeddings={context}: lower it")
+        check_context(self.recipe, config)
         if options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
             raise RecipeError(
                 f"objective.segments='order' needs a model with 2 types of tokens, but type_vocab_size="
                 f"{getattr(config, 'type_vocab_size', None)}: raise it, or use segments: none"
             )
-        return masked_tokens(options, tokenizer, config.vocab_size, length)
+        return masked_tokens(options, tokenizer, config.vocab_size, self.recipe.data.length)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The masked tokens, and the order if it is asked for."""

@@ -1,6 +1,7 @@
 """`crosshead eval --data` on texts: classifiers, regressions, masked language models and T5."""
 
 import json
+import shutil
 from itertools import pairwise
 
 import pytest
@@ -163,6 +164,19 @@ def test_masked_tokens(backbone, line, tmp_path):
     assert found["perplexity"] == pytest.approx(torch.tensor(found["loss"]).exp().item(), rel=1e-4)
     assert found["accuracy"] == pytest.approx(sum(hits) / masked)
     assert {row["items"] for row in report["models"][0]["scores"]} == {4}
+
+
+@pytest.mark.parametrize("backbone", ["Bert", "Albert"])
+def test_a_model_with_a_second_head_is_scored_by_its_first(backbone, line, tmp_path):
+    scoring_toys.write_masked(tmp_path / "two", backbone, task="ForPreTraining")
+    scoring_toys.write_prose(tmp_path / "text.txt", 300)
+    first, _ = line("two --data text.txt")
+    model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "two")
+    model.save_pretrained(tmp_path / "one")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tmp_path / "two" / name, tmp_path / "one" / name)
+    second, _ = line("one --data text.txt")
+    assert scores(first) == pytest.approx(scores(second))
 
 
 def test_masks_are_the_same_for_every_model(line, tmp_path):

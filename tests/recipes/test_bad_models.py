@@ -4,9 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config
+from transformers import AutoModelForCausalLM, ByT5Tokenizer, GPT2Config, OPTConfig
 
 from broken import run
 from crosshead.common.errors import RecipeError
@@ -14,6 +15,7 @@ from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.model_config import DECODERS, model_config, model_types
 from crosshead.recipes.schema.toy import write_tokenizer
+from crosshead.recipes.trainer.models import check_documents_apart
 from toy_checkpoints import write_stock
 from toy_training import KNOCKING, MIXTURE, toy_run, train
 
@@ -225,6 +227,30 @@ def test_a_family_that_is_not_counted(line, tmp_path):
     gpt2(tmp_path / "gpt2")
     err = line(f"train {written(tmp_path, path='gpt2')} --dry-run")
     assert "model.path=gpt2" in err and "model_type='gpt2'" in err
+
+
+def test_windows_beyond_the_context_of_a_stored_model(line, tmp_path):
+    write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=32)
+    err = line(f"train {written(tmp_path, path='stock')}")
+    assert "data.length=64" in err and "max_position_embeddings=32" in err
+
+
+def test_a_family_that_reads_the_document_before(line, tmp_path):
+    shape = OPTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=64, vocab_size=257)
+    shape.word_embed_proj_dim = 32
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(tmp_path / "opt")
+    err = line(f"train {written(tmp_path, path='opt')} --set data.separate_documents=true")
+    assert "data.separate_documents=true" in err and "OPTForCausalLM" in err
+    for folder in (gpt2(tmp_path / "gpt2"), write_stock(tmp_path / "stock", vocab_size=257)):
+        check_documents_apart(AutoModelForCausalLM.from_pretrained(folder), "model")
+
+
+def test_a_family_whose_attention_is_not_compared(line, tmp_path):
+    gpt2(tmp_path / "gpt2")
+    recipe = written(tmp_path, path="gpt2")
+    err = line(f"train {recipe} --set distillation.teacher=gpt2 --set distillation.transfer_steps=1")
+    assert "distillation.match_steps=1" in err and "'self_attn'" in err and "GPT2LMHeadModel" in err
 
 
 def test_a_teacher_of_another_family_is_counted(tmp_path):

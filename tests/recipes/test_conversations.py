@@ -66,6 +66,17 @@ def test_another_template_gives_other_tokens(tmp_path):
     assert (one[0]["input_ids"][0], two[0]["input_ids"][0]) == (1, 3)
 
 
+def test_another_token_in_the_template_gives_other_tokens(tmp_path):
+    path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
+    found = []
+    for start in ("w3", "w4"):
+        tokenizer = chat_tokenizer()
+        tokenizer.bos_token, tokenizer.chat_template = start, "{{ bos_token }} " + TEMPLATE
+        (windows,) = open_windows(path, "jsonl", tokenizer, tmp_path).sources
+        found.append(windows[0]["input_ids"][0])
+    assert found == [3, 4]
+
+
 @pytest.mark.parametrize(
     ("content", "template", "expected"),
     [

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModel, AutoModelForImageClassification, pipeline
 from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
 from crosshead.common.errors import RecipeError
+from crosshead.recipes.data.images import ImageInputs
 from crosshead.recipes.data.toy_images import write_toy_images
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import FSDP, ONE_GPU, Sharding
@@ -18,7 +20,7 @@ from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.sections import DataSource
 from crosshead.recipes.schema.toy import toy
 from crosshead.recipes.train import train
-from crosshead.recipes.trainer.image_objective import check_shape
+from crosshead.recipes.trainer.image_objective import check_shape, keep_numbers
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
 from image_toys import CLASSIFIER, write_image_model
@@ -153,6 +155,25 @@ def test_a_model_that_is_continued_gets_the_names_of_the_classes(tmp_path):
     outcome = train(load_recipe(continued(tmp_path, num_labels=4)))
     model = AutoModelForImageClassification.from_pretrained(outcome.model)
     assert list(model.config.id2label.values()) == CLASSES
+
+
+@pytest.mark.parametrize("names", [CLASSES[::-1], ["a", "b", "c", "d"]])
+def test_classes_that_a_model_knows_keep_their_numbers(names, tmp_path):
+    classes = {"id2label": dict(enumerate(names)), "label2id": {name: number for number, name in enumerate(names)}}
+    _, model, data = opened(load_recipe(continued(tmp_path, num_labels=4, **classes)))
+    known = names if set(names) == set(CLASSES) else CLASSES
+    assert [model.config.id2label[number] for number in range(4)] == known
+    source = data.sources[0].source
+    assert {Path(source.place(index)).parent.name: label for index, label in enumerate(source.labels)} == {
+        name: number for number, name in enumerate(known)
+    }
+
+
+def test_folders_that_are_called_by_the_numbers_of_classes():
+    numbers, names = sorted(map(str, range(11))), [f"name {number}" for number in range(11)]
+    source = SimpleNamespace(classes=tuple(numbers), labels=list(range(11)))
+    keep_numbers(ImageInputs(None, 3, (source,), ()), names)
+    assert source.labels == [int(number) for number in numbers] and source.classes == tuple(names)
 
 
 def test_another_number_of_classes_is_refused(tmp_path):

@@ -160,6 +160,22 @@ def test_micro_batches_add_up(step, count):
     assert gradients[0].abs().max() > 0 or step == 0
 
 
+@pytest.mark.parametrize("ours", [False, True])
+def test_micro_batches_of_a_mixture_of_experts_add_up(ours):
+    """Of a stock one, too, whose own loss counts the balance of experts in full each time."""
+    options = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    model = mixed_model("Qwen3Moe", CASES["knocking"], **options) if ours else stock_model("Qwen3Moe", **options)
+    model.train()
+    ask = TrainingLoss(NextToken(RECIPE), HeadRouting.of(model.config), None, None)
+    whole, outputs = ask(model, batch(), ITEMS, 0)
+    share = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum() / ITEMS
+    expected = cross_entropy(outputs["logits"], batch()["labels"]) / ITEMS + 0.5 * outputs["aux_loss"] * share
+    torch.testing.assert_close(whole, expected)
+    alike = [{name: value[:1] for name, value in batch().items()}] * 4  # equal micro batches balance alike
+    joined = {name: torch.cat([each[name] for each in alike]) for name in alike[0]}
+    torch.testing.assert_close(sum(ask(model, each, ITEMS, 0)[0] for each in alike), ask(model, joined, ITEMS, 0)[0])
+
+
 def test_evaluation_counts_the_next_token_alone():
     _, model = objective(ROUTED)
     with torch.no_grad():

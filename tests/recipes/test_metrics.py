@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from crosshead.common.errors import RecipeError
+from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
 from crosshead.recipes.train import train as run
 from crosshead.recipes.trainer import metrics as module
@@ -66,9 +67,16 @@ def test_a_loss_that_runs_away_at_once():
 
 def test_another_loss_is_not_compared_with_the_one_before():
     match = [0.01] * 40
-    seen([*match, *CALM], other_until=40)
+    assert seen([*match, *CALM], changes=(40,)).spikes == 0
     with pytest.raises(RecipeError, match="loss"):
-        seen([*match, *CALM], other_until=10)
+        seen([*match, *CALM], changes=(10,))
+    assert seen([*match, *CALM, *[9.0] * 40], changes=(40, 80)).spikes == 0
+
+
+def test_a_transfer_is_not_compared_with_the_match_after_it():
+    recipe = load_recipe("small/smollm2_explicit", ["distillation.transfer_steps=30", "distillation.match_steps=40"])
+    assert recipe.loss_changes == (30, 70) and recipe.match_steps == 70
+    assert load_recipe("small/smollm2_gating").loss_changes == ()
 
 
 def test_metrics_are_lines(tmp_path):
@@ -170,7 +178,7 @@ def test_a_run_tells_everything(tmp_path):
     assert first["loss"] == pytest.approx(sum(first["losses"]) / 2)
     assert first.keys() >= {"grad_norm", "learning_rate", "spikes", "head_load/0/least", "head_load/3/most"}
     assert 0 <= first["head_load/0/least"] <= 3 / 5 <= first["head_load/0/most"] <= 1
-    assert "head_load/0/least" not in lines[1]  # that step's were not asked for
+    assert "head_load/0/least" in lines[1]  # a checkpoint's line has everything, too
 
 
 def test_spikes_are_remembered_after_resuming(tmp_path):
@@ -270,10 +278,13 @@ def test_head_load_is_that_of_all_micro_batches_of_a_step(tmp_path, monkeypatch)
     monkeypatch.setattr(HeadRouting, "load", lambda *given: counted.append(load(*given)) or counted[-1])
     recipe = toy_run(MIXTURE, tmp_path, 3, watch={"every": 2}, train={"micro_batch": 1})
     train(recipe)
-    (line,) = [line for line in metrics(recipe) if "head_load/0/least" in line]
-    assert line["step"] == 2 and len(counted) == recipe.batch_size > 1
-    for layer in range(4):
-        mean = torch.stack([micro[layer] for micro in counted]).mean(0)
-        assert line[f"head_load/{layer}/least"] == pytest.approx(mean.min().item())
-        assert line[f"head_load/{layer}/most"] == pytest.approx(mean.max().item())
-    assert any(micro[0].max() > line["head_load/0/most"] + 1e-6 for micro in counted)
+    lines = [line for line in metrics(recipe) if "head_load/0/least" in line]
+    assert [line["step"] for line in lines] == [2, 3]  # the last step has a checkpoint, and so a line
+    assert len(counted) == 2 * recipe.batch_size > 2
+    for number, line in enumerate(lines):
+        step = counted[number * recipe.batch_size :][: recipe.batch_size]
+        for layer in range(4):
+            mean = torch.stack([micro[layer] for micro in step]).mean(0)
+            assert line[f"head_load/{layer}/least"] == pytest.approx(mean.min().item())
+            assert line[f"head_load/{layer}/most"] == pytest.approx(mean.max().item())
+        assert any(micro[0].max() > line["head_load/0/most"] + 1e-6 for micro in step)
