@@ -205,7 +205,10 @@ def _recorded(
         heads = observers.layouts[layer].query_heads
         if solves:
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
-            compressed = [solve_layer(attention, statistics, *each) for each in zip(calls, solves, strict=True)]
+            is_routed = observers.routing(layer) is not None
+            compressed = [
+                solve_layer(attention, statistics, *each, is_routed) for each in zip(calls, solves, strict=True)
+            ]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):

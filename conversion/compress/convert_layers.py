@@ -116,14 +116,14 @@ def _rewritten(
     if not (combines or reorders or routing or is_bilinear):
         return {}
     tensors, layout = read_attention(store, attention_names(config, layer)), config.layout_of_layer(layer)
-    if routing is not None:
-        scores, change = (statistics["router"][name] for name in routing.names())
-        tensors["mixers.mixture.routed.weight"] = scores
-        tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
     if combines:
         heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
         method = _choices(config, request, layer)["explicit"]["method"]
         tensors = rewrite(tensors, heads, layout, _counts(config, request, layer), method)
+    if routing is not None:  # fitted to the output projection after `rewrite`
+        scores, change = (statistics["router"][name] for name in routing.names())
+        tensors["mixers.mixture.routed.weight"] = scores
+        tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
     if reorders:
         shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
         order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)

@@ -31,8 +31,13 @@ MIN_ERROR = 1e-4
 SEED = 0
 
 
-def solve_layer(attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts) -> Tensors:
-    """Add what is fitted for these component heads to the statistics; returns equivalent stock tensors."""
+def solve_layer(
+    attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts, as_written: bool = False
+) -> Tensors:
+    """Add what is fitted for these component heads to the statistics; returns equivalent stock tensors.
+
+    `as_written` keeps the output projection that will be written, to which a router can be fitted.
+    """
     layout, tensors = statistics.layout, {name: each.cpu() for name, each in attention.state_dict().items()}
     statistics.sums |= solved(statistics, layout, counts)
     compressed = approximate(tensors, statistics, layout, counts, "aligned")
@@ -41,7 +46,7 @@ def solve_layer(attention: nn.Module, statistics: HeadStatistics, calls: Attenti
     rewritten = rewrite(tensors, statistics, layout, counts, "aligned")
     fitted = fit_by_steps(attention, calls, rewritten, fitted_parts(layout, counts), counts.groups)
     statistics.sums |= {fitted_name(counts, part): tensor for part, tensor in fitted.items()}
-    if all(tensor.equal(rewritten[part]) for part, tensor in fitted.items()):
+    if not as_written and all(tensor.equal(rewritten[part]) for part, tensor in fitted.items()):
         return approximate(tensors, statistics, layout, counts, "aligned")  # rounds as the source does
     return as_stock(rewritten | fitted, counts.groups)
 

@@ -11,7 +11,7 @@ import crosshead
 import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration import head_statistics
-from crosshead.conversion.compress import fitted_router
+from crosshead.conversion.compress import fitted_router, fitted_steps
 from crosshead.conversion.compress.fitted_router import ROUTER_RIDGE, HeadOutputs, Routing, fit_router, routed
 from crosshead.conversion.sources.safetensors_store import WEIGHTS
 from toy_checkpoints import write_stock
@@ -29,6 +29,14 @@ def exact_products(monkeypatch):
 def text(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "prose.txt"
     path.write_text(" ".join(f"w{number * number % 97}" for number in range(6000)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def short(text):
+    """For component heads, whose statistics take longer."""
+    path = text.with_name("short.txt")
+    path.write_text(text.read_text()[:4000])
     return path
 
 
@@ -90,11 +98,11 @@ def test_hooks_are_removed():
 
 @pytest.mark.parametrize("explicit", [{}, {"explicit": {"key_heads": 2, "value_heads": 2}}], ids=["alone", "explicit"])
 @torch.no_grad()
-def test_the_converted_model_computes_what_calibration_computed(explicit, source, text, tmp_path):
-    """Stock layers with hooks and the model of the folder agree, layer by layer and so in the logits."""
+def test_the_converted_model_computes_what_calibration_computed(explicit, source, short, tmp_path):
+    """Layers without a mixture, with hooks, and the model of the folder agree in the logits."""
     saved = tmp_path / "saved.safetensors"
     asked = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
-    report = crosshead.convert(source, tmp_path / "out", asked, calibration=text, save_calibration=saved)
+    report = crosshead.convert(source, tmp_path / "out", asked, calibration=short, save_calibration=saved)
     assert report["counts"]["created"] == 1 + 4 * bool(explicit)
     held = load_file(saved)
     routing = Routing(0, 5)
@@ -103,13 +111,27 @@ def test_the_converted_model_computes_what_calibration_computed(explicit, source
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["mixers"]["mixture"]["router"] == "two_stage" and config["mixers"]["mixture"]["shared_heads"] == 0
     if explicit:
-        return
-    stock = AutoModelForCausalLM.from_pretrained(source).eval()
-    attention = stock.model.layers[1].self_attn
+        crosshead.convert(source, tmp_path / "plain", explicit, calibration=saved, verify=False)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "plain" if explicit else source).eval()
+    attention = plain.model.layers[1].self_attn
     tokens = toys.tokens(batch=2, length=20)
     with routed(attention, fitted, routing, attention.head_dim):
-        expected = stock(tokens).logits
+        expected = plain(tokens).logits
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps_help", [True, False])
+def test_component_heads_and_a_mixture_lose_about_as_much_as_each_alone(
+    steps_help, source, short, tmp_path, monkeypatch
+):
+    if not steps_help:
+        monkeypatch.setattr(fitted_steps, "STEPS", 0)
+    parts = {"explicit": {"key_heads": 2, "value_heads": 2}, "mixture": {"active_heads": 6}}
+    loss = {}
+    for name, mixers in {**{part: {part: parts[part]} for part in parts}, "both": parts}.items():
+        report = crosshead.convert(source, tmp_path / name, mixers, calibration=short)
+        loss[name] = report["verification"]["kl_divergence"]
+    assert loss["both"] < 1.5 * (loss["explicit"] + loss["mixture"])
 
 
 def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
