@@ -96,10 +96,14 @@ def test_hooks_are_removed():
     assert not attention._forward_pre_hooks and not attention.o_proj._forward_pre_hooks
 
 
-@pytest.mark.parametrize("explicit", [{}, {"explicit": {"key_heads": 2, "value_heads": 2}}], ids=["alone", "explicit"])
+@pytest.mark.parametrize("steps", [None, 0, 40], ids=["alone", "closed forms", "steps"])
 @torch.no_grad()
-def test_the_converted_model_computes_what_calibration_computed(explicit, source, short, tmp_path):
+def test_the_converted_model_computes_what_calibration_computed(steps, source, short, tmp_path, monkeypatch):
     """Layers without a mixture, with hooks, and the model of the folder agree in the logits."""
+    explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2}}
+    if explicit:  # in a Qwen3, whose output projection absorbs a map
+        source = write_stock(tmp_path / "source", "Qwen3", **HEADS)
+    monkeypatch.setattr(fitted_steps, "STEPS", steps or 0)
     saved = tmp_path / "saved.safetensors"
     asked = explicit | {"mixture": {"active_heads": 5, "layers": [1]}}
     report = crosshead.convert(source, tmp_path / "out", asked, calibration=short, save_calibration=saved)
@@ -118,20 +122,6 @@ def test_the_converted_model_computes_what_calibration_computed(explicit, source
     with routed(attention, fitted, routing, attention.head_dim):
         expected = plain(tokens).logits
     torch.testing.assert_close(ours(tokens).logits, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("steps_help", [True, False])
-def test_component_heads_and_a_mixture_lose_about_as_much_as_each_alone(
-    steps_help, source, short, tmp_path, monkeypatch
-):
-    if not steps_help:
-        monkeypatch.setattr(fitted_steps, "STEPS", 0)
-    parts = {"explicit": {"key_heads": 2, "value_heads": 2}, "mixture": {"active_heads": 6}}
-    loss = {}
-    for name, mixers in {**{part: {part: parts[part]} for part in parts}, "both": parts}.items():
-        report = crosshead.convert(source, tmp_path / name, mixers, calibration=short)
-        loss[name] = report["verification"]["kl_divergence"]
-    assert loss["both"] < 1.5 * (loss["explicit"] + loss["mixture"])
 
 
 def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
