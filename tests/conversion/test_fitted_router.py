@@ -100,7 +100,7 @@ def test_hooks_are_removed():
 @torch.no_grad()
 def test_the_converted_model_computes_what_calibration_computed(steps, source, short, tmp_path, monkeypatch):
     """Layers without a mixture, with hooks, and the model of the folder agree in the logits."""
-    explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2}}
+    explicit = {} if steps is None else {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 1}}
     if explicit:  # in a Qwen3, whose output projection absorbs a map
         source = write_stock(tmp_path / "source", "Qwen3", **HEADS)
     monkeypatch.setattr(fitted_steps, "STEPS", steps or 0)

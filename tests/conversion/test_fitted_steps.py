@@ -84,6 +84,21 @@ def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, count
 
 
 @pytest.mark.parametrize("backbone", BACKBONES)
+def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypatch):
+    """Also where no step helps, and the same heads could be had in the source's own frame."""
+    monkeypatch.setattr(fitted_steps, "STEPS", 0)
+    counts, found = Counts(2, 2), {}
+    for as_written in (False, True):
+        attention, statistics, calls, converted, after = recorded(backbone)
+        found[as_written] = solve_layer(attention, statistics, calls, counts, as_written)
+    new = rewrite(attention.state_dict(), statistics, statistics.layout, counts, "aligned")
+    assert torch.equal(found[True]["o_proj.weight"], new["o_proj.weight"])
+    assert not torch.allclose(found[False]["o_proj.weight"], new["o_proj.weight"], rtol=0.01)
+    errors = [error(attention, tensors, calls, converted, after) for tensors in found.values()]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("backbone", BACKBONES)
 def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
     attention, statistics, calls, *_ = recorded(backbone)
     tensors = rewrite(attention.state_dict(), statistics, statistics.layout, Counts(2, 3), "aligned")
