@@ -194,13 +194,9 @@ def _mechanisms_to_apply(store: TensorStore, config: Any, layer: int) -> list[st
 
 
 def _has_starting_values(store: TensorStore, config: Any, layer: int, mechanism: str) -> bool:
-    names = attention_names(config, layer)
-    for part, value in starting_values(config, layer, 0).items():
-        if part.startswith(f"mixers.{mechanism}."):
-            stored = store.read(names.stored(part))
-            if not torch.equal(stored, value.to(stored.dtype)):
-                return False
-    return True
+    names, values = attention_names(config, layer), starting_values(config, layer, 0)
+    parts = [part for part in values if part.startswith(f"mixers.{mechanism}.")]
+    return all(torch.equal(stored := store.read(names.stored(part)), values[part].to(stored.dtype)) for part in parts)
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

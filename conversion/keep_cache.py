@@ -57,7 +57,8 @@ class WideHeads:
         """The heads for a model's configuration; `ConversionError` with the reason if no stock model can have them."""
         counts = {_counts(config, layer) for layer in range(config.num_hidden_layers)}
         if len(counts) > 1:
-            raise _refusal(f"its layers differ in component heads ({_listed(counts)}), and stock layers are all alike")
+            listed = ", ".join(f"{keys} of keys and {values} of values" for _, keys, values in sorted(counts))
+            raise _refusal(f"its layers differ in component heads ({listed}), and stock layers are all alike")
         groups, *components = counts.pop()
         layout: HeadLayout = config.layout_of_layer(0)
         width, heads = max(components) // groups, layout.key_value_heads
@@ -180,10 +181,6 @@ def _check_rope(config: Any) -> None:
         raise _refusal(f"rope_type={kind!r} has frequencies that depend on the length; use {', '.join(STATIC_ROPE)}")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal("some layers have a sliding window, which stock Llama lacks")
-
-
-def _listed(counts: set[tuple[int, int, int]]) -> str:
-    return ", ".join(f"{keys} of keys and {values} of values" for _, keys, values in sorted(counts))
 
 
 def _refusal(reason: str) -> ConversionError:

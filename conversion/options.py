@@ -4,6 +4,7 @@ Values may be strings, as in `mixture:active_heads=75%` or `knocking:on=query+va
 how they are parsed. Options that only a conversion has (`method`, `shared`) are separate from those of a config.
 """
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.validation import explained
-from crosshead.common.yaml_text import parse_yaml
+from crosshead.common.yaml_text import parse_yaml, typed
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -144,11 +145,10 @@ class MixerRequest:
 def _part(option: str, given: Any, whole: str) -> float:
     """A percentage or a number between 0 and 1."""
     text = str(given)
-    number = _number(text.removesuffix("%"))
-    part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
-    if isinstance(part, str) or not 0 < part < 1:
+    part = _percent(text) / (100 if text.endswith("%") else 1)
+    if not 0 < part < 1:
         raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
-    return float(part)
+    return part
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
@@ -211,22 +211,16 @@ def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
         return _parse_counts(f"mixers.{name}.{key}", value, heads)
     if isinstance(kind, Layers | Subset):
         parts = value.split("+") if isinstance(value, str) else value
-        return [_number(part) for part in parts] if isinstance(kind, Layers) and isinstance(parts, list) else parts
-    if not isinstance(value, str):
-        return value
-    if isinstance(kind, Flag):
-        return {"true": True, "false": False}.get(value.lower(), value)
-    return _number(value) if isinstance(kind, Integer | Number) else value
+        return typed(parts) if isinstance(kind, Layers) else parts
+    return typed(value) if isinstance(kind, Flag | Integer | Number) else value
 
 
-def _number(text: Any) -> Any:
-    """A string as an int or a float, if it is one."""
-    for number in (int, float) if isinstance(text, str) else ():
-        try:
-            return number(text)
-        except ValueError:
-            continue
-    return text
+def _percent(text: str) -> float:
+    """A number with or without a percent sign; NaN for other text."""
+    try:
+        return float(text.removesuffix("%"))
+    except ValueError:
+        return math.nan
 
 
 def _parse_counts(name: str, value: Any, heads: int) -> Any:
@@ -236,9 +230,9 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
     if isinstance(value, list | tuple):
         return [_parse_counts(name, part, heads) for part in value]
     if not (isinstance(value, str) and value.endswith("%")):
-        return _number(value)
-    percentage = _number(value[:-1])
-    if not isinstance(percentage, int | float) or not 0 <= percentage <= 100:
+        return typed(value)
+    percentage = _percent(value)
+    if not 0 <= percentage <= 100:
         raise ConversionError(f"{name}={value!r} is not allowed: use a percentage from 0% to 100%")
     return max(round(heads * percentage / 100), 1 if percentage else 0)
 

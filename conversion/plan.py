@@ -7,14 +7,7 @@ from typing import Any
 from crosshead.common.errors import ConversionError
 
 from .architectures.attention_names import attention_names
-from .architectures.families import (
-    CROSS_BIAS,
-    FUSED_EXPERTS,
-    INVERSE_FREQUENCIES,
-    NEXT_TOKENS,
-    OTHER_HEADS,
-    Shapes,
-)
+from .architectures.families import CROSS_BIAS, FUSED_EXPERTS, INVERSE_FREQUENCIES, NEXT_TOKENS, OTHER_HEADS, Shapes
 from .compress.layer_rewrites import LayerRewrites
 from .sources.tensor_store import DTYPES, Entry, TensorStore, checked_entry
 
@@ -109,11 +102,9 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
 
 def same_bytes(store: TensorStore, one: str, other: str) -> bool:
     """Whether two tensors are equal, compared chunk by chunk."""
-    first, second = store.entries.get(one), store.entries.get(other)
-    if first is None or second is None or replace(first, name="") != replace(second, name=""):
+    if replace(store.entries[one], name=other) != store.entries[other]:
         return False
-    pairs = zip(store.chunks(one), store.chunks(other), strict=True)
-    return all(bytes(left) == bytes(right) for left, right in pairs)
+    return all(bytes(left) == bytes(right) for left, right in zip(store.chunks(one), store.chunks(other), strict=True))
 
 
 def make_plan(

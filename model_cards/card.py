@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 
 from .commands import HUB_NAME
 from .errors import CardError
-from .evaluations import EVALUATION, evaluation_file
+from .evaluations import EVALUATION
 from .facts import Facts
 from .measured import results
 from .metadata import card_metadata
@@ -54,9 +54,8 @@ def card_files(folder: Path, facts: Facts, overwrite: bool) -> dict[Path, str]:
         raise CardError(f"{path} was edited by hand: add --overwrite to replace it")
     contents = {path: card_text(replace(facts, **_kept_metadata(facts, before)))}
     if facts.evaluations:
-        contents[folder / EVALUATION] = (
-            json.dumps(evaluation_file(facts.evaluations), indent=2, ensure_ascii=False) + "\n"
-        )
+        scores = {"evaluations": list(facts.evaluations)}
+        contents[folder / EVALUATION] = json.dumps(scores, indent=2, ensure_ascii=False) + "\n"
     check_card(contents[path], path)
     return contents
 

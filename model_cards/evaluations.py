@@ -78,11 +78,6 @@ def label(name: str) -> str:
     return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 
 
-def evaluation_file(evaluations: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The content of `EVALUATION`."""
-    return {"evaluations": list(evaluations)}
-
-
 def _is_scored(model: Any) -> bool:
     if not isinstance(model, dict) or not isinstance(model.get("model"), str):
         return False

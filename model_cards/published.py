@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import get_token
+from safetensors import SafetensorError, safe_open
 
 from crosshead.common.model_places import foreign_link
 
@@ -110,7 +111,7 @@ def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str,
     else:
         placed, needed = None, {WEIGHTS}
     _check_names(folder, needed - weights, weights - needed)
-    held = {name: shard for shard in sorted(needed) for name in _tensors(folder / shard)}
+    held = {name: shard for shard in sorted(needed) for name in _opened(folder / shard)[0]}
     if placed is not None and held != placed:
         name = min(set(held.items()) ^ set(placed.items()))[0]
         raise FolderError(f"{folder}: {INDEX} and the shards differ in the tensor {name}: save the model again")
@@ -136,35 +137,18 @@ def _check_names(folder: Path, missing: set[str], unused: set[str]) -> None:
         raise FolderError(f"{folder} contains {min(unused)}, which is not a part of the model: remove it")
 
 
-def _header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        raw = file.read(length) if length <= path.stat().st_size else b""
+def _opened(path: Path) -> tuple[set[str], dict[str, str]]:
+    """The tensor names and the metadata of a shard; the library compares its size with its header."""
     try:
-        return dict(json.loads(raw))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise FolderError(f"{path} is damaged: its header cannot be read") from error
-
-
-def _tensors(path: Path) -> set[str]:
-    """The tensor names of a shard; `FolderError` if its size differs from its header."""
-    size, header = path.stat().st_size, _header(path)
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    try:
-        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (AttributeError, KeyError, TypeError, IndexError) as error:
-        raise FolderError(f"{path} is damaged: its header cannot be read") from error
-    if size != 8 + length + end:
-        raise FolderError(f"{path} is damaged: it has {size} bytes and should have {8 + length + end}")
-    return set(tensors)
+        with safe_open(path, "np") as file:
+            return set(file.keys()), file.metadata() or {}
+    except SafetensorError as error:
+        raise FolderError(f"{path} is damaged: {error}") from error
 
 
 def _check_file(path: Path, name: str, private: Private) -> None:
     if path.suffix == ".safetensors":
-        metadata = json.dumps(_header(path).get("__metadata__", {}), ensure_ascii=False)
+        metadata = json.dumps(_opened(path)[1], ensure_ascii=False)
         _check_text(path, metadata, private)
         _check_paths(path, metadata, is_json=True)
         return

@@ -8,7 +8,7 @@ from typing import Any
 from .commands import convert_command, recipe_yaml, relative
 from .facts import Facts
 from .papers import described
-from .tables import NOT_MEASURED, change, count, table
+from .tables import NOT_MEASURED, change, table
 from .tasks import DIFFUSION, projections, task_of
 
 COSTS = {
@@ -94,12 +94,12 @@ def cost(facts: Facts) -> Iterator[str]:
         costs["prefill_flops"] = "FLOPs per token"
     if facts.mixers:
         rows = [
-            [text, count(found[key]), count(stock[key]), change(over[key]) if key in over else ""]
+            [text, f"{found[key]:,}", f"{stock[key]:,}", change(over[key]) if key in over else ""]
             for key, text in costs.items()
         ]
         yield table(["", "this model", "without mechanisms", "change"], rows)
     else:
-        yield table(["", "this model"], [[text, count(found[key])] for key, text in costs.items()])
+        yield table(["", "this model"], [[text, f"{found[key]:,}"] for key, text in costs.items()])
 
 
 def _inputs(facts: Facts) -> str:

@@ -17,11 +17,6 @@ def cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def count(value: Any) -> str:
-    """An integer with separators of thousands."""
-    return f"{value:,}"
-
-
 def figure(value: Any) -> str:
     """A measured number with about five digits."""
     if not isinstance(value, int | float):

@@ -30,12 +30,12 @@ except ImportError as error:
     raise ImportError(f"DiT needs diffusers ({error}): pip install 'crosshead[diffusion]'") from error
 
 ACCEPTED = ("mixture", "knocking", "gating")
+"""The mechanisms that leave the projections and the weights of attention as they are."""
 REFUSED = {
     **dict.fromkeys(("explicit", "differential", "bilinear"), "it changes the projections of attention"),
     "talking": "its code registers an operator, and diffusers runs the code of a saved model again each time",
 }
-"""Mechanism -> why it is not possible; the rest are accepted."""
-"""The mechanisms that leave the projections and the weights of attention as they are."""
+"""Mechanism -> the reason why DiT cannot have it."""
 CODE = "modeling_crosshead"
 """The name of the file of code in a saved model's folder, without its ending."""
 MODEL = "CrossheadDiTTransformer2DModel"
@@ -249,8 +249,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
 
     def mechanisms(self) -> Mapping[str, Settings]:
         """The mechanisms that the model has in any block, with their options."""
-        mixers: Mapping[str, Settings] = self.mixers
-        return mixers
+        return self.mixers
 
     def _add_losses(self, output: CrossheadDiTOutput, scores: list[Tensor]) -> None:
         recorded, total = {"head_router_scores": scores}, output.sample.new_zeros((), dtype=torch.float32)

@@ -105,8 +105,7 @@ class LatentAttention(CrossheadAttention):
 
     def compressed_query(self, x: Tensor) -> Tensor:
         """Queries by way of a low rank."""
-        query: Tensor = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
-        return query
+        return self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
 
     def k_proj(self, x: Tensor) -> Tensor:
         """The keys among expanded keys and values."""

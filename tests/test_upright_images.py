@@ -3,7 +3,7 @@
 import torch
 from PIL import Image
 
-from crosshead.common.images import open_processor, processed_image
+from crosshead.common.images import image_of_shape, open_processor, processed_image
 from crosshead.evals.inspect.diffusion import _square
 from crosshead.evals.open_model import open_config
 from crosshead.evals.scoring.images import LabelledImages
@@ -26,9 +26,9 @@ def test_every_reader_turns_a_photo(tmp_path):
     folder = write_image_model(tmp_path / "model")
     processor = open_processor(folder, "model")
     found = [
-        processed_image(file, processor, (3, 16, 16), "model")[0],
+        image_of_shape(file, processor, (3, 16, 16), "model")[0],
         _square(file, 16, 3)[0],
-        LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1)._pixels(file)[0],
+        processed_image(file, LabelledImages(open_config(str(folder)), tmp_path / "images", None, 1).processor, 3)[0],
     ]
     for pixels in found:
         assert pixels[..., 9:].max() < pixels[..., :7].min()

@@ -6,37 +6,22 @@ from crosshead.common.checked_json import shown
 from crosshead.common.errors import ConversionError
 from crosshead.modeling.options import is_whole
 
-_MAX_SIZE = 10**9
-MAX_COUNTS = {
-    "num_hidden_layers": 1_000,
-    "num_attention_heads": 10_000,
-    "num_key_value_heads": 10_000,
-    "num_experts": 10_000,
-    "num_local_experts": 10_000,
-    "n_routed_experts": 10_000,
-    "n_shared_experts": 10_000,
-    "num_experts_per_tok": 10_000,
-    "decoder_sparse_step": _MAX_SIZE,
-    "hidden_size": _MAX_SIZE,
-    "intermediate_size": _MAX_SIZE,
-    "moe_intermediate_size": _MAX_SIZE,
-    "head_dim": _MAX_SIZE,
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), _MAX_SIZE),
-    **dict.fromkeys(("num_layers", "num_decoder_layers"), 1_000),
-    **dict.fromkeys(("num_heads", "relative_attention_num_buckets"), 10_000),
-    **dict.fromkeys(("d_model", "d_kv", "d_ff", "relative_attention_max_distance"), _MAX_SIZE),
-    "vocab_size": _MAX_SIZE,
-    "max_position_embeddings": _MAX_SIZE,
-    "num_labels": 10_000,
+MAXIMA = {
+    1_000: "num_hidden_layers num_layers num_decoder_layers",
+    10_000: "num_attention_heads num_key_value_heads num_heads num_experts num_local_experts n_routed_experts "
+    "n_shared_experts num_experts_per_tok relative_attention_num_buckets num_labels",
+    10**9: "decoder_sparse_step hidden_size intermediate_size moe_intermediate_size head_dim kv_lora_rank q_lora_rank "
+    "qk_nope_head_dim qk_rope_head_dim v_head_dim d_model d_kv d_ff relative_attention_max_distance vocab_size "
+    "max_position_embeddings",
 }
-"""Integer fields of a config -> their maximum: a damaged value must not exhaust the memory."""
+"""Maximum -> integer fields of a config: a damaged value must not exhaust the memory."""
 MAX_EXPERTS = 100_000
 """Of all layers together."""
 
 
 def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -> None:
     """`ConversionError` for values that transformers does not check; `config_class` is the one with mechanisms."""
-    for field, maximum in MAX_COUNTS.items():
+    for field, maximum in ((field, maximum) for maximum, fields in MAXIMA.items() for field in fields.split()):
         value = content.get(field)
         if value is not None and not (is_whole(value) and 1 <= value <= maximum):
             raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")

@@ -20,10 +20,6 @@ class Asked:
     observations: set[str] = field(default_factory=set)
     """The kinds of statistics that the conversion needs, once they are known."""
 
-    def has(self, mechanism: str, option: str, value: Any) -> bool:
-        """Whether a mechanism has an option with this value."""
-        return any(each.mixers.get(mechanism, {}).get(option) == value for each in self.mixers.by_part)
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -58,7 +54,7 @@ LIMITS = (
     Limit(
         "differential with half_values",
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
-        lambda asked: asked.has("differential", "half_values", True),
+        lambda asked: any(each.mixers.get("differential", {}).get("half_values") for each in asked.mixers.by_part),
     ),
     Limit(
         "bilinear",

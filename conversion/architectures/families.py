@@ -189,11 +189,6 @@ def empty_model(config: Any, **options: Any) -> Any:
         return getattr(transformers, auto_class(config)).from_config(deepcopy(config), **options)
 
 
-def layer_prefix(layer: int) -> str:
-    """The prefix of the names of one decoder layer's tensors."""
-    return f"model.layers.{layer}."
-
-
 def tied_tensors(config: Any) -> dict[str, str]:
     """Tensors that a checkpoint need not contain -> the equal ones that it does."""
     is_tied = getattr(config, "tie_word_embeddings", False) and not family_of(config).stacks

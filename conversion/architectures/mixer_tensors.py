@@ -59,8 +59,7 @@ def _initial_std(config: Any) -> float:
     """The standard deviation of random initial values; a T5 derives it from its width."""
     if hasattr(config, "initializer_factor"):
         return float(config.initializer_factor * config.d_model**-0.5)
-    std: float = config.initializer_range
-    return std
+    return config.initializer_range
 
 
 def component_heads(config: Any, layer: int) -> tuple[int, int]:

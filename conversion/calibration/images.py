@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.images import open_processor, processed_image
+from crosshead.common.images import image_of_shape, open_processor
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -46,7 +46,7 @@ def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.
     selected = [files[index * len(files) // count] for index in range(count)]
     shape, place = image_shape(config), source.files[0].parent
     processor = open_processor(place, place.name)
-    return torch.cat([processed_image(file, processor, shape, place.name) for file in selected])
+    return torch.cat([image_of_shape(file, processor, shape, place.name) for file in selected])
 
 
 @dataclass(frozen=True)

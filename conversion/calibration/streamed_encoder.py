@@ -8,30 +8,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from ..architectures.attention_names import AttentionNames, attention_names
+from ..architectures.attention_names import AttentionNames
 from ..architectures.families import PREFIX, family_of, stored_names
 from .streamed_model import StreamedModel
 
 Hook = Callable[..., Any]
-
-
-def _bert_layers(encoder: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    for index, layer in enumerate(encoder.layer):
-        yield f"layer.{index}.", layer
-
-
-def _albert_layers(encoder: Any, config: Any) -> Iterator[tuple[str, Any]]:
-    for index in range(config.num_hidden_layers):
-        group = int(index / (config.num_hidden_layers / config.num_hidden_groups))
-        for inner, layer in enumerate(encoder.albert_layer_groups[group].albert_layers):
-            yield f"albert_layer_groups.{group}.albert_layers.{inner}.", layer
-
-
-LAYERS: Mapping[str, Callable[[Any, Any], Iterator[tuple[str, Any]]]] = {
-    "bert": _bert_layers,
-    "albert": _albert_layers,
-}
-"""The stock `model_type` -> each layer that runs, and the prefix of its tensors within the encoder."""
 
 
 class AttentionView:
@@ -62,26 +43,31 @@ class StreamedEncoder(StreamedModel):
 
     def _set_up(self) -> None:
         self._base = self._model.base_model
-        self._prefix = attention_names(self.config, 0).prefix.partition("encoder.")[0]
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Token ids (B, T) of one text each -> hidden states (B, T, hidden)."""
         embeddings, mapping = self._base.embeddings, getattr(self._base.encoder, "embedding_hidden_mapping_in", None)
         tokens = tokens.to(self.device)
         positions = torch.arange(tokens.shape[1], device=self.device).unsqueeze(0)
-        with self._weights(embeddings, f"{self._prefix}embeddings."):
+        with self._weights(embeddings):
             hidden = embeddings(tokens, position_ids=positions, token_type_ids=torch.zeros_like(tokens))
         if mapping is not None:
-            with self._weights(mapping, f"{self._prefix}encoder.embedding_hidden_mapping_in."):
+            with self._weights(mapping):
                 hidden = mapping(hidden)
         return hidden
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Each layer with its weights, which are freed when the next layer is requested."""
-        kind = self.config.model_type.removeprefix(PREFIX)
-        for index, (prefix, layer) in enumerate(LAYERS[kind](self._base.encoder, self.config)):
-            with self._weights(layer, f"{self._prefix}encoder.{prefix}"):
+        for index, layer in enumerate(self._layers()):
+            with self._weights(layer):
                 yield index, layer
+
+    def _layers(self) -> list[Any]:
+        encoder, count = self._base.encoder, self.config.num_hidden_layers
+        if hasattr(encoder, "layer"):
+            return [*encoder.layer]
+        groups = encoder.albert_layer_groups  # of ALBERT, whose layers share their weights
+        return [layer for index in range(count) for layer in groups[int(index / (count / len(groups)))].albert_layers]
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
@@ -113,24 +99,17 @@ class StreamedImages(StreamedEncoder):
     """A vision transformer over a store; its outputs are logits of classes, or without a classifier hidden states."""
 
     def _set_up(self) -> None:
-        self._base = self._model.base_model
-        self._prefix = "" if self._base is self._model else f"{self._model.base_model_prefix}."
+        super()._set_up()
         self._names = stored_names(self._model)
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Pixel values (B, channels, height, width) -> hidden states (B, T, hidden)."""
         embeddings = self._base.embeddings
-        with self._weights(embeddings, f"{self._prefix}embeddings."):
+        with self._weights(embeddings):
             return torch.cat([embeddings(image.to(self.device, self._dtype)) for image in tokens.split(1)])
 
-    def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each layer with its weights, which are freed when the next layer is requested."""
-        place, layers = ("layers", getattr(self._base, "layers", None))
-        if layers is None:  # DINOv2
-            place, layers = "encoder.layer", self._base.encoder.layer
-        for index, layer in enumerate(layers):
-            with self._weights(layer, f"{self._prefix}{place}.{index}."):
-                yield index, layer
+    def _layers(self) -> list[Any]:
+        return [*(getattr(self._base, "layers", None) or self._base.encoder.layer)]  # the latter of DINOv2
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
@@ -146,11 +125,11 @@ class StreamedImages(StreamedEncoder):
         """A function from the last layer's hidden states (B, T, hidden) to the outputs."""
         norm, classifier = self._base.layernorm, getattr(self._model, "classifier", None)
         features = FEATURES[self.config.model_type.removeprefix(PREFIX)]
-        with self._weights(norm, f"{self._prefix}layernorm."):
+        with self._weights(norm):
             if classifier is None:
                 yield norm
                 return
-            with self._weights(classifier, "classifier."):
+            with self._weights(classifier):
                 yield lambda hidden: classifier(features(norm(hidden)))
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:

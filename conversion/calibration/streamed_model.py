@@ -14,10 +14,8 @@ from torch import nn
 from torch.nn import functional
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, HEAD, empty_model, layer_prefix
+from ..architectures.families import EMBEDDING, FUSED, FUSED_EXPERTS, empty_model
 from ..sources.tensor_store import TensorStore, checked_entry
-
-NORM_PREFIX, EMBEDDING_PREFIX = "model.norm.", EMBEDDING.removesuffix("weight")
 
 
 class StreamedModel:
@@ -38,10 +36,13 @@ class StreamedModel:
         self._model = empty_model(config, dtype=dtype, attn_implementation=attn_implementation)
         self._model.requires_grad_(False).eval()
         self.config = self._model.config
+        self._prefixes = {module: f"{name}." if name else "" for name, module in self._model.named_modules()}
+        """Of the names of a module's tensors in the store."""
         self._set_up()
 
     def _set_up(self) -> None:
-        self._head_prefix = EMBEDDING_PREFIX if self.config.tie_word_embeddings else HEAD.removesuffix("weight")
+        if self.config.tie_word_embeddings:
+            self._prefixes[self._model.lm_head] = EMBEDDING.removesuffix("weight")
         # The only module whose tensors are computed instead of stored.
         model = self._model.model
         self._rotary = model.rotary_emb = type(model.rotary_emb)(config=self.config).to(self.device)
@@ -63,7 +64,7 @@ class StreamedModel:
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
         """Each decoder layer with its weights, which are freed when the next layer is requested."""
         for index, layer in enumerate(self._model.model.layers):
-            with self._weights(layer, layer_prefix(index)):
+            with self._weights(layer):
                 yield index, layer
 
     def attention(self, layer: Any) -> Any:
@@ -102,7 +103,7 @@ class StreamedModel:
     def head(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
         """A function from the last layer's hidden states to logits; its weights are freed with the context."""
         norm, head = self._model.model.norm, self._model.lm_head
-        with self._weights(norm, NORM_PREFIX), self._weights(head, self._head_prefix):
+        with self._weights(norm), self._weights(head):
             yield lambda hidden: head(norm(hidden))
 
     @contextmanager
@@ -116,19 +117,18 @@ class StreamedModel:
         rotary, model.model.rotary_emb = model.model.rotary_emb, self._rotary
         with ExitStack() as loaded:
             loaded.callback(setattr, model.model, "rotary_emb", rotary)
-            loaded.enter_context(self._weights(model.model.embed_tokens, EMBEDDING_PREFIX))
+            loaded.enter_context(self._weights(model.model.embed_tokens))
             loaded.enter_context(self.head())
-            for index, layer in enumerate(model.model.layers):
-                weights = self._weights if resident else self._weights_during_calls
-                loaded.enter_context(weights(layer, layer_prefix(index)))
+            for layer in model.model.layers:
+                loaded.enter_context(self._weights(layer) if resident else self._weights_during_calls(layer))
             yield model
 
     @contextmanager
-    def _weights_during_calls(self, module: nn.Module, prefix: str) -> Iterator[None]:
+    def _weights_during_calls(self, module: nn.Module) -> Iterator[None]:
         """Load a module's weights before each call, and free them after it."""
         loaded = ExitStack()
         handles = [
-            module.register_forward_pre_hook(lambda *_: loaded.enter_context(self._weights(module, prefix))),
+            module.register_forward_pre_hook(lambda *_: loaded.enter_context(self._weights(module))),
             module.register_forward_hook(lambda *_: loaded.close(), always_call=True),
         ]
         try:
@@ -138,9 +138,9 @@ class StreamedModel:
                 handle.remove()
 
     @contextmanager
-    def _weights(self, module: nn.Module, prefix: str) -> Iterator[None]:
-        """Load a module's weights within the context; `prefix` is the prefix of their stored names."""
-        empty = module.state_dict()
+    def _weights(self, module: nn.Module) -> Iterator[None]:
+        """Load a module's weights within the context."""
+        empty, prefix = module.state_dict(), self._prefixes[module]
         # A model of any dtype may have some tensors in float32.
         loaded = {
             name: self._tensor(prefix + name, old.shape).to(self.device, old.dtype) for name, old in empty.items()

@@ -59,10 +59,9 @@ class StreamedT5(StreamedModel):
         index = 0
         for name in (ENCODER, DECODER) if self._decodes else (ENCODER,):
             stack = getattr(self._model, name)
-            norm = f"{name}.final_layer_norm."
-            with self._weights(stack.final_layer_norm, norm):
+            with self._weights(stack.final_layer_norm):
                 for inner, block in enumerate(stack.block):
-                    with self._weights(block, f"{name}.block.{inner}."):
+                    with self._weights(block):
                         for part in parts[name]:
                             yield index, AttentionLayer(part, inner, block)
                             index += 1
@@ -96,8 +95,7 @@ class StreamedT5(StreamedModel):
     def _ended(self, layer: AttentionLayer, hidden: torch.Tensor) -> torch.Tensor:
         """The hidden states after a block; after the last one, those after the norm of the stack."""
         stack = getattr(self._model, ENCODER if layer.part == ENCODER else DECODER)
-        ended: torch.Tensor = stack.final_layer_norm(hidden) if layer.inner == len(stack.block) - 1 else hidden
-        return ended
+        return stack.final_layer_norm(hidden) if layer.inner == len(stack.block) - 1 else hidden
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:
         """Run all layers on token ids (B, T); the hidden states of the last stack."""
@@ -112,13 +110,13 @@ class StreamedT5(StreamedModel):
             yield lambda hidden: hidden
             return
         scale = self.config.d_model**-0.5 if self.config.scale_decoder_outputs else 1.0
-        with self._weights(head, "lm_head."):
+        with self._weights(head):
             yield lambda hidden: head(hidden * scale)
 
     @contextmanager
     def whole(self, resident: bool = True) -> Iterator[Any]:
         """The model as a module, with all weights in memory within the context."""
-        with self._weights(self._model, ""):
+        with self._weights(self._model):
             yield self._model
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:

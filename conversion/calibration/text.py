@@ -237,12 +237,7 @@ class Text:
 
 @torch.no_grad()
 def sampled_text(
-    model: StreamedModel,
-    shape: tuple[int, int],
-    start: list[int],
-    known: int,
-    advance: Advance,
-    resident: bool = True,
+    model: StreamedModel, shape: tuple[int, int], start: list[int], known: int, advance: Advance, resident: bool = True
 ) -> torch.Tensor:
     """Token ids of sequences (B, T) that are sampled from the model.
 

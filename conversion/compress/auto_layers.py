@@ -62,11 +62,6 @@ class AutoLayers:
     text: Text
     device: str
 
-    @property
-    def reads_statistics(self) -> bool:
-        """Whether the choice needs the statistics of component heads."""
-        return self.cache is not None
-
     def check(self) -> None:
         """`ConversionError` for a budget that is too small for this model, before anything is measured."""
         layouts, trials = self.target.layouts(), list[Trial]()

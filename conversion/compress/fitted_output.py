@@ -6,6 +6,7 @@ output, and what the hidden states before the layer lack of the source's. A ridg
 projection near the original one if there is little text.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from ..calibration.head_statistics import fast_dtype, fast_products, full_products
 from .layer_rewrites import Tensors, substituted
 
+Pair = tuple[torch.Tensor, torch.Tensor]
 RIDGE = 0.2
 """Relative to a head feature's mean square."""
 MAX_TOKENS = 32 * 1024
@@ -52,16 +54,23 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
     """The change of `o_proj.weight` (hidden, heads d), given stock tensors equivalent to the compressed ones."""
     heads: list[torch.Tensor] = []
     handle = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
-    weight = attention.o_proj.weight
-    gram, product = (weight.new_zeros(rows, weight.shape[1], dtype=torch.float64) for rows in weight.shape[::-1])
-    with substituted(attention, compressed):
+
+    def missing_outputs() -> Iterator[Pair]:
         for hidden, expected in zip(calls.inputs, calls.outputs, strict=True):
             with fast_products():
-                output = attention(hidden_states=hidden.to(weight), **calls.arguments)[0]
-            with full_products():
-                error, x = (expected.float() - output.float()).flatten(0, 1), heads.pop().float().flatten(0, 1)
-                gram += x.mT @ x
-                product += error.mT @ x
+                output = attention(hidden_states=hidden.to(attention.o_proj.weight), **calls.arguments)[0]
+            yield heads.pop().float().flatten(0, 1), (expected.float() - output.float()).flatten(0, 1)
+
+    with substituted(attention, compressed), full_products():
+        change = ridge_map(missing_outputs(), RIDGE)
     handle.remove()
-    ridge = RIDGE * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.solve(gram + ridge * torch.eye(len(gram)).to(gram), product, left=False).float().cpu()
+    return change.cpu()
+
+
+def ridge_map(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:
+    """The linear map (n, m) from x (T, m) to y (T, n) by least squares; `ridge` is relative to x's mean square."""
+    gram, product = torch.zeros(()), torch.zeros(())
+    for x, y in pairs:
+        gram, product = gram + (x.mT @ x).double(), product + (y.mT @ x).double()
+    penalty = ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), product, left=False).float().contiguous()

@@ -18,10 +18,9 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes
 from ..calibration.head_statistics import fast_dtype, full_products
-from .fitted_output import MAX_TOKENS, RIDGE
+from .fitted_output import MAX_TOKENS, RIDGE, Pair, ridge_map
 from .layer_rewrites import Tensors, substituted
 
-Pair = tuple[torch.Tensor, torch.Tensor]
 ROUTER_RIDGE = 0.01
 """Relative to an input feature's mean square."""
 
@@ -111,7 +110,7 @@ def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: in
             yield x.double(), contributions(heads)
 
     with full_products():
-        return _ridge(logarithms(), ROUTER_RIDGE).float().contiguous()
+        return ridge_map(logarithms(), ROUTER_RIDGE)
 
 
 @torch.no_grad()
@@ -126,17 +125,8 @@ def fit_output(
             yield active, (heads.double() - active) @ weight.double().mT
 
     with full_products():
-        change = _ridge(missing_outputs(), RIDGE).float().contiguous()
+        change = ridge_map(missing_outputs(), RIDGE)
     return dict(zip(routing.names(), (scores, change), strict=True))
-
-
-def _ridge(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:
-    """The linear map (n, m) from x (T, m) to y (T, n) by least squares; `ridge` is relative to x's mean square."""
-    gram, product = torch.zeros(()), torch.zeros(())
-    for x, y in pairs:
-        gram, product = gram + x.mT @ x, product + y.mT @ x
-    penalty = ridge * gram.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    return torch.linalg.solve(gram + penalty * torch.eye(len(gram)).to(gram), product, left=False)
 
 
 @contextmanager

@@ -44,12 +44,7 @@ TEMPLATE = "tokenizer.chat_template"
 """The key of the chat template; that of another one has its name behind a dot."""
 LISTS = ("tokenizer.ggml.tokens", "tokenizer.ggml.token_type", f"{TEMPLATE}s")
 """Keys with lists."""
-_SPECIAL = {
-    "tokenizer.ggml.bos_token_id": "bos_token_id",
-    "tokenizer.ggml.eos_token_id": "eos_token_id",
-    "tokenizer.ggml.padding_token_id": "pad_token_id",
-    "tokenizer.ggml.unknown_token_id": "unk_token_id",
-}
+_SPECIAL = TOKENS | {"tokenizer.ggml.unknown_token_id": "unk_token_id"}
 """Key -> attribute of the tokenizer."""
 
 
@@ -124,11 +119,7 @@ def _byte_level(content: Mapping[str, Any], name: str) -> Metadata:
     known = next((key for key, expected in PRE_TOKENISERS.items() if parts == expected), None)
     if known is None:
         raise _refused(name, f"has a pre-tokeniser other than {', '.join(PRE_TOKENISERS)}: {shown(parts)}")
-    return {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": known,
-        "tokenizer.ggml.add_space_prefix": False,
-    }
+    return {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": known, "tokenizer.ggml.add_space_prefix": False}
 
 
 def _flat(part: Mapping[str, Any] | None) -> list[dict[str, Any]]:

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import CHUNK
 from crosshead.common.progress import Counter, Progress
 
 from ..plan import Plan, Step
 from ..sources.tensor_store import DTYPES, TensorStore
-from ..writing.shard_writer import check_finite
+from ..writing.shard_writer import check_finite, whole_rows
 from ..writing.writer import produce
 from .metadata import Description, Metadata
 from .tensors import ROPE_FACTORS, Architecture, depth, gguf_name, head_count_key, interleaved
@@ -25,8 +24,8 @@ FILE_TYPES = {"f32": 0, "f16": 1, "bf16": 32, "q8_0": 7, "q5_1": 9, "q5_0": 8, "
 """Type of a file -> its number in `general.file_type`. Of these formats the `gguf` package has a quantiser."""
 _UNBLOCKED = "F16"
 """The format of a matrix whose rows cannot be divided into the blocks of the file's type."""
-_SINGLE = ("ffn_gate_inp.",)
-"""Parts of the names of matrices that stay in F32, as in llama.cpp's converter: expert routers."""
+_ROUTER = "ffn_gate_inp."
+"""In the names of expert routers, which stay in F32 as in llama.cpp's converter."""
 _MAX_SCALE = torch.finfo(torch.float16).max
 """Blocks have a float16 scale."""
 
@@ -105,7 +104,7 @@ def _expert(step: Step) -> int:
 def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: int, type: str) -> Target:
     shape = steps[0].entry.shape
     form = type.upper()
-    if len(shape) < 2 or any(part in name for part in _SINGLE):
+    if len(shape) < 2 or _ROUTER in name:
         form = "F32"
     elif shape[-1] % block_of(form)[0]:
         form = _UNBLOCKED
@@ -181,7 +180,7 @@ def _encoded(target: Target, step: Step, chunks: Iterable[memoryview], digests: 
     columns = entry.shape[-1] if len(entry.shape) > 1 else 1
     row = columns * DTYPES[entry.dtype].itemsize
     planned = stored = 0
-    for block in _complete(chunks, row * (target.head_rows or 1)):
+    for block in whole_rows(chunks, row * (target.head_rows or 1)):
         check_finite(entry, block)
         planned = zlib.crc32(block, planned)
         rows = torch.frombuffer(block, dtype=DTYPES[entry.dtype]).view(-1, columns)
@@ -194,19 +193,6 @@ def _encoded(target: Target, step: Step, chunks: Iterable[memoryview], digests: 
     digests.planned[entry.name] = f"{planned:08x}"
     if target.format in DTYPES:
         digests.stored[entry.name] = f"{stored:08x}"
-
-
-def _complete(chunks: Iterable[memoryview], unit: int) -> Iterator[bytearray]:
-    """The same bytes in blocks of complete units, a few megabytes each."""
-    size = max(1, CHUNK // unit) * unit
-    pending = bytearray()
-    for chunk in chunks:
-        pending += chunk
-        while len(pending) >= size:
-            yield pending[:size]
-            pending = pending[size:]
-    if pending:
-        yield pending
 
 
 def _rounded(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
@@ -225,5 +211,4 @@ def _quantised(rows: torch.Tensor, name: str, form: str) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    data: memoryview = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-    return data
+    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data

@@ -17,7 +17,7 @@ import torch
 
 from crosshead.common.checked_json import parse_object, read_object, shown
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import Buffers, chunks_at, fill, opened, read_at
+from crosshead.common.file_bytes import chunks_at, fill, opened, read_at
 
 from .tensor_store import STORED, Entry
 
@@ -133,7 +133,6 @@ class SafetensorsStore:
     def __init__(self, folder: Path) -> None:
         self.folder, self.places = folder, [folder]
         self._headers = _read_headers(folder)
-        self._buffers = Buffers()
         self.entries: dict[str, Entry] = {}
         self.shards: dict[str, list[str]] = {}
         self._files: dict[str, str] = {}
@@ -156,7 +155,7 @@ class SafetensorsStore:
     def chunks(self, name: str) -> Iterator[memoryview]:
         """The bytes of one tensor in chunks; each is valid until the next is requested."""
         path, start = self._place(name)
-        return chunks_at(path, start, self.entries[name].size, self._buffers)
+        return chunks_at(path, start, self.entries[name].size)
 
     def fingerprint(self) -> str:
         """A cheap fingerprint of the weights: each file's name, size, modification time and header."""

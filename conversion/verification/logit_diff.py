@@ -36,27 +36,13 @@ class Comparison:
     """The share of positions with the same most likely token."""
 
 
-class _Sums:
-    """Running sums over positions, in float64."""
-
-    def __init__(self) -> None:
-        self.positions = self.logits = self.labels = self.agreed = 0
-        self.greatest = self.largest = self.difference = self.divergence = self.before = self.after = 0.0
-
-    def add(self, source: torch.Tensor, target: torch.Tensor, labels: torch.Tensor) -> None:
-        """Add logits (n, vocabulary) of n positions, and the following tokens: n, or n - 1 at the end of the text."""
-        difference = (source - target).abs()
-        self.positions += len(source)
-        self.logits += source.numel()
-        self.labels += len(labels)
-        self.agreed += int((source.argmax(-1) == target.argmax(-1)).sum())
-        self.greatest = max(self.greatest, float(difference.max()))
-        self.largest = max(self.largest, float(source.abs().max()))
-        self.difference += float(difference.sum(dtype=torch.float64))
-        before, after = source.double().log_softmax(-1), target.double().log_softmax(-1)
-        self.divergence += float(functional.kl_div(after, before, reduction="sum", log_target=True))
-        self.before += float(functional.nll_loss(before[: len(labels)], labels, reduction="sum"))
-        self.after += float(functional.nll_loss(after[: len(labels)], labels, reduction="sum"))
+def _rows(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of logits (n, vocabulary): maximum and mean difference, largest logit, KL divergence, agreement; (n, 5)."""
+    difference, agreed = (source - target).abs().double(), source.argmax(-1) == target.argmax(-1)
+    before, after = source.double().log_softmax(-1), target.double().log_softmax(-1)
+    divergence = functional.kl_div(after, before, reduction="none", log_target=True).sum(-1)
+    columns = difference.amax(-1), difference.mean(-1), source.abs().amax(-1), divergence, agreed
+    return torch.stack([column.double() for column in columns], dim=-1)
 
 
 @torch.no_grad()
@@ -70,27 +56,30 @@ def compare(
     total = source.depth + target.depth
     done = count(1)
     before, after = (model.run(tokens, lambda: advance(next(done), total)) for model in (source, target))
-    sums, tokens = _Sums(), source.predicted(tokens)
+    rows, losses, tokens = list[torch.Tensor](), list[torch.Tensor](), source.predicted(tokens)
     length = tokens.shape[1]
     with source.head() as source_head, target.head() as target_head:
         for window, start in product(range(len(tokens)), range(0, length, POSITIONS)):
             end = start + POSITIONS
             expected = _finite(source_head(before[window, start:end]), "source")
-            logits = _finite(target_head(after[window, start:end]), "converted model")
-            sums.add(expected, logits[:, : expected.shape[1]], tokens[window, start + 1 : end + 1].to(logits.device))
-    losses = torch.tensor([sums.before, sums.after], dtype=torch.float64) / sums.labels
+            logits = _finite(target_head(after[window, start:end]), "converted model")[:, : expected.shape[1]]
+            rows.append(_rows(expected, logits))
+            labels = tokens[window, start + 1 : end + 1].to(logits.device)  # at the end of the text, one fewer
+            both = (each[: len(labels)].double() for each in (expected, logits))
+            losses.append(torch.stack([functional.cross_entropy(each, labels, reduction="none") for each in both]))
+    greatest, mean, loss = torch.cat(rows).amax(0), torch.cat(rows).mean(0), torch.cat(losses, dim=1).mean(1)
     return Comparison(
         windows=len(tokens),
         window_length=length,
-        greatest_logit_difference=sums.greatest,
-        mean_logit_difference=sums.difference / sums.logits,
-        largest_logit=sums.largest,
-        kl_divergence=sums.divergence / sums.positions,
-        loss_before=float(losses[0]),
-        loss_after=float(losses[1]),
-        perplexity_before=float(losses[0].exp()),
-        perplexity_after=float(losses[1].exp()),
-        greedy_agreement=sums.agreed / sums.positions,
+        greatest_logit_difference=float(greatest[0]),
+        mean_logit_difference=float(mean[1]),
+        largest_logit=float(greatest[2]),
+        kl_divergence=float(mean[3]),
+        loss_before=float(loss[0]),
+        loss_after=float(loss[1]),
+        perplexity_before=float(loss[0].exp()),
+        perplexity_after=float(loss[1].exp()),
+        greedy_agreement=float(mean[4]),
     )
 
 

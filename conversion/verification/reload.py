@@ -83,5 +83,4 @@ def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"
         raise ConversionError(f"{folder} does not load in a clean process: {reason}")
-    content: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    return content
+    return json.loads(result.read_text(encoding="utf-8"))

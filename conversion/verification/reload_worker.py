@@ -90,19 +90,18 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
     The outputs are logits, or hidden states of text encoders and of models without a head.
     """
     model.eval()
+    generates = model.can_generate()
     if tokens.is_floating_point():
         outputs = [model(image[None]) for image in tokens]
-        save_file(
-            {"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits
+    else:
+        inputs, run = (
+            [model_inputs(model.config, each[None]) for each in tokens],
+            model if generates else model.base_model,
         )
+        outputs = [run(**each) for each in inputs]
+    save_file({"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits)
+    if not generates:
         return {}
-    if not model.can_generate():
-        inputs = [model_inputs(model.config, sequence[None]) for sequence in tokens]
-        hidden = [model.base_model(**each).last_hidden_state for each in inputs]
-        save_file({"logits": torch.cat(hidden)}, logits)
-        return {}
-    outputs = [model(**model_inputs(model.config, sequence[None])).logits for sequence in tokens]
-    save_file({"logits": torch.cat(outputs)}, logits)
     continuations = continue_greedily(model, tokens, new_tokens)
     return {"continuations": continuations, "texts": [tokenizer.decode(ids) for ids in continuations]}
 

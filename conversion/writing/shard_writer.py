@@ -18,7 +18,7 @@ from threading import Lock
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.file_bytes import CHUNK, Buffers, chunks_at, opened, read_at
+from crosshead.common.file_bytes import CHUNK, chunks_at, opened, read_at
 
 from ..architectures.families import Shapes
 from ..compress.layer_rewrites import Tensors
@@ -158,9 +158,9 @@ def is_intact(path: Path, entries: Sequence[Entry], digests: Mapping[str, str]) 
     with opened(path) as (descriptor, status):
         if status.st_size != shard_size(entries) or read_at(descriptor, path, 0, len(header)) != header:
             return False
-    buffers, start = Buffers(), len(header)
+    start = len(header)
     for entry in file_order(entries):
-        if digests.get(entry.name) != digest_of(chunks_at(path, start, entry.size, buffers)):
+        if digests.get(entry.name) != digest_of(chunks_at(path, start, entry.size)):
             return False
         start += entry.size
     return True
@@ -171,6 +171,19 @@ def tensor_chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
     for start in range(0, len(raw), CHUNK):
         yield raw[start : start + CHUNK]
+
+
+def whole_rows(chunks: Iterable[memoryview], size: int) -> Iterator[bytearray]:
+    """The same bytes in blocks of rows of this size, about a megabyte each."""
+    length = max(1, CHUNK // size) * size
+    pending = bytearray()
+    for chunk in chunks:
+        pending += chunk
+        while len(pending) >= length:
+            yield pending[:length]
+            pending = pending[length:]
+    if pending:
+        yield pending
 
 
 def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -202,7 +215,7 @@ def write_growing(path: Path, expected: Shapes, groups: Iterable[Tensors], metad
     """Write groups of tensors, of which only one is in memory at a time; `expected` contains all names.
 
     The header comes first, but is known last: its maximum size is reserved, and filled with spaces, which the format
-    allows. Every tensor must be a multiple of eight bytes.
+    allows.
     """
     reserved = sum(len(name) + MAX_TENSOR_FIELDS for name in expected) + MAX_METADATA
     reserved += -reserved % LENGTH_BYTES

@@ -16,7 +16,7 @@ from ..sources.resolve import Source
 from ..sources.safetensors_store import WEIGHTS
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
 from .atomic_output import AtomicOutput
-from .shard_writer import rounded, tensor_chunks, write_index, write_shard
+from .shard_writer import rounded, tensor_chunks, whole_rows, write_index, write_shard
 
 ROWS = 256
 """Number of new vocabulary rows that are built at a time."""
@@ -87,15 +87,10 @@ def grown(store: TensorStore, entry: Entry) -> Iterator[memoryview]:
     source, target = DTYPES[stored.dtype], DTYPES[entry.dtype]
     width = prod(entry.shape[1:])  # 1 for a bias
     total = torch.zeros(width, dtype=torch.float64)
-    partial = b""
-    for chunk in store.chunks(entry.name):
-        data = partial + bytes(chunk)
-        complete = len(data) - len(data) % (width * source.itemsize)
-        partial = data[complete:]
-        if complete:
-            rows = torch.frombuffer(bytearray(data[:complete]), dtype=source).reshape(-1, width)
-            total += rows.double().sum(0)
-            yield from tensor_chunks(rounded(rows, entry))
+    for block in whole_rows(store.chunks(entry.name), width * source.itemsize):
+        rows = torch.frombuffer(block, dtype=source).reshape(-1, width)
+        total += rows.double().sum(0)
+        yield from tensor_chunks(rounded(rows, entry))
     mean = (total / stored.shape[0]).to(target)
     for start in range(stored.shape[0], entry.shape[0], ROWS):
         yield from tensor_chunks(mean.repeat(min(ROWS, entry.shape[0] - start), 1))

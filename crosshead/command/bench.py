@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from crosshead_command.bench_report import check, measure, print_lines, write, write_and_print
+from crosshead_command.bench_report import measure, write
 from crosshead_command.screen import progress
 from crosshead_command.strict import StrictCommand
 
@@ -28,11 +28,6 @@ Device = Annotated[
 ]
 Rounds = Annotated[int, typer.Option(min=1, help="Runs of each side; at most 3 for memory.")]
 Out = Annotated[Path | None, typer.Option(help="JSON file for all figures, the machine and versions.")]
-
-
-@app.callback()
-def options() -> None:
-    """The options of the group: none."""
 
 
 @app.command(cls=StrictCommand)
@@ -167,19 +162,20 @@ def convert(
     """
     from tempfile import TemporaryDirectory
 
+    from crosshead.common.atomic_write import check_targets
     from crosshead.conversion.bench_convert import Synthetic
     from crosshead.evals.bench.case import choose_cases
-    from crosshead.evals.bench.run import bench
+    from crosshead.evals.bench.run import bench, bench_lines
     from crosshead.recipes.schema.toy import write_tokenizer
 
-    check(out)
+    check_targets([out] if out else [], overwrite=True)
     with TemporaryDirectory() as scratch, progress() as show:
         checkpoint = Synthetic(Path(scratch), gigabytes)
         chosen = choose_cases(_conversions(checkpoint), cases or [], "bench convert")
         show("making", 0, 1, f"a checkpoint of {gigabytes:g} GB")
         checkpoint.write(write_tokenizer)
         report = bench(chosen, rounds, progress=show)
-    write_and_print(report, out)
+    write(report, bench_lines(report), out)
 
 
 def _conversions(checkpoint: "Synthetic") -> list["Case"]:
@@ -228,15 +224,15 @@ def train(
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers use any visible GPU; torch is not initialised yet
     from transformers.utils.logging import disable_progress_bar
 
+    from crosshead.common.atomic_write import check_targets
     from crosshead.evals.bench.case import check_device
     from crosshead.evals.bench.machine import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
     check_device(device)
-    check(out)
+    check_targets([out] if out else [], overwrite=True)
     keep_memory()
     disable_progress_bar()
     with progress() as show:
         report = bench_train(cases or [], rounds, steps, show)
-    write(report | {"device": device}, out)
-    print_lines(bench_train_lines(report))
+    write(report | {"device": device}, bench_train_lines(report), out)

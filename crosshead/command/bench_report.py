@@ -15,42 +15,23 @@ def measure(
     name: str, known: Iterable["Case"], cases: list[str] | None, device: str, rounds: int, out: Path | None
 ) -> None:
     """Run the named cases, or all cases; write and print the report."""
+    from crosshead.common.atomic_write import check_targets
     from crosshead.evals.bench.case import choose_cases
     from crosshead.evals.bench.machine import keep_memory
-    from crosshead.evals.bench.run import bench
+    from crosshead.evals.bench.run import bench, bench_lines
 
     chosen = choose_cases(list(known), cases or [], f"bench {name}")
-    check(out)
+    check_targets([out] if out else [], overwrite=True)
     keep_memory()
     with progress() as show:
         report = bench(chosen, rounds, device, show)
-    write_and_print(report, out)
+    write(report, bench_lines(report), out)
 
 
-def check(out: Path | None) -> None:
-    """Check the output file before the measurement."""
-    from crosshead.common.atomic_write import check_targets
-
-    check_targets([] if out is None else [out], overwrite=True)
-
-
-def write_and_print(report: dict[str, Any], out: Path | None) -> None:
-    """Write the JSON file, if there is one, and print a table."""
-    from crosshead.evals.bench.run import bench_lines
-
-    write(report, out)
-    print_lines(bench_lines(report))
-
-
-def write(report: dict[str, Any], out: Path | None) -> None:
-    """Write the JSON file, if there is one."""
+def write(report: dict[str, Any], lines: Iterable[str], out: Path | None) -> None:
+    """Write the JSON file, if there is one, and print the table."""
     from crosshead.common.atomic_write import write_whole
 
     if out is not None:
         write_whole({out: json.dumps(report, indent=2) + "\n"})
-
-
-def print_lines(lines: Iterable[str]) -> None:
-    """Print to standard output."""
-    for line in lines:
-        print(line)
+    print(*lines, sep="\n")

@@ -6,9 +6,6 @@ from typing import Annotated, Any
 
 import typer
 
-LENGTH = 4096
-"""The sequence length of the costs, if the model's context is long enough."""
-
 
 def card(
     model: Annotated[Path, typer.Argument(help="Model directory.")],
@@ -83,4 +80,4 @@ def _cost(facts: Any) -> dict[str, Any]:
     config = saved_config(dict(facts.config), facts.name)
     if not hasattr(config, "mixers"):
         config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
-    return cost_report(config, usual_length(config, LENGTH))
+    return cost_report(config, usual_length(config))

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.model_places import split_revision
+from crosshead.common.model_places import is_hub_id, split_revision
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -25,21 +25,9 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
         return _in_gguf(path)
     if path.is_dir():
         return {"licence": _in_card(path / README)}
-    _check_id(name)
-    return {"base_model": name, "licence": _on_the_hub(name, revision or recorded.get("revision"))}
-
-
-def _check_id(name: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
-
-    try:
-        validate_repo_id(name)
-        is_valid = not name.endswith(".gguf")
-    except HFValidationError:
-        is_valid = False
-    if not is_valid:
+    if not is_hub_id(name) or name.endswith(".gguf"):
         raise ValueError(f"--source {name} is no folder, GGUF file or Hub id: check the path, or leave it out")
+    return {"base_model": name, "licence": _on_the_hub(name, revision or recorded.get("revision"))}
 
 
 def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:

@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-LENGTH = 4096
 PREFIX = "crosshead_"
 
 
@@ -36,19 +35,15 @@ def cost(
     """
     import json
 
-    from crosshead.evals.cost.model import usual_length
+    from crosshead.evals.cost.model import LENGTH, usual_length
     from crosshead.evals.cost.report import cost_lines, cost_report
 
     config = _config(model, mixer or [], revision)
     if length is None:
         is_decoder = "AutoModelForCausalLM" in getattr(config, "auto_classes", {})
-        length = LENGTH if is_decoder else usual_length(config, LENGTH)
+        length = LENGTH if is_decoder else usual_length(config)
     report = {"model": model} | cost_report(config, length)
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
-    for line in cost_lines(report):
-        print(line)
+    print(json.dumps(report, indent=2) if as_json else "\n".join(cost_lines(report)))
 
 
 def _config(model: str, mixer: list[str], revision: str | None) -> Any:

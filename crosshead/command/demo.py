@@ -33,8 +33,7 @@ def demo(
         raise typer.BadParameter("give --tiny or --model, not both")
     disable_progress_bar()
     asked = open_demo(model, tiny, out)
-    for line in _lines(asked.run(Screen(_tell, progress)), asked.folder):
-        typer.echo(line)
+    typer.echo("\n".join(_lines(asked.run(Screen(_tell, progress)), asked.folder)))
 
 
 def _tell(line: str) -> None:

@@ -62,6 +62,7 @@ def evaluate(
     crosshead eval Qwen/Qwen3-0.6B models/mine --suite mea --compare --out mea.json
     """
     from crosshead.common.atomic_write import check_targets, write_whole
+    from crosshead.evals.harness.report import eval_lines
 
     tools: dict[str, Any] = {
         "include_path": include_path,
@@ -76,12 +77,13 @@ def evaluate(
     if data is not None:
         from crosshead.evals.scoring.evaluate import score_data
 
-        score_data(models, data, **options)
+        report = score_data(models, data, **options)
     else:
         from crosshead.evals.harness.evaluate import evaluate as run
 
-        run(models, suite or QUICK, tasks=_names(tasks), **tools, **options)
-    _show(out, as_json)
+        report = run(models, suite or QUICK, tasks=_names(tasks), **tools, **options)
+    lines = [*eval_lines(report), f"wrote {out}"]
+    typer.echo(json.dumps(report, indent=2) if as_json else "\n".join(lines))
 
 
 def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools: dict[str, Any]) -> None:
@@ -105,16 +107,3 @@ def _names(tasks: str | None) -> list[str]:
 def _show_progress(message: str) -> None:
     if sys.stderr.isatty():
         typer.echo(message, err=True)
-
-
-def _show(out: Path, as_json: bool) -> None:
-    """Print the results as JSON or as tables."""
-    from crosshead.evals.harness.report import eval_lines
-
-    written = out.read_text(encoding="utf-8")
-    if as_json:
-        typer.echo(written.rstrip())
-        return
-    for line in eval_lines(json.loads(written)):
-        typer.echo(line)
-    typer.echo(f"wrote {out}")

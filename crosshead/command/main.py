@@ -3,7 +3,6 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,27 +28,16 @@ from crosshead_command import (
 from crosshead_command.screen import InterruptedByUserError
 from crosshead_command.strict import StrictCommand
 
-GROUPS = {
-    "Convert": ("convert", "verify", "fold"),
-    "Train": ("train", "sweep"),
-    "Evaluate": ("eval", "cost", "bench", "probe"),
-    "Inspect": ("inspect",),
-    "Publish": ("card", "push", "zoo"),
-    "Try": ("demo",),
+COMMANDS: dict[str, dict[str, Any]] = {
+    "Convert": {"convert": convert.convert, "verify": verify.verify, "fold": fold.fold},
+    "Train": {"train": train.train, "sweep": sweep.sweep},
+    "Evaluate": {"eval": eval.evaluate, "cost": cost.cost, "bench": bench.app, "probe": probe.app},
+    "Inspect": {"inspect": inspect.inspect},
+    "Publish": {"card": card.card, "push": push.push, "zoo": zoo.zoo},
+    "Try": {"demo": demo.demo},
 }
-"""The sections of `crosshead --help`."""
-COMMANDS: dict[str, Callable[..., Any]] = {
-    "convert": convert.convert,
-    "cost": cost.cost,
-    "eval": eval.evaluate,
-    "fold": fold.fold,
-    "inspect": inspect.inspect,
-    "verify": verify.verify,
-    "train": train.train,
-    "sweep": sweep.sweep,
-    "card": card.card,
-    "push": push.push,
-}
+"""The sections of `crosshead --help`, with functions, and with the groups of `bench` and `probe`."""
+RUN_WITHOUT_ARGUMENTS = {"demo", "zoo"}
 DEBUG = "--debug"
 INTERRUPTED = 130
 RESUMABLE = {"convert", "demo", "fold", "push"}
@@ -71,7 +59,7 @@ class GroupedCommands(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write one section for each group."""
         width = formatter.width - 6 - max(map(len, self.commands))
-        for title, names in GROUPS.items():
+        for title, names in COMMANDS.items():
             with formatter.section(title):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
 
@@ -84,12 +72,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-for _name, _function in COMMANDS.items():
-    app.command(_name, no_args_is_help=True, cls=StrictCommand)(_function)
-app.command("demo", cls=StrictCommand)(demo.demo)  # also without arguments
-app.command("zoo", cls=StrictCommand)(zoo.zoo)
-app.add_typer(bench.app, name="bench")
-app.add_typer(probe.app, name="probe")
+for _commands in COMMANDS.values():
+    for _name, _command in _commands.items():
+        if isinstance(_command, typer.Typer):
+            app.add_typer(_command, name=_name)
+        else:
+            app.command(_name, no_args_is_help=_name not in RUN_WITHOUT_ARGUMENTS, cls=StrictCommand)(_command)
 
 
 @app.callback(invoke_without_command=True)

@@ -26,11 +26,6 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit on the
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")]
 
 
-@app.callback()
-def options() -> None:
-    """The options of the group: none."""
-
-
 @app.command(no_args_is_help=True, cls=StrictCommand)
 def heads(
     models: Annotated[list[str], typer.Argument(help="Model directories or Hub ids, stock or crosshead.")],

@@ -25,9 +25,12 @@ def push(
 
     crosshead push models/mine me/mine --dry-run
     """
+    from crosshead.common.model_places import is_hub_id
     from crosshead.model_cards.tables import volume
 
-    _check_name(repository)
+    if not is_hub_id(repository):
+        message = f"{repository!r} is not a valid Hub id: use one such as organisation/model"
+        raise typer.BadParameter(message, param_hint="REPO_ID")
     files = checked(model, trust_remote_code)
     if dry_run:
         for name, size in files.items():
@@ -88,15 +91,3 @@ def release() -> str:
     from importlib.metadata import version
 
     return f"v{version('crosshead')}"
-
-
-def _check_name(repository: str) -> None:
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
-
-    try:
-        validate_repo_id(repository)
-    except HFValidationError:
-        raise typer.BadParameter(
-            f"{repository!r} is not a valid Hub id: use one such as organisation/model", param_hint="REPO_ID"
-        ) from None

@@ -85,24 +85,20 @@ def progress() -> Iterator["Progress"]:
 
 def show_report(report: Mapping[str, Any], as_json: bool) -> None:
     """The report of a conversion or verification on stdout: for scripts, or for people."""
-    if as_json:
-        print(json.dumps(report, indent=2))
-        return
+    print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(report)))
+
+
+def report_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report for people."""
     if "counts" in report:
-        print(", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count))
-    for line in [*plan_lines(report), *gguf_lines(report), *calibration_lines(report)]:
-        print(line)
-    if "verification" in report:
-        for line in verification_lines(report["verification"]):
-            print(line)
-    for name in ("kept_cache", "engine"):
-        if name in report:
-            for line in verification_lines({name: report[name]}):
-                print(line)
+        yield ", ".join(f"{count} tensors {action}" for action, count in report["counts"].items() if count)
+    yield from (*plan_lines(report), *gguf_lines(report), *calibration_lines(report))
+    yield from verification_lines(report.get("verification", {}))
+    yield from verification_lines({name: report[name] for name in ("kept_cache", "engine") if name in report})
     if "others" in report:
-        print(f"files left unchanged, not part of a model: {', '.join(report['others'])}")
+        yield f"files left unchanged, not part of a model: {', '.join(report['others'])}"
     if "folder" in report:
-        print(f"wrote {report['folder']}")
+        yield f"wrote {report['folder']}"
 
 
 def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:

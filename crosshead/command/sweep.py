@@ -56,9 +56,7 @@ def _print(report: Mapping[str, Any], picture: Path, as_json: bool) -> None:
     elif as_json:
         typer.echo(json.dumps(report, indent=2))
     else:
-        for line in _lines(report):
-            typer.echo(line)
-        typer.echo(f"wrote {picture}")
+        typer.echo("\n".join([*_lines(report), f"wrote {picture}"]))
 
 
 def _lines(report: Mapping[str, Any]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """`crosshead train`."""
 
+import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -41,7 +42,6 @@ def train(
     from crosshead.recipes.train import train as run
     from crosshead.recipes.trainer.process_group import closing_process_group, is_main_process, main_process_first
     from crosshead.recipes.trainer.teacher_logits import save_teacher as write_teacher
-    from crosshead_command.dry_run import show_dry_run
 
     if not dry_run and (accelerate is not None or as_json):
         raise typer.BadParameter("--accelerate and --json are for --dry-run: `accelerate launch` starts a real run")
@@ -53,7 +53,7 @@ def train(
         if toy is not None:
             loaded = main_process_first(partial(at_toy_size, loaded, toy))
         if dry_run:
-            show_dry_run(loaded, accelerate, as_json)
+            _show_dry_run(loaded, accelerate, as_json)
             return
         if save_teacher is not None:
             write_teacher(loaded, save_teacher, show)
@@ -67,6 +67,14 @@ def train(
         sys.exit(STOPPED + (outcome.stopped_by or 0))  # not through main(), which prints another line for Ctrl-C
     if loaded.hub is not None and is_main:
         _push(outcome.model, loaded.hub)
+
+
+def _show_dry_run(recipe: Any, accelerate: str | None, as_json: bool) -> None:
+    from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
+    from crosshead.recipes.estimate.memory import ONE_GPU, read_sharding
+
+    report = dry_run(recipe, read_sharding(accelerate) if accelerate is not None else ONE_GPU)
+    print(json.dumps(report, indent=2) if as_json else "\n".join(dry_run_lines(report)))
 
 
 def _push(model: Path, hub: Any) -> None:

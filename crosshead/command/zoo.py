@@ -7,8 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-LENGTH = 4096
-"""The sequence length of the costs, if the model's context is long enough."""
 DTYPE = "bfloat16"
 """The dtype of the KV cache, the same for all models."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
@@ -41,11 +39,7 @@ def zoo(
             typer.echo(f"wrote {path}")
         return
     found = read_zoo()
-    if as_json:
-        typer.echo(json.dumps(found, indent=2))
-        return
-    for line in zoo_lines(found):
-        typer.echo(line)
+    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(zoo_lines(found)))
 
 
 def entries(place: Path) -> list[dict[str, Any]]:
@@ -86,7 +80,7 @@ def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str
         "train": f"crosshead train {name}",
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
-        "cost": cost_report(config, usual_length(config, LENGTH)),
+        "cost": cost_report(config, usual_length(config)),
         "measured": measurements(place, name) | _short_run(place, name),
     }
 

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from .errors import ConversionError
+from .errors import ConversionError, one_line
 from .file_bytes import opened, read_at
 
 _SHORT = reprlib.Repr()
@@ -35,7 +35,9 @@ def parse_object(raw: bytes, where: str) -> dict[str, Any]:
     except RecursionError as error:
         raise ConversionError(f"{where} is nested too deeply to be read: fetch the file again") from error
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or one of ours
-        raise ConversionError(f"{where} is not usable JSON ({_first_line(error)}): fetch the file again") from error
+        raise ConversionError(
+            f"{where} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
+        ) from error
     if not isinstance(content, dict):
         raise ConversionError(f"{where} holds {shown(content)} instead of a JSON object: fetch the file again")
     return content
@@ -51,7 +53,3 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _no_number(text: str) -> float:
     raise ValueError(f"{text} is not a JSON number")
-
-
-def _first_line(error: ValueError) -> str:
-    return str(error).split("\n")[0][:_LONGEST]

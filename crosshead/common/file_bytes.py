@@ -6,28 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch
-
 from .errors import ConversionError
 
 CHUNK = 1 << 20
 """Bytes of one read: a multiple of every item size, small enough for a processor's cache."""
-
-
-class Buffers:
-    """Reused buffers, because the first touch of new memory costs more than the read."""
-
-    def __init__(self) -> None:
-        self._spare: list[memoryview] = []
-
-    @contextmanager
-    def lent(self) -> Iterator[memoryview]:
-        """A buffer of `CHUNK` bytes, not shared with other readers."""
-        buffer = self._spare.pop() if self._spare else torch.empty(CHUNK, dtype=torch.uint8).numpy().data
-        try:
-            yield buffer
-        finally:
-            self._spare.append(buffer)
 
 
 @contextmanager
@@ -71,9 +53,10 @@ def read_at(descriptor: int, path: Path, start: int, count: int) -> bytes:
     return bytes(raw)
 
 
-def chunks_at(path: Path, start: int, count: int, buffers: Buffers) -> Iterator[memoryview]:
+def chunks_at(path: Path, start: int, count: int) -> Iterator[memoryview]:
     """`count` bytes from `start` on in pieces of `CHUNK`, each good until the next is asked for."""
-    with opened(path) as (descriptor, _), buffers.lent() as buffer:
+    buffer = memoryview(bytearray(CHUNK))
+    with opened(path) as (descriptor, _):
         for offset in range(0, count, CHUNK):
             piece = buffer[: count - offset]
             fill(piece, descriptor, path, start + offset)

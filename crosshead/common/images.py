@@ -9,6 +9,9 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor  #
 from .errors import ConversionError, one_line
 from .model_places import placed
 
+MODES = {1: "L", 3: "RGB"}
+"""The channels of a model -> Pillow's name for such images."""
+
 
 def open_processor(place: str | Path, label: str) -> Any:
     """The image processor of a directory or a Hub id, which errors call `label`."""
@@ -21,8 +24,8 @@ def open_processor(place: str | Path, label: str) -> Any:
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
 
 
-def processed_image(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
-    """The pixel values (1, channels, height, width) of an image, whose `shape` is the one that the model reads."""
+def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
+    """The pixel values (1, channels, height, width) of an image."""
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -30,10 +33,16 @@ def processed_image(file: Path, processor: Any, shape: tuple[int, int, int], lab
     try:
         with Image.open(file) as image:
             ImageOps.exif_transpose(image, in_place=True)
-            pixels = processor(image.convert("L" if shape[0] == 1 else "RGB"), return_tensors="pt")
+            pixels = processor(image.convert(MODES[channels]), return_tensors="pt")
     except Exception as error:  # Pillow and processors raise many types of errors
         raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
-    found: torch.Tensor = pixels["pixel_values"].float()
+    found: torch.Tensor = pixels["pixel_values"]
+    return found
+
+
+def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
+    """`processed_image`, for a model that reads images of this shape alone."""
+    found = processed_image(file, processor, shape[0]).float()
     if found.shape[1:] != shape:
         raise ConversionError(
             f"the image processor in {label} gives pixel values of shape {list(found.shape[1:])}, but the model "

@@ -4,6 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
+
 RESULT, TRAINING = "model", "training.json"
 """The name of the folder that a training writes, and its record there."""
 
@@ -27,6 +30,15 @@ def model_label(name: str) -> str:
         return name
     place = place.resolve()
     return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name is valid on the Hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def placed(name: str) -> dict[str, str]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import crosshead
 from crosshead.common.progress import Progress
 from crosshead.conversion.calibration.head_statistics import fast_dtype
 from crosshead.conversion.options import split_argument
@@ -67,17 +66,6 @@ def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
     return found, left_out
 
 
-def convert(source: str, asked: Conversion, text: Path, target: Path, show: Progress) -> None:
-    """Convert and verify; `text` is what conversions are calibrated on."""
-    options: dict[str, Any] = {"calibration": text} if asked.calibrated else {}
-    crosshead.convert(source, target, asked.mixers, **options, progress=show)
-
-
-def fold_with_cache(model: Path, target: Path, show: Progress) -> None:
-    """Fold a model to a stock checkpoint whose cache holds the component heads."""
-    crosshead.fold(model, target, keep_cache=True, progress=show)
-
-
 def continue_training(
     source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
 ) -> None:
@@ -103,7 +91,9 @@ def continue_training(
         "checkpoints.every": asked.steps,
         "checkpoints.keep": 1,
     }
-    recipe = load_recipe("small/smollm2_explicit", [f"{key}={json.dumps(value)}" for key, value in changes.items()])
+    recipe = load_recipe(
+        "small/smollm2_explicit", [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in changes.items()]
+    )
     outcome = train(recipe, show)
     if outcome.model is None:
         raise KeyboardInterrupt  # a checkpoint was saved

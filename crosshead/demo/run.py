@@ -8,12 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import crosshead
 from crosshead.common.progress import Progress
 from crosshead.evals.bench.machine import machine
+from crosshead.evals.inspect.inputs import Inputs
+from crosshead.evals.inspect.page import write_report
+from crosshead.evals.inspect.report import inspect_report
 from crosshead_command.card import write_card
 
-from .making import Conversion, Training, continue_training, conversions, convert, fold_with_cache
-from .scoring import decode, in_engines, page, score
+from .making import Conversion, Training, continue_training, conversions
+from .scoring import decode, in_engines, score
 from .sources import Start, own, smollm2, stock_results, tiny
 from .steps import RECORD, Record, Screen, Step, run_steps
 from .table import rows
@@ -142,7 +146,8 @@ class Demo:
         yield Step("text", message, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
     def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
-        convert(self.start.origin, asked, self.folder / "to_learn.txt", self.place(asked.name), show)
+        options: dict[str, Any] = {"calibration": self.folder / "to_learn.txt"} if asked.calibrated else {}
+        crosshead.convert(self.start.origin, self.place(asked.name), asked.mixers, **options, progress=show)
 
     def _make(self) -> Iterator[Step]:
         text, training = self.folder / "to_learn.txt", self.size.training
@@ -172,7 +177,7 @@ class Demo:
             SERVED,
             f"{SERVED}: the trained model folded to a stock checkpoint that keeps the small cache",
             stock_results(served),
-            lambda work, show: fold_with_cache(trained, served, show),
+            lambda work, show: crosshead.fold(trained, served, keep_cache=True, progress=show),
             {},
             (self.trained,),
         )
@@ -214,7 +219,7 @@ class Demo:
             "heads",
             "a page with the heads of both side by side",
             (shown, shown.with_suffix(".json")),
-            lambda work, show: page(pair, PAGE_TEXT, shown, show),
+            lambda work, show: write_report(inspect_report(pair, Inputs({"text": PAGE_TEXT}), show), shown),
             {"text": PAGE_TEXT},
             ("source", self.trained),
         )

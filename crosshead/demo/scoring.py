@@ -1,6 +1,5 @@
-"""Evaluation of the demo's models: scores, greedy text with the size of the cache, and a page of their heads."""
+"""Evaluation of the demo's models: scores, and greedy text with the size of the cache."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +10,6 @@ from crosshead.common.progress import Progress
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.engines import verify_in_engine
 from crosshead.evals.harness.evaluate import evaluate
-from crosshead.evals.inspect.inputs import Inputs
-from crosshead.evals.inspect.page import write_report
-from crosshead.evals.inspect.report import inspect_report
 from crosshead.evals.open_model import load_model, open_model
 
 PROMPT = "The sun rises in the east and sets in the west. At night"
@@ -72,13 +68,3 @@ def decoded(name: str) -> dict[str, Any]:
         "bytes_per_token": size / tokens,
         "dtype": str(layers[0].keys.dtype).removeprefix("torch."),
     }
-
-
-def page(models: Sequence[str], text: str, target: Path, show: Progress) -> None:
-    """Write one page with the heads of two models side by side."""
-    write_report(inspect_report(models, Inputs({"text": text}), show), target)
-
-
-def read(path: Path) -> Any:
-    """The JSON that a step has written."""
-    return json.loads(path.read_bytes())

@@ -19,7 +19,7 @@ WORK = ".work"
 """The folder for unfinished steps, from which an interrupted step continues."""
 DIGITS = 16
 """Length of a fingerprint."""
-Make = Callable[[Path, Progress], None]
+Make = Callable[[Path, Progress], object]
 """Takes a working directory of its own, which is kept until the step is done."""
 
 

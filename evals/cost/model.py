@@ -24,6 +24,8 @@ from .seq2seq import seq2seq_cost
 
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
+LENGTH = 4096
+"""Tokens of a text, unless others are asked for."""
 NOT_COUNTED = ("_modules", "_forward_hooks", "layer_idx")
 """Attributes of modules that differ between equal layers."""
 
@@ -79,7 +81,7 @@ def _kind(attention: Any) -> str:
     return re.sub(r"layer_index=\d+", "", str(kept))
 
 
-def usual_length(config: Any, wanted: int) -> int:
+def usual_length(config: Any, wanted: int = LENGTH) -> int:
     """The tokens of an image or a latent, or of a text: the wanted length, at most the model's context."""
     if isinstance(config, DiTConfig):
         return config.tokens

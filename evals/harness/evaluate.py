@@ -54,28 +54,60 @@ def evaluate(
         parameters = [parameter_count(each) for each in opened]  # now, because vLLM changes classes of transformers
         progress("loading the tasks")
         benchmarks = load_tasks(chosen.benchmarks, include_path, confirm_run_unsafe_code)
-        report: dict[str, Any] = {
+        report = {
             "suite": {"name": chosen.name, "source": chosen.source, "missing": list(chosen.missing)},
             "limit": limit,
             "batch_size": batch_size,
             "backend": backend,
-            "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-            "models": [],
-            "confidence": CONFIDENCE,
-            "compared": [],
+            "versions": versions(PACKAGES),
         }
-        items: list[list[Items | None]] = []
-        for each, count in zip(opened, parameters, strict=True):
-            progress(f"scoring {each.name}")
-            scores, found = _score(each, benchmarks, batch_size, limit, backend)
-            report["models"].append(scores | {"parameters": count})
-            items.append(found)
-            save(report)  # before the comparison, which may fail
-            if compared and len(items) > 1:
-                changes = compare(report["models"][0]["scores"], items[0], found)
-                report["compared"].append({"first": opened[0].name, "second": each.name, **changes})
-                save(report)
+
+        def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
+            progress(f"scoring {opened[index].name}")
+            scores, found = _score(opened[index], benchmarks, batch_size, limit, backend)
+            return scores | {"parameters": parameters[index]}, found
+
+        return score_all(report, score, len(models), compared, save)
+
+
+def versions(packages: Sequence[str]) -> dict[str, str]:
+    """The versions of packages, and of Python."""
+    return {name: version(name) for name in packages} | {"python": platform.python_version()}
+
+
+def score_all(
+    report: dict[str, Any],
+    score: Callable[[int], tuple[dict[str, Any], list[Items | None]]],
+    count: int,
+    compared: bool,
+    save: Callable[[dict[str, Any]], None],
+) -> dict[str, Any]:
+    """Add the scores of each model and, with `compared`, the changes from the first one; calls `save` after each."""
+    models, comparisons = list[dict[str, Any]](), list[dict[str, Any]]()
+    report |= {"models": models, "confidence": CONFIDENCE, "compared": comparisons}
+    for index in range(count):
+        model, items = score(index)
+        models.append(model)
+        save(report)  # before the comparison, which may fail
+        if index == 0:
+            first = items
+        elif compared:
+            changes = compare(models[0]["scores"], first, items)
+            comparisons.append({"first": models[0]["model"], "second": model["model"], **changes})
+            save(report)
     return report
+
+
+def model_fields(opened: Opened, dtype: Any, device: Any) -> dict[str, Any]:
+    """What the report of a model says of the model itself."""
+    folder = Path(opened.name)
+    return {
+        "model": opened.name,
+        "fingerprint": model_fingerprint(folder) if folder.is_dir() else None,
+        "model_type": opened.config.model_type,
+        "dtype": str(dtype).removeprefix("torch."),
+        "device": str(device),
+    }
 
 
 def check_options(models: Sequence[str], limit: int | None, batch_size: int | str, compared: bool) -> None:
@@ -99,8 +131,6 @@ def _score(
     opened: Opened, benchmarks: Sequence[LoadedBenchmark], batch_size: int | str, limit: int | None, backend: str
 ) -> tuple[dict[str, Any], list[Items | None]]:
     """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
-    folder = Path(opened.name)
-    fingerprint = model_fingerprint(folder) if folder.is_dir() else None
     if backend == "vllm":
         checked = vllm_model(opened, batch_size)
         settings = checked.model.llm_engine.vllm_config
@@ -115,11 +145,7 @@ def _score(
     rows = score_rows(benchmarks, results)
     scores = [row for row, _ in rows]
     report = {
-        "model": opened.name,
-        "fingerprint": fingerprint,
-        "model_type": opened.config.model_type,
-        "dtype": str(dtype).removeprefix("torch."),
-        "device": str(device),
+        **model_fields(opened, dtype, device),
         "context": results["context"],
         "scores": scores,
         "average": average(scores) if all(each.benchmark.metric for each in benchmarks) else None,

@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,22 +56,13 @@ def read_suite(name: str) -> Suite:
     if name not in suite_names():
         raise EvalError(f"there is no suite {name!r}: use {', '.join(suite_names())}{nearest(name, suite_names())}")
     content = yaml.safe_load((SUITES / f"{name}.yaml").read_text(encoding="utf-8"))
-    benchmarks = tuple(_parse(Benchmark, entry, name) for entry in content.pop("benchmarks"))
-    missing = tuple(content.pop("missing", ()))
-    return _parse(Suite, {"name": name, "benchmarks": benchmarks, "missing": missing, **content}, name)
+    benchmarks = tuple(Benchmark(**entry) for entry in content.pop("benchmarks"))
+    return Suite(name=name, benchmarks=benchmarks, missing=tuple(content.pop("missing", ())), **content)
 
 
 def suite_of_tasks(tasks: Sequence[str]) -> Suite:
     """A suite of the user's tasks, with all their metrics."""
     return Suite("tasks", "--tasks", tuple(Benchmark(task, task) for task in dict.fromkeys(tasks)))
-
-
-def _parse(kind: Any, content: dict[str, Any], suite: str) -> Any:
-    known = [field.name for field in fields(kind)]
-    for key in content:
-        if key not in known:
-            raise EvalError(f"suite {suite} has an unknown key {key!r}{nearest(key, known)}")
-    return kind(**content)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import nn
 
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import EvalError, one_line
+from crosshead.common.images import MODES
 from crosshead.modeling.mechanisms.base import AttentionState
 
 from ..cost.dit_config import CLASSES, DiTConfig
@@ -22,8 +23,6 @@ from .layer import LayerStates, Recorder, Routing
 
 PIPELINE, TRANSFORMER, VAE, SCHEDULER = "model_index.json", "transformer", "vae", "scheduler"
 """The file that marks a pipeline, and its folders."""
-PIXELS = {1: "L", 3: "RGB"}
-"""Channels of an image -> its mode in Pillow."""
 LARGEST = 2**20
 """Bytes of a config.json."""
 TIME, SEED = 250, 0
@@ -83,7 +82,7 @@ def image_reader(opened: Opened, time: int) -> Callable[[Path], tuple[dict[str, 
         raise EvalError(f"--time {time} is not allowed: {opened.label} has the times 0 to {len(schedule.betas) - 1}")
     vae = _load(AutoencoderKL, folder / VAE, "vae").eval() if (folder / VAE).is_dir() else None
     channels = config.num_channels if vae is None else vae.config.in_channels
-    if channels not in PIXELS:
+    if channels not in MODES:
         raise EvalError(
             f"{opened.label} reads latents with {channels} channels: give the folder of a DiTPipeline, with its vae"
         )
@@ -121,7 +120,7 @@ def _square(file: Path, size: int, channels: int) -> torch.Tensor:
     try:
         with Image.open(file) as image:
             ImageOps.exif_transpose(image, in_place=True)
-            square = ImageOps.fit(image.convert(PIXELS[channels]), (size, size), Image.Resampling.BICUBIC)
+            square = ImageOps.fit(image.convert(MODES[channels]), (size, size), Image.Resampling.BICUBIC)
     except Exception as error:  # Pillow raises many types of errors
         raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from None
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).reshape(1, size, size, channels)

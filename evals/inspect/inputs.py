@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import EvalError
-from crosshead.common.images import open_processor, processed_image
+from crosshead.common.images import image_of_shape, open_processor
 from crosshead.modeling.encoder import image_shape
 
 from ..open_model import Opened, check_tokens
@@ -137,7 +137,7 @@ def _image_reader(opened: Opened, time: int) -> ImageReader:
     processor = open_processor(opened.name, opened.label)
 
     def read(file: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        pixels = processed_image(file, processor, image_shape(opened.config), opened.label)
+        pixels = image_of_shape(file, processor, image_shape(opened.config), opened.label)
         return {"pixel_values": pixels}, _colours(pixels[0], processor)
 
     return read

@@ -15,6 +15,7 @@ from transformers.utils.hub import cached_file
 
 from crosshead.common.checked_json import parse_object
 from crosshead.common.model_places import split_revision
+from crosshead.common.progress import Progress
 from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
@@ -38,8 +39,6 @@ from .pack import rounded
 
 TRAINING, DRIFT = "training.json", "drift/"
 """The record of a training in a model's folder, and the beginning of its metrics of mechanisms."""
-Progress = Callable[[str, int, int], None]
-"""Called with the stage, the layers done, and all layers."""
 
 
 class Place(NamedTuple):

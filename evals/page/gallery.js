@@ -27,7 +27,8 @@ const SHARES = { first: "first token", previous: "token before", next: "token af
 // A short description of a map by its largest measure.
 function character(model, map) {
   const { measures } = opened[model].record;
-  const names = textOf(model).image ? { ...SHARES, first: "class token" } : SHARES;
+  const { image } = textOf(model);
+  const names = image ? { ...SHARES, first: image.special ? "class token" : "first patch" } : SHARES;
   const shares = Object.entries(names).filter(([measure]) => measures[measure]).map(([measure, name]) => [name, measures[measure][map]]);
   const [name, share] = shares.sort((one, other) => other[1] - one[1])[0];
   if (share >= 0.2) return `${name} ${Math.round(share * 100)} %`;

@@ -4,8 +4,8 @@ The output of a masked head is set to zero before the output projection. A head 
 projection, also where a mechanism combines two heads.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from statistics import mean
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from crosshead.common.progress import Advance
+
 MAXIMUM_COUNTS = 9
 STRIDE = 1_000_003
 """Between seeds, so that each draw has its own."""
-Advance = Callable[[int, int], None]
-"""Called with the losses measured and all losses."""
 
 
 def counts_to_mask(heads: int) -> list[int]:
@@ -62,16 +62,12 @@ def lines(reports: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, list[
 
 @contextmanager
 def _masked(model: Any, count: int, generator: torch.Generator) -> Iterator[None]:
-    hooks = []
-    for layer, heads in zip(model.model.layers, head_counts(model), strict=True):
-        mask = torch.ones(heads)
-        mask[torch.randperm(heads, generator=generator)[:count]] = 0
-        hooks.append(layer.self_attn.o_proj.register_forward_pre_hook(partial(_mask_heads, mask)))
-    try:
+    with ExitStack() as stack:
+        for layer, heads in zip(model.model.layers, head_counts(model), strict=True):
+            mask = torch.ones(heads)
+            mask[torch.randperm(heads, generator=generator)[:count]] = 0
+            stack.enter_context(layer.self_attn.o_proj.register_forward_pre_hook(partial(_mask_heads, mask)))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _mask_heads(mask: torch.Tensor, module: nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:

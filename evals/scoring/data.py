@@ -53,7 +53,7 @@ class Data(ABC):
 
     def run(self, model: Any, batch_size: int | str) -> list[Score]:
         """Run the model on all items."""
-        outcomes: Tensor | None = None
+        order, outcomes = list[int](), list[Tensor]()
         for indices in self._batches(batch_size, model.device.type == "cpu"):
             try:
                 with torch.inference_mode():
@@ -64,12 +64,9 @@ class Data(ABC):
                 ) from error
             if not found.isfinite().all():
                 raise EvalError(f"{self.opened.label} gives nan or inf on this data: its weights are broken")
-            if outcomes is None:
-                outcomes = found.new_empty(len(self.lengths), found.shape[1])
-            outcomes[list(indices)] = found
-        if outcomes is None:
-            raise ValueError("no items")
-        return self.scores(outcomes)
+            order += indices
+            outcomes.append(found)
+        return self.scores(torch.cat(outcomes)[torch.tensor(order).argsort()])
 
     def _batches(self, batch_size: int | str, on_cpu: bool) -> Iterator[Sequence[int]]:
         """Indices of items of similar length, the longest first."""

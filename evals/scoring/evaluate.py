@@ -2,21 +2,18 @@
 
 import gc
 import math
-import platform
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError
-from crosshead.common.fingerprint import model_fingerprint
 
-from ..harness.evaluate import check_options
+from ..harness.evaluate import check_options, model_fields, score_all, versions
 from ..harness.lm_eval_model import quiet
-from ..harness.scores import CONFIDENCE, Items, Row, compare
+from ..harness.scores import Items, Row
 from ..open_model import Opened, load_model, open_config, open_tokenizer, parameter_count
 from .data import Data
 from .files import digest
@@ -64,29 +61,21 @@ def score_data(
             _check_comparable(data)
         parameters = [parameter_count(each.opened, each.auto_class) for each in data]
         name = path.resolve().name
-        report: dict[str, Any] = {
+        report = {
             "suite": {"name": data[0].title, "source": name, "missing": []},
             "data": {"name": name, "sha256": digest(data[0].files)},
             "limit": limit,
             "batch_size": batch_size,
             "backend": "hf",
-            "versions": {name: version(name) for name in PACKAGES} | {"python": platform.python_version()},
-            "models": [],
-            "confidence": CONFIDENCE,
-            "compared": [],
+            "versions": versions(PACKAGES),
         }
-        items: list[list[Items]] = []
-        for each, count in zip(data, parameters, strict=True):
-            progress(f"scoring {each.opened.name}")
-            model, found = _score(each, name, batch_size)
-            report["models"].append(model | {"parameters": count})
-            items.append(found)
-            save(report)  # before the comparison, which may fail
-            if compared and len(items) > 1:
-                changes = compare(report["models"][0]["scores"], items[0], found)
-                report["compared"].append({"first": data[0].opened.name, "second": each.opened.name, **changes})
-                save(report)
-    return report
+
+        def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
+            progress(f"scoring {data[index].opened.name}")
+            scores, found = _score(data[index], name, batch_size)
+            return scores | {"parameters": parameters[index]}, found
+
+        return score_all(report, score, len(models), compared, save)
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
@@ -136,18 +125,12 @@ def _check_comparable(data: Sequence[Data]) -> None:
             )
 
 
-def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items]]:
+def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items | None]]:
     """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
-    folder = Path(data.opened.name)
-    fingerprint = model_fingerprint(folder) if folder.is_dir() else None
     model = load_model(data.opened, data.auto_class)
     scores = data.run(model, batch_size)
     report = {
-        "model": data.opened.name,
-        "fingerprint": fingerprint,
-        "model_type": data.opened.config.model_type,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "device": str(model.device),
+        **model_fields(data.opened, model.dtype, model.device),
         "context": data.context,
         "scores": [_row(data, name, score) for score in scores],
         "average": None,

@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForImageClassification
 from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
 
-from crosshead.common.errors import EvalError, one_line
+from crosshead.common.errors import EvalError
+from crosshead.common.images import processed_image
 
 from ..open_model import Opened, from_pretrained
 from .data import Data, label_outcomes
@@ -42,7 +43,7 @@ class LabelledImages(Data):
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Losses, predicted classes, and whether the class is among the five likeliest."""
-        pixels = [self._pixels(self.images[index][0]) for index in indices]
+        pixels = [processed_image(self.images[index][0], self.processor, self.channels) for index in indices]
         if len({each.shape for each in pixels}) > 1:
             raise EvalError(f"the image processor of {self.opened.label} gives images of different sizes")
         logits = model(pixel_values=torch.cat(pixels).to(model.device, model.dtype)).logits
@@ -53,17 +54,3 @@ class LabelledImages(Data):
         labels = torch.tensor([label for _, label in self.images])
         scores = image_scores(outcomes[:, 0], outcomes[:, 1].long(), labels, outcomes[:, 2])
         return scores if self.opened.config.num_labels > TOP else [scores[0], scores[-1]]
-
-    def _pixels(self, file: Path) -> Tensor:
-        try:
-            from PIL import Image, ImageOps
-        except ImportError:
-            raise EvalError("images are read with Pillow, which is not installed: pip install pillow") from None
-        try:
-            with Image.open(file) as image:
-                ImageOps.exif_transpose(image, in_place=True)
-                pixels = self.processor(image.convert("L" if self.channels == 1 else "RGB"), return_tensors="pt")
-        except Exception as error:  # Pillow and processors raise many types of errors
-            raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from error
-        found: Tensor = pixels["pixel_values"]
-        return found

@@ -7,17 +7,15 @@ their standard error is the jackknife's.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..harness.scores import Items, ratio
 
 TOP = 5
-SMALLEST = 1e-12
-"""A variance below this part of the whole one is a rounding error."""
-BLOCK = 1 << 22
-"""The elements of a matrix of ranks that are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -64,16 +62,23 @@ def token_scores(losses: Tensor, hits: Tensor, tokens: Tensor) -> list[Score]:
 
 
 def value_scores(predictions: Tensor, labels: Tensor) -> list[Score]:
-    """Pearson's and Spearman's correlation; a model whose predictions are all equal has 0."""
-    found = []
-    ranks = (_ranks(predictions), _ranks(labels))
-    for name, pair, without in (
-        ("pearson", (predictions, labels), _pearson_without(predictions, labels)),
-        ("spearman", ranks, _spearman_without(predictions, labels)),
-    ):
-        score = float(_correlation(*(each - each.mean() for each in pair)))
-        found.append(Score(name, _jackknife(score, without, predictions)))
+    """Pearson's and Spearman's correlation, with jackknife values from the correlations of all items but one."""
+    from scipy.stats import rankdata
+
+    found, others = [], ~np.eye(len(labels), dtype=bool)
+    for name, read in (("pearson", np.asarray), ("spearman", rankdata)):
+
+        def score(kept: Any, read: Callable[[Any], Any] = read) -> float:
+            return _correlation(read(predictions.numpy()[kept]), read(labels.numpy()[kept]))
+
+        without = torch.tensor([score(kept) for kept in others], dtype=torch.float64)
+        found.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
     return found
+
+
+def _correlation(x: Any, y: Any) -> float:
+    """0 where one side does not vary."""
+    return float(np.corrcoef(x, y)[0, 1]) if np.ptp(x) and np.ptp(y) else 0.0
 
 
 def _jackknife(score: float, without: Tensor, answers: Tensor) -> Items:
@@ -109,49 +114,3 @@ def _matthews(confusion: Tensor) -> float:
     spread = (count**2 - predicted @ predicted) * (count**2 - labelled @ labelled)
     covariance = confusion.diagonal().sum() * count - predicted @ labelled
     return float(covariance / spread.sqrt()) if spread > 0 else 0.0
-
-
-def _correlation(x: Tensor, y: Tensor) -> Tensor:
-    """The correlation over the last dimension of values whose mean is 0."""
-    return _quotient((x * y).sum(-1), x.square().sum(-1), y.square().sum(-1))
-
-
-def _quotient(covariance: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """A correlation from sums of products; 0 where one side does not vary."""
-    spread = (x * y).sqrt()
-    return torch.where(spread > 0, covariance / spread, 0.0).clamp(-1, 1)
-
-
-def _pearson_without(x: Tensor, y: Tensor) -> Tensor:
-    """The correlation of all items but one, for each."""
-    x, y, part = x - x.mean(), y - y.mean(), len(x) / (len(x) - 1)
-
-    def sums(one: Tensor, other: Tensor) -> Tensor:
-        return (one @ other) - part * one * other
-
-    def squares(values: Tensor) -> Tensor:
-        found = sums(values, values)
-        return torch.where(found > SMALLEST * (values @ values), found, 0.0)
-
-    return _quotient(sums(x, y), squares(x), squares(y))
-
-
-def _ranks(values: Tensor) -> Tensor:
-    """Ranks from 1 on; equal values share the mean of theirs."""
-    _, place, counts = values.unique(return_inverse=True, return_counts=True)
-    return counts.cumsum(0)[place] - (counts[place] - 1).double() / 2
-
-
-def _spearman_without(x: Tensor, y: Tensor) -> Tensor:
-    """The rank correlation of all items but one, for each."""
-    ranks, count = (_ranks(x), _ranks(y)), len(x)
-    found = []
-    for rows in torch.arange(count).split(max(1, BLOCK // count)):
-        sides = []
-        for values, whole in zip((x, y), ranks, strict=True):
-            left_out = values[rows, None]
-            fewer = whole - (left_out < values).double() - (left_out == values) / 2 - count / 2
-            fewer[torch.arange(len(rows)), rows] = 0  # the mean of the others is count / 2
-            sides.append(fewer)
-        found.append(_correlation(*sides))
-    return torch.cat(found)

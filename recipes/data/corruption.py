@@ -15,6 +15,7 @@ import torch
 from crosshead.common.errors import RecipeError
 
 from ..schema.objectives import MaskedTokens, Spans
+from .tokenising import check_vocabulary
 from .training_data import NOT_PREDICTED, Sample
 
 MASKED, REPLACED = 0.8, 0.1
@@ -104,7 +105,7 @@ def masked_tokens(options: MaskedTokens, tokenizer: Any, vocabulary: int, length
     text_length = length - len(begin) - len(end) * (1 + ordered)
     if text_length < 2:
         raise RecipeError(f"data.length={length} leaves no text beside special tokens: raise it")
-    _check_vocabulary([tokenizer.mask_token_id, *begin, *end], vocabulary)
+    check_vocabulary([tokenizer.mask_token_id, *begin, *end], vocabulary)
     special = set(tokenizer.all_special_ids)
     ordinary = np.array([token for token in sorted(tokenizer.get_vocab().values()) if token not in special], np.int64)
     return TokenMasking(
@@ -183,13 +184,5 @@ def cut_spans(options: Spans, tokenizer: Any, vocabulary: int, length: int, star
             "T5 tokenizer, a shorter length or a higher mean_length"
         )
     sentinels = tuple(tokens[SENTINEL.format(number)] for number in range(spans))
-    _check_vocabulary([*sentinels, start], vocabulary)
+    check_vocabulary([*sentinels, start], vocabulary)
     return SpanCorruption(text, noise, sentinels, tokenizer.eos_token_id, start)
-
-
-def _check_vocabulary(special: list[int], vocabulary: int) -> None:
-    if max(special) >= vocabulary:
-        raise RecipeError(
-            f"the tokenizer has the token {max(special)}, but the model's vocabulary ends at {vocabulary - 1}: use "
-            "the tokenizer of the model"
-        )

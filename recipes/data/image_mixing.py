@@ -10,7 +10,6 @@ from math import sqrt
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from .training_data import Draws, Sample
 
@@ -66,20 +65,3 @@ def cut_box(height: int, width: int, share: float, draws: Draws) -> tuple[int, i
     high, wide = int(height * sqrt(1 - share)), int(width * sqrt(1 - share))
     top, left = int(draws.integers(height)) - high // 2, int(draws.integers(width)) - wide // 2
     return max(0, top), min(height, top + high), max(0, left), min(width, left + wide)
-
-
-def class_losses(logits: torch.Tensor, batch: Sample, smoothing: float) -> torch.Tensor:
-    """The cross-entropy of each image (B) with its soft target.
-
-    The target of a mixed image is the mean of both classes, weighted by their shares. `smoothing` is the part of a
-    target that is spread over all classes (Szegedy et al., 2016).
-    """
-
-    def losses(labels: torch.Tensor) -> torch.Tensor:
-        return functional.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=smoothing)
-
-    own = losses(batch["labels"])
-    if SHARES not in batch:
-        return own
-    shares = batch[SHARES]
-    return shares * own + (1 - shares) * losses(batch[OTHER_LABELS])

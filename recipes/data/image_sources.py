@@ -19,10 +19,11 @@ from typing import Any, Protocol
 from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
+from crosshead.common.images import MODES
 from crosshead.common.progress import Counter, Progress, silent
 
 from ..schema.sections import DataSource
-from .readers import expand_home, files_in, missing_column
+from .readers import expand_home, file_states, files_in, missing_column
 from .token_cache import locked
 
 SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
@@ -30,8 +31,6 @@ BLOCK = 1024
 """Images that are read at a time when a source is checked."""
 FORMAT = 1
 """Incremented when the same images get other digests."""
-MODES = {1: "L", 3: "RGB"}
-"""The channels of a model -> Pillow's name for such images."""
 
 
 class ImageSource(Protocol):
@@ -141,12 +140,6 @@ class DatasetImages:
     def state(self) -> list[Any]:
         """The files of the prepared dataset."""
         return [self._image, len(self.labels), *file_states(self._files)]
-
-
-def file_states(files: list[Path]) -> list[Any]:
-    """What changes when a file is written."""
-    states = ((path, path.stat()) for path in files)
-    return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 def require_pillow() -> Any:

@@ -20,8 +20,8 @@ from .image_sources import ClassFolders, DatasetImages, ImageSource, decoded, di
 from .readers import expand_home
 from .training_data import Draws, Sample, TrainingData
 
-FOLDERS, HUB = "images", "hub"
-"""The kinds of sources with images."""
+FOLDERS = "images"
+"""The kind of source with a folder for each class."""
 
 
 @dataclass(frozen=True)
@@ -151,13 +151,9 @@ def open_images(
 def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress = silent) -> TrainingData:
     """Read the sources: all images are decoded once, unless the cache shows that they have been."""
     root = Path(expand_home(options.cache))
-
-    def read(source: ImageSource, place: str) -> list[str]:
-        return digests(source, place, root, progress)
-
     training, evaluation, content = [], [], []
     for source, place in zip(inputs.sources, options.sources, strict=True):
-        contents = read(source, place.path)
+        contents = digests(source, place.path, root, progress)
         held_out = [is_held_out(digest, options.held_out) for digest in contents]
         parts = [[index for index, held in enumerate(held_out) if held == kind] for kind in (False, True)]
         if not parts[0]:
@@ -166,7 +162,7 @@ def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress = 
         evaluation.append(Images(source, parts[1], inputs.channels))
         content.append([place.weight, [(contents[index], source.labels[index]) for index in parts[0]]])
     for source, place in zip(inputs.evaluation, options.evaluation, strict=True):
-        read(source, place.path)
+        digests(source, place.path, root, progress)
         evaluation.append(Images(source, list(range(len(source.labels))), inputs.channels))
     evaluation = [images for images in evaluation if len(images)]
     if not evaluation and (options.held_out or options.evaluation):

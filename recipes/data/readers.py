@@ -141,9 +141,14 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
         content |= {"name": path, "subset": source.subset, "split": source.split, "revision": source.revision}
     else:
         files = source_files(source)
-    states = [(path, path.stat()) for path in files]
-    content |= {"files": [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]}
+    content |= {"files": file_states(files)}
     return content if source.kind == "text" else content | {"column": source.column}
+
+
+def file_states(files: list[Path]) -> list[Any]:
+    """What changes when a file is written."""
+    states = ((path, path.stat()) for path in files)
+    return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 @contextmanager

@@ -111,12 +111,17 @@ class TokenEncoder:
         return [self._checked(each.ids) for each in encoded]
 
     def _checked(self, tokens: list[int]) -> Tokens:
-        if tokens and max(tokens) >= self._vocabulary:
-            raise RecipeError(
-                f"the tokenizer has the token {max(tokens)}, but the model's vocabulary ends at "
-                f"{self._vocabulary - 1}: use the tokenizer of the model"
-            )
+        check_vocabulary(tokens, self._vocabulary)
         return np.array(tokens, dtype=self.dtype)
+
+
+def check_vocabulary(tokens: list[int], vocabulary: int) -> None:
+    """`RecipeError` for a token that the model does not have."""
+    if max(tokens, default=0) >= vocabulary:
+        raise RecipeError(
+            f"the tokenizer has the token {max(tokens)}, but the model's vocabulary ends at {vocabulary - 1}: use "
+            "the tokenizer of the model"
+        )
 
 
 class PartWriter:

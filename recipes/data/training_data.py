@@ -111,11 +111,6 @@ class TrainingData:
     prepare: Prepare | None = None
     """The change of each sample."""
 
-    @property
-    def windows(self) -> int:
-        """Of all sources: with one source, the samples of an epoch."""
-        return sum(len(source) for source in self.sources)
-
     def samples(self, count: int, seed: int) -> Dataset[Sample]:
         """The samples of a run."""
         found = RunSamples(self.sources, self.weights, seed, count)

@@ -1,11 +1,9 @@
 """The size, FLOPs and memory of the training of a diffusion transformer, without activations."""
 
-from dataclasses import dataclass
-
 import torch
 
 from crosshead.common.errors import RecipeError
-from crosshead.evals.cost.counting import multiplications
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications
 
 from ..schema.model_config import model_config, named_model_config
 from ..schema.recipe import Recipe
@@ -13,37 +11,23 @@ from ..trainer.objectives import objective_of
 from ..trainer.parameters import is_mechanism, set_trainable
 from .memory import ALONE, COPIES, FLOAT32, MOMENTS, Memory, Sharding
 
-FLOPS_PER_MULTIPLICATION = 6
-"""In training: of a forward pass and of a backward pass, which costs twice as much, each with an addition."""
 
-
-@dataclass(frozen=True)
-class DiffusionEstimate:
-    """What a run needs."""
-
-    trained: dict[str, int]
-    """Name of each trained parameter -> its size."""
-    counts: dict[str, int]
-    """Parameters and FLOPs."""
-    memory: Memory
-
-
-def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> DiffusionEstimate:
-    """For a recipe with the objective `noise`."""
+def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, int], dict[str, int], Memory]:
+    """For the objective `noise`: the size of each trained parameter, parameters and FLOPs, and the memory."""
     if sharding.kind not in (ALONE, COPIES):
         raise RecipeError(f"the objective {recipe.objective.name} is not possible with {sharding.kind}")
     objective, config = objective_of(recipe), model_config(recipe.model.config or {}, recipe.objective)
     with torch.device("meta"), named_model_config():
         model = objective.new_model(config)
         inputs = objective.example(config, 1)
-    flops = FLOPS_PER_MULTIPLICATION * multiplications(lambda: model(**inputs))
+    flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
     sizes = {name: part.numel() for name, part in model.named_parameters()}
     stored = sum(sizes.values())
     kept = {name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad}
     trained = {name: part.numel() for name, part in kept.items()}
     total = sum(trained.values()) * FLOAT32
     in_half = sum(part.numel() for part in kept.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
-    return DiffusionEstimate(
+    return (
         trained,
         {
             "parameters": stored,

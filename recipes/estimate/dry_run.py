@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.counting import TRAINING_PASSES, multiplications, on_meta
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, on_meta
 from crosshead.evals.cost.model import model_cost, usual_length
 
 from ..data.readers import expand_home
@@ -32,8 +32,6 @@ from ..trainer.training_arguments import accumulation_steps
 from .diffusion import diffusion_estimate
 from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
 
-FLOPS_PER_MULTIPLICATION = 6
-"""In training: those of the forward pass, and of a backward pass that costs twice as much, each with an addition."""
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
 """Sources of sizes."""
 LABELS = {
@@ -76,8 +74,7 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
     if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.average={recipe.train.average:g} is not possible with {sharding.kind}: leave it out")
     if isinstance(recipe.objective, Noise):
-        estimate = diffusion_estimate(recipe, sharding)
-        return _report(recipe, sharding, estimate.trained, estimate.counts, estimate.memory, RECIPE, None)
+        return _report(recipe, sharding, *diffusion_estimate(recipe, sharding), RECIPE, None)
     config, counted_from = _model(recipe)
     check_expert_bias(config, recipe.train.expert_bias_rate)
     config.dtype = getattr(torch, recipe.train.dtype)
@@ -135,7 +132,7 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
     else:
         model, example = on_meta(config), objective_of(recipe).example(config, 1)
         inputs = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in example.items()}
-        flops = FLOPS_PER_MULTIPLICATION * multiplications(lambda: model(**inputs))
+        flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
         flops //= recipe.data.length if recipe.counts_tokens else 1
         sizes = {name: part.numel() for name, part in model.named_parameters()}
         counts = {"parameters": sum(sizes.values())}

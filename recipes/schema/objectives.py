@@ -26,11 +26,12 @@ class ObjectiveOptions(Section):
     """What the length of the training and a step's size are counted in."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "jsonl", "parquet", "hub")
     """The kinds of sources that have its data."""
+    loader: ClassVar[str] = ""
 
     @property
     def auto_class(self) -> str:
-        """The Auto class that loads the model."""
-        raise NotImplementedError
+        """The Auto class that loads the model; empty for a model of diffusers."""
+        return self.loader
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,7 @@ class NextToken(ObjectiveOptions):
     """A decoder predicts the next token."""
 
     name: Literal["next_token"] = "next_token"
-
-    @property
-    def auto_class(self) -> str:
-        """That of decoders."""
-        return "AutoModelForCausalLM"
+    loader: ClassVar[str] = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True)
@@ -66,15 +63,11 @@ class Spans(ObjectiveOptions):
     """An encoder and a decoder predict spans that were cut out of a text, as T5."""
 
     name: Literal["spans"] = "spans"
+    loader: ClassVar[str] = "AutoModelForSeq2SeqLM"
     share: Part = 0.15
     """Of the text's tokens, those that are cut out."""
     mean_length: Annotated[float, Field(ge=1)] = 3.0
     """Tokens of a span."""
-
-    @property
-    def auto_class(self) -> str:
-        """That of models with encoder and decoder."""
-        return "AutoModelForSeq2SeqLM"
 
 
 @dataclass(frozen=True)
@@ -82,6 +75,7 @@ class Classes(ObjectiveOptions):
     """A vision transformer predicts the class of an image."""
 
     name: Literal["classes"] = "classes"
+    loader: ClassVar[str] = "AutoModelForImageClassification"
     unit: ClassVar[str] = SAMPLES
     kinds: ClassVar[tuple[str, ...]] = ("images", "hub")
     label_smoothing: Fraction = 0.0
@@ -106,11 +100,6 @@ class Classes(ObjectiveOptions):
     """The column of classes."""
     new_classifier: Flag = False
     """Start with a new classification layer for the classes of the data, whatever classes `model.path` has."""
-
-    @property
-    def auto_class(self) -> str:
-        """That of image classifiers."""
-        return "AutoModelForImageClassification"
 
 
 @dataclass(frozen=True)

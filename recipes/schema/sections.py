@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields
 from os.path import expanduser
 from typing import Annotated, Any, ClassVar, Literal
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # exported when it is first used
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, model_validator
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.model_places import is_hub_id
 from crosshead.common.yaml_text import NULL, typed
 
 _INTEGER: Any = {"type": ["integer", "string"], "pattern": "^[0-9][0-9_]*$"}
@@ -283,10 +282,8 @@ class HubOptions(Section):
     private: Flag = True
 
     def __post_init__(self) -> None:
-        try:
-            validate_repo_id(self.repo)
-        except HFValidationError:
-            raise RecipeError(f"repo={self.repo!r} is not a Hub name: use one such as organisation/model") from None
+        if not is_hub_id(self.repo):
+            raise RecipeError(f"repo={self.repo!r} is not a Hub name: use one such as organisation/model")
 
 
 @dataclass(frozen=True)

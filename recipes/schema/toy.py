@@ -22,11 +22,11 @@ from crosshead.modeling.options import Count
 
 from ..data.images import image_processor
 from ..data.toy_images import CLASSES, write_toy_images
+from .dit_config import dit_config
 from .model_config import CLASS_COUNT, CLASSIFIERS, known_keys, model_config, named_model_config
 from .objectives import NEXT_TOKEN, Noise, ObjectiveOptions
 from .recipe import Recipe
 from .sections import DataOptions, DataSource, ModelOptions, TrainOptions
-from .toy_diffusion import toy_diffusion
 
 TOY_LAYERS = 4
 STEPS = 6
@@ -42,6 +42,8 @@ SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
 """Objective -> tokens of its toy tokenizer."""
 MARKER = ".crosshead-toy"
 """Its presence says that `--toy` has made a folder, and may write there again."""
+HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8
+"""Of the diffusion models: features of a head, pixels or latents along a side, channels in the autoencoder."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -63,7 +65,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
     if isinstance(recipe.objective, Noise):
-        return _small_run(recipe, folder, toy_diffusion(recipe, folder, _toy_options))
+        return _small_run(recipe, folder, _toy_diffusion(recipe, folder))
     objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
     words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
     config = toy_config(recipe.model.config, words, objective)
@@ -219,4 +221,39 @@ def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective:
         model.save_pretrained(str(folder))
     if objective.auto_class == CLASSIFIERS:
         image_processor(model.config.image_size, model.config.num_channels).save_pretrained(str(folder))
+    return str(folder)
+
+
+def _toy_diffusion(recipe: Recipe, folder: Path) -> ModelOptions:
+    """The section `model` of a diffusion recipe: a small DiT and, if the recipe has one, a small autoencoder."""
+    content = recipe.model.config or {}
+    large = dit_config(content)
+    count = min(TOY_LAYERS, large.num_layers)
+    blocks = [index * large.num_layers // count for index in range(count)]
+    config = content | {
+        "num_layers": count,
+        "attention_head_dim": HEAD_SIZE,
+        "sample_size": SAMPLE_SIZE,
+        "patch_size": min(2, large.patch_size),
+        "num_embeds_ada_norm": CLASSES,
+        "mixers": {name: _toy_options(name, options, blocks) for name, options in large.mixers.items()},
+    }
+    vae = None if recipe.model.vae is None else _write_vae(folder / "vae", large.in_channels, recipe.train.seed)
+    return replace(recipe.model, config=config, vae=vae)
+
+
+def _write_vae(folder: Path, channels: int, seed: int) -> str:
+    """Write an autoencoder with random weights, whose latents have half the size of the image."""
+    from diffusers import AutoencoderKL
+
+    kind: Any = AutoencoderKL
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        kind(
+            down_block_types=("DownEncoderBlock2D",) * 2,
+            up_block_types=("UpDecoderBlock2D",) * 2,
+            block_out_channels=(WIDTH,) * 2,
+            norm_num_groups=WIDTH // 2,
+            latent_channels=channels,
+        ).save_pretrained(str(folder))
     return str(folder)

@@ -24,6 +24,8 @@ from typing import Any
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.posix import lock_file
 
+from .process_group import is_main_process
+
 PREFIX = "checkpoint-"
 PARTIAL = ".partial"
 LOCK = ".lock"
@@ -129,9 +131,10 @@ def claim_output(output: Path, run: Mapping[str, Any]) -> None:
     if not path.exists() and (has_results or any(output.glob(f"{PREFIX}*")) or (output / METRICS).exists()):
         raise RecipeError(f"{output} has a model or a run, but no {RUN} to identify it: choose another output")
     if not has_results:
-        temporary = path.with_suffix(".partial")
-        temporary.write_text(json.dumps(run, indent=2), encoding="utf-8")
-        temporary.replace(path)
+        if is_main_process():
+            temporary = path.with_suffix(".partial")
+            temporary.write_text(json.dumps(run, indent=2), encoding="utf-8")
+            temporary.replace(path)
         return
     try:
         before = dict(json.loads(path.read_bytes()))

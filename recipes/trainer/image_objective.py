@@ -5,6 +5,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.model_places import placed
@@ -12,7 +13,7 @@ from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
 from ..data.augmentation import Augmentation
-from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages, class_losses
+from ..data.image_mixing import OTHER_LABELS, SHARES, MixImages
 from ..data.image_sources import require_pillow
 from ..data.images import ImageInputs, find_images, image_processor, open_images, renumber
 from ..data.training_data import TrainingData
@@ -28,12 +29,16 @@ class SoftPredictions(Predictions):
     other_labels: torch.Tensor
     shares: torch.Tensor
     smoothing: float
+    """The part of a target that is spread over all classes (Szegedy et al., 2016)."""
 
     @property
     def losses(self) -> torch.Tensor:
-        """The cross-entropy with the soft target of each image (B)."""
-        targets = {LABELS: self.labels, OTHER_LABELS: self.other_labels, SHARES: self.shares}
-        return class_losses(self.logits, targets, self.smoothing)
+        """The cross-entropy of each image (B): the mean over its two classes, weighted by their shares."""
+        own, other = (
+            functional.cross_entropy(self.logits.float(), labels, reduction="none", label_smoothing=self.smoothing)
+            for labels in (self.labels, self.other_labels)
+        )
+        return self.shares * own + (1 - self.shares) * other
 
 
 class Classes(Objective):
@@ -52,7 +57,6 @@ class Classes(Objective):
 
     def load_processor(self) -> ImageInputs:
         """The image processor, with the sources and their classes."""
-        objective: Any = self.recipe.objective
         require_pillow()
         channels, height, width = self.shape
         path = self.recipe.model.path
@@ -60,8 +64,8 @@ class Classes(Objective):
             raise RecipeError(f"the model reads images with {channels} channels, and only 1 or 3 are supported")
         if path is None and height != width:
             raise RecipeError(f"model.config has image_size=[{height}, {width}]: use one number, for square images")
-        processor = image_processor(height, channels, objective.crop) if path is None else load_image_processor(path)
-        columns = objective.image_column, objective.label_column
+        options, columns = self.options, (self.options.image_column, self.options.label_column)
+        processor = image_processor(height, channels, options.crop) if path is None else load_image_processor(path)
         inputs = find_images(self.recipe.data, columns, processor, channels)
         if path is not None:
             check_shape(inputs, self.shape, path)
@@ -75,22 +79,20 @@ class Classes(Objective):
 
     def new_head(self, processor: ImageInputs) -> dict[str, Any]:
         """The classes of the data, with `new_classifier`."""
-        objective: Any = self.recipe.objective
-        return class_names(processor.classes) if objective.new_classifier else {}
+        return class_names(processor.classes) if self.options.new_classifier else {}
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
         """Augmented images; a model that is continued keeps its classes, or gets the names of the data's."""
         check_count(config.num_labels, f"model.path={self.recipe.model.path}", processor.classes)
         keep_numbers(processor, [str(config.id2label[number]) for number in range(config.num_labels)])
         config.update(class_names(processor.classes))
-        objective: Any = self.recipe.objective
         augmentation = Augmentation(
             size=self.shape[1:],
-            smallest_crop=objective.crop,
-            flip=objective.flip,
-            operations=objective.operations,
-            magnitude=objective.magnitude,
-            erasing=objective.erasing,
+            smallest_crop=self.options.crop,
+            flip=self.options.flip,
+            operations=self.options.operations,
+            magnitude=self.options.magnitude,
+            erasing=self.options.erasing,
         )
         return open_images(self.recipe.data, processor, augmentation, progress)
 
@@ -105,17 +107,15 @@ class Classes(Objective):
     @property
     def collator(self) -> MixImages:
         """Mixes the images of a batch in pairs."""
-        objective: Any = self.recipe.objective
-        return MixImages(objective.mixup, objective.cutmix)
+        return MixImages(self.options.mixup, self.options.cutmix)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """One for each image; in the training, with soft targets."""
         logits, labels = outputs["logits"], inputs[LABELS]
         if SHARES not in inputs:
             return [Predictions("", logits, labels)]
-        objective: Any = self.recipe.objective
-        smoothing = objective.label_smoothing
-        return [SoftPredictions("", logits, labels, inputs[OTHER_LABELS], inputs[SHARES], smoothing)]
+        shares, smoothing = inputs[SHARES], self.options.label_smoothing
+        return [SoftPredictions("", logits, labels, inputs[OTHER_LABELS], shares, smoothing)]
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
         """The pixel values."""

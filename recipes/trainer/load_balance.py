@@ -7,7 +7,7 @@ batches and processes.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -100,12 +100,10 @@ class ExpertBalance(TrainerCallback):
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Count tokens in a forward pass; layers that the backward pass computes again are not counted."""
-        handles = [router.register_forward_hook(self._counter(name)) for name, router in self._routers.items()]
-        try:
+        with ExitStack() as stack:
+            for name, router in self._routers.items():
+                stack.enter_context(router.register_forward_hook(self._counter(name)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _counter(self, name: str) -> Callable[..., None]:
         def count(router: BiasedRouter, args: Any, output: tuple[torch.Tensor, ...]) -> None:

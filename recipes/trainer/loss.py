@@ -5,7 +5,7 @@ transfer given the teacher's inputs, when matching given the model's own.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..data.training_data import NOT_PREDICTED
 from ..schema.sections import Distillation
 from .load_balance import HeadRouting
-from .next_token import count_predictions, next_labels, without_labels
+from .next_token import count_predictions, next_labels
 from .objective import Objective
 from .parameters import attention_layers
 from .teacher_logits import INDICES, LOGARITHMS
@@ -71,18 +71,18 @@ class TrainingLoss:
     ) -> tuple[torch.Tensor, Any]:
         """The distance of attention outputs; the predictions have no weight, but data parallelism needs them."""
         teacher: Any = self._teacher
-        with attention_outputs(teacher) as wanted, attention_inputs(teacher) as read:
+        with attention_states(teacher) as (read, wanted):
             self._run_teacher(inputs)
         if transfers:
             self._handles = replace_attention_inputs(model, read)
-        with attention_outputs(model) as found:
+        with attention_states(model) as (_, found):
             loss, outputs = self._predict(model, inputs, items)
         shares = count_predictions(inputs["labels"]) / items
         return (attention_errors(found, wanted) * shares).sum() + 0.0 * loss, outputs
 
     @torch.no_grad()
     def _run_teacher(self, inputs: dict[str, Any]) -> Any:
-        return self._teacher(**without_labels(inputs))  # type: ignore[misc]
+        return self._teacher(**self._objective.model_inputs(inputs))  # type: ignore[misc]
 
 
 def divergence_minus_loss(
@@ -138,35 +138,19 @@ def attention_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> t
 
 
 @contextmanager
-def attention_outputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The attention outputs of a forward pass inside the block, in the order of the layers."""
+def attention_states(model: nn.Module) -> Iterator[tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    """The inputs and the outputs of attention in a forward pass inside the block, in the order of the layers."""
+    inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
 
-    def collect(module: nn.Module, args: Any, output: Any) -> None:
+    def collect(module: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
+        inputs.append(given["hidden_states"])
         outputs.append(output[0])
 
-    handles = [layer.register_forward_hook(collect) for layer in attention_layers(model)]
-    try:
-        yield outputs
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def attention_inputs(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """The attention inputs of a forward pass inside the block, in the order of the layers."""
-    inputs: list[torch.Tensor] = []
-
-    def collect(module: nn.Module, args: Any, given: dict[str, Any]) -> None:
-        inputs.append(given["hidden_states"])
-
-    handles = [layer.register_forward_pre_hook(collect, with_kwargs=True) for layer in attention_layers(model)]
-    try:
-        yield inputs
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as stack:
+        for layer in attention_layers(model):
+            stack.enter_context(layer.register_forward_hook(collect, with_kwargs=True))
+        yield inputs, outputs
 
 
 def replace_attention_inputs(model: nn.Module, inputs: list[torch.Tensor]) -> list[RemovableHandle]:

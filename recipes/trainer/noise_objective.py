@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from crosshead.common.errors import RecipeError
+from crosshead.common.images import MODES
 from crosshead.common.model_places import placed
 from crosshead.common.progress import Progress
 
-from ..data.image_sources import MODES
 from ..data.images import ImageInputs, find_images, read_images
 from ..data.noise import LATENT_NOISE, NOISE, TIMES, AddNoise
 from ..data.training_data import TrainingData
@@ -27,7 +27,6 @@ class Noise(Objective):
 
     def load_processor(self) -> ImageInputs:
         """The sources of images; with the result, the schedule of the noise is saved."""
-        options: Any = self.recipe.objective
         channels = self._config.in_channels if self._vae is None else self._vae.config.in_channels
         if channels not in MODES:
             raise RecipeError(
@@ -36,7 +35,8 @@ class Noise(Objective):
             )
         learns_variance = self._config.out_channels == 2 * self._config.in_channels
         schedule = noise_schedule(learns_variance, is_bounded=self._vae is None)
-        return find_images(self.recipe.data, (options.image_column, options.label_column), schedule, channels)
+        columns = self.options.image_column, self.options.label_column
+        return find_images(self.recipe.data, columns, schedule, channels)
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
         """The number of classes is that of the data."""
@@ -58,7 +58,6 @@ class Noise(Objective):
 
     def open_data(self, processor: ImageInputs, config: Any, progress: Progress) -> TrainingData:
         """Images with noise; in evaluations always the same."""
-        options: Any = self.recipe.objective
         size, channels = config.sample_size, config.in_channels
         factor = 1 if self._vae is None else 2 ** (len(self._vae.config.block_out_channels) - 1)
         add_noise = partial(
@@ -69,7 +68,7 @@ class Noise(Objective):
             times=len(processor.processor.betas),
             has_latents=self._vae is not None,
         )
-        training, evaluation = add_noise(trains=True, flips=options.flip), add_noise(trains=False, flips=False)
+        training, evaluation = add_noise(trains=True, flips=self.options.flip), add_noise(trains=False, flips=False)
         return read_images(self.recipe.data, processor, progress).prepared(training, evaluation)
 
     def example(self, config: DiTFields, rows: int) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -60,7 +60,7 @@ class Objective(ABC):
     """The data, the loss and the scores of a run."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.options = recipe, cast(Any, recipe.objective)
 
     @abstractmethod
     def load_processor(self) -> Any:

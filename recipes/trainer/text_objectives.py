@@ -15,7 +15,7 @@ from ..data.training_data import TrainingData, open_data
 from ..schema.recipe import Recipe
 from .load_balance import HeadRouting
 from .loading import load_tokenizer
-from .next_token import count_predictions, evaluate
+from .next_token import count_predictions
 from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores
 
 ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
@@ -90,7 +90,11 @@ class NextToken(TextObjective):
 
     def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
         """The loss alone."""
-        return {LOSS: evaluate(model, inputs)}
+        return {LOSS: super().evaluate(model, inputs)[LOSS]}
+
+    def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Without a cache, with which attention would join documents."""
+        return super().model_inputs(inputs) | {"use_cache": False}
 
 
 class CorruptionObjective(TextObjective):
@@ -119,14 +123,13 @@ class MaskedTokens(CorruptionObjective):
 
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:
         """Masks, and special tokens around the segments."""
-        options: Any = self.recipe.objective
         check_context(self.recipe, config)
-        if options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
+        if self.options.segments == "order" and getattr(config, "type_vocab_size", 0) < 2:
             raise RecipeError(
                 f"objective.segments='order' needs a model with 2 types of tokens, but type_vocab_size="
                 f"{getattr(config, 'type_vocab_size', None)}: raise it, or use segments: none"
             )
-        return masked_tokens(options, tokenizer, config.vocab_size, self.recipe.data.length)
+        return masked_tokens(self.options, tokenizer, config.vocab_size, self.recipe.data.length)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
         """The masked tokens, and the order if it is asked for."""
@@ -149,8 +152,7 @@ class Spans(CorruptionObjective):
             raise RecipeError(
                 "the model has no decoder_start_token_id, nor its tokenizer a pad_token: set one of them"
             )
-        options: Any = self.recipe.objective
-        return cut_spans(options, tokenizer, config.vocab_size, self.recipe.data.length, start)
+        return cut_spans(self.options, tokenizer, config.vocab_size, self.recipe.data.length, start)
 
     def example(self, config: Any, rows: int) -> dict[str, Any]:
         """Inputs of the encoder and of the decoder."""
@@ -164,8 +166,7 @@ class Spans(CorruptionObjective):
 
     def _targets(self) -> int:
         """The decoder's length."""
-        options: Any = self.recipe.objective
-        _, noise, spans = span_sizes(options, self.recipe.data.length)
+        _, noise, spans = span_sizes(self.options, self.recipe.data.length)
         return noise + spans + 1
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:

@@ -1,10 +1,7 @@
 """The shipped suites: what they hold, and that the installed harness knows it."""
 
 import pytest
-import yaml
 
-from crosshead.common.errors import EvalError
-from crosshead.evals.harness import tasks as eval_tasks
 from crosshead.evals.harness.tasks import TASKS, read_suite, suite_names
 
 ROWS = {"moh-llm": 6, "moh-llama3": 14, "mea": 6, "mea-reasoning": 11, "kha": 19, "quick": 4, "offline": 2}
@@ -75,17 +72,3 @@ def test_what_is_said_to_be_missing_is(harness):
 def test_a_task_that_the_harness_dropped_is_noticed(harness):
     with pytest.raises(KeyError):
         leaves(harness, "sciqq")
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ({"source": "x", "benchmark": []}, "'benchmark'.*'benchmarks'"),
-        ({"source": "x", "benchmarks": [{"name": "a", "task": "b", "shot": 1}]}, "'shot'.*'shots'"),
-    ],
-)
-def test_an_unknown_key_is_an_error(tmp_path, monkeypatch, content, words):
-    monkeypatch.setattr(eval_tasks, "SUITES", tmp_path)
-    (tmp_path / "mine.yaml").write_text(yaml.safe_dump({"benchmarks": []} | content))
-    with pytest.raises(EvalError, match=words):
-        read_suite("mine")

@@ -37,7 +37,7 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.loading import load_tokenizer
 from crosshead.recipes.trainer.metrics import MetricsFile
 from crosshead.recipes.trainer.models import vocabulary_size
-from crosshead.recipes.trainer.next_token import evaluate
+from crosshead.recipes.trainer.objectives import objective_of
 
 HALF = "explicit-half"
 CONVERSIONS = {"explicit": 2 / 3, HALF: 1 / 2, "mixture": 7 / 9, "mixture-5": 5 / 9}
@@ -145,7 +145,8 @@ def loss(asked: Recipe, folder: Path) -> float:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
     batches: Any = DataLoader(data.evaluation, asked.train.micro_batch)  # type: ignore[arg-type]
-    found = torch.cat([evaluate(model, {key: part.to(device) for key, part in batch.items()}) for batch in batches])
+    inputs = ({key: part.to(device) for key, part in batch.items()} for batch in batches)
+    found = torch.cat([objective_of(asked).evaluate(model, each)["loss"] for each in inputs])
     losses, counts = found.double().sum(0).tolist()
     return losses / counts
 

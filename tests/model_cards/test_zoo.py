@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard
 import crosshead.model_cards.zoo as zoo
 from broken import run
 from card_toys import ROW, report, training
-from crosshead.model_cards.evaluations import evaluation_file, model_results
+from crosshead.model_cards.evaluations import model_results
 from crosshead.model_cards.tables import NOT_MEASURED
 from crosshead.recipes.schema.load import shipped_recipes
 from crosshead_command.main import main
@@ -111,7 +111,7 @@ def test_what_was_measured_shows(tmp_path, few_recipes):
     folder.mkdir(parents=True)
     (folder / "training.json").write_text(json.dumps(training()))
     found = model_results(Path("made"), Path("eval.json"), report("made"))
-    (folder / "evaluation.json").write_text(json.dumps(evaluation_file([found])))
+    (folder / "evaluation.json").write_text(json.dumps({"evaluations": [found]}))
     pages = zoo.zoo_pages(entries(tmp_path))
     row = next(row for row in pages["README.md"].splitlines() if "small/smollm2_knocking" in row)
     measured = row.split(" | ")[-1]

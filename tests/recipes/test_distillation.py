@@ -7,10 +7,10 @@ from crosshead.recipes.data.training_data import NOT_PREDICTED
 from crosshead.recipes.trainer import loss as loss_module
 from crosshead.recipes.trainer.loss import (
     attention_errors,
-    attention_outputs,
+    attention_states,
     divergence_minus_loss,
 )
-from crosshead.recipes.trainer.next_token import count_predictions, next_token_losses
+from crosshead.recipes.trainer.next_token import count_predictions
 from toys import CASES, mixed_model, stock_model, tokens
 
 VOCABULARY = 13
@@ -70,7 +70,8 @@ def test_divergence_instead_of_the_next_token(temperature):
 def test_a_teacher_that_agrees_is_no_distance():
     logits, labels, _ = example()
     found = divergence_minus_loss(logits, labels, (logits,), 2.0)
-    assert found.item() == pytest.approx(-next_token_losses(logits, labels).sum().item(), rel=1e-5)
+    expected = sum(surprise(logits[row, place], token) for row, place, token in places(labels))
+    assert found.item() == pytest.approx(-expected.item(), rel=1e-5)
 
 
 def test_tokens_that_the_teacher_does_not_know_have_probability_zero():
@@ -100,12 +101,8 @@ def test_the_rest_of_a_teacher_on_disk_is_one_outcome():
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_next_token_losses_by_sequence():
-    logits, labels, _ = example()
-    expected = torch.zeros(3, dtype=torch.float64)
-    for row, place, token in places(labels):
-        expected[row] += surprise(logits[row, place], token)
-    torch.testing.assert_close(next_token_losses(logits, labels).double(), expected, rtol=1e-5, atol=1e-6)
+def test_predictions_are_counted_by_sequence():
+    _, labels, _ = example()
     assert count_predictions(labels).tolist() == [
         sum(row == each for each, _, _ in places(labels)) for row in range(3)
     ]
@@ -121,7 +118,7 @@ def test_attention_errors():
 
 
 def outputs_of(model, ids):
-    with attention_outputs(model) as seen:
+    with attention_states(model) as (_, seen):
         model(ids, use_cache=False)
     return seen
 
@@ -153,6 +150,6 @@ def test_matching_moves_attention_and_what_is_below_it(case):
 
 def test_nothing_is_left_on_the_model():
     model = stock_model("Llama")
-    with pytest.raises(KeyError), attention_outputs(model):
+    with pytest.raises(KeyError), attention_states(model):
         raise KeyError
     assert not any(module._forward_hooks for module in model.modules())

@@ -8,7 +8,8 @@ import torch
 from PIL import Image
 
 from crosshead.recipes.data.augmentation import OPERATIONS, Augmentation, changed, crop_box
-from crosshead.recipes.data.image_mixing import MIXING, MixImages, class_losses
+from crosshead.recipes.data.image_mixing import MIXING, MixImages
+from crosshead.recipes.trainer.image_objective import SoftPredictions
 
 CLASSES = 5
 
@@ -45,10 +46,8 @@ def test_the_loss_is_the_cross_entropy_with_the_soft_target(smoothing):
         total = math.log(sum(map(math.exp, row)))
         expected.append(-sum(share * (logit - total) for share, logit in zip(target, row, strict=True)))
         assert sum(target) == pytest.approx(1)
-    assert class_losses(logits, batch, smoothing).tolist() == pytest.approx(expected, rel=1e-5)
-    plain = {"labels": batch["labels"]}
-    alone = torch.nn.functional.cross_entropy(logits.float(), batch["labels"], reduction="none")
-    assert torch.equal(class_losses(logits, plain, 0.0), alone)
+    found = SoftPredictions("", logits, batch["labels"], batch["other_labels"], batch["shares"], smoothing).losses
+    assert found.tolist() == pytest.approx(expected, rel=1e-5)
     unmixed = MixImages(mixup=0.0, cutmix=0.0)(batch_of(0, 5))
     assert set(unmixed["shares"].tolist()) == {1.0} and torch.equal(unmixed["other_labels"], unmixed["labels"])
 

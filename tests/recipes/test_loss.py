@@ -12,10 +12,8 @@ from crosshead.recipes.trainer.load_balance import HeadRouting, load_metrics
 from crosshead.recipes.trainer.loss import (
     TrainingLoss,
     attention_errors,
-    attention_inputs,
-    attention_outputs,
+    attention_states,
 )
-from crosshead.recipes.trainer.next_token import evaluate
 from crosshead.recipes.trainer.teacher_logits import INDICES, LOGARITHMS
 from crosshead.recipes.trainer.text_objectives import NextToken
 from toys import CASES, mixed_model, stock_model, tokens
@@ -109,7 +107,7 @@ def test_attention_is_matched_first():
     ask, model = objective(ROUTED, weight=0.3, match_steps=2)
     losses = [ask(model, batch(), ITEMS, step)[0] for step in range(3)]
     teacher, ids = stock_model("Llama"), batch()["input_ids"]
-    with attention_outputs(teacher) as wanted, attention_outputs(model) as found:
+    with attention_states(teacher) as (_, wanted), attention_states(model) as (_, found):
         teacher(ids)
         model(ids)
     shares = (batch()["labels"][:, 1:] != NOT_PREDICTED).sum(1) / ITEMS
@@ -129,7 +127,7 @@ def test_each_layer_learns_alone_in_a_transfer(case):
     loss.backward()
     ask.finish()
     teacher, ids = stock_model("Llama"), batch()["input_ids"]
-    with attention_inputs(teacher) as read, attention_outputs(teacher) as wanted:
+    with attention_states(teacher) as (read, wanted):
         teacher(ids)
     tables = teacher.model.rotary_emb(read[0], torch.arange(9)[None])
     mask = torch.full((9, 9), torch.finfo(torch.float32).min).triu(1)[None, None]
@@ -180,7 +178,7 @@ def test_evaluation_counts_the_next_token_alone():
     _, model = objective(ROUTED)
     with torch.no_grad():
         logits = model(batch()["input_ids"]).logits
-    for row, (loss, count) in enumerate(evaluate(model, batch())):
+    for row, (loss, count) in enumerate(NextToken(RECIPE).evaluate(model, batch())["loss"]):
         own = batch()["labels"][row : row + 1]
         assert loss == pytest.approx(cross_entropy(logits[row : row + 1], own).item(), rel=1e-5)
         assert count == (own[:, 1:] != NOT_PREDICTED).sum()

@@ -35,7 +35,7 @@ def first_tokens(samples):
 
 def test_a_run_sees_every_window_of_each_source_once_an_epoch_by_the_weights(options):
     data = opened(options)
-    assert data.windows == 24 + 20
+    assert sum(map(len, data.sources)) == 24 + 20
     seen = first_tokens(data.samples(160, seed=1))
     assert Counter(token for token in seen if token < 25) == dict.fromkeys(range(1, 25), 5)
     assert Counter(token for token in seen if token > 25) == dict.fromkeys(range(30, 50), 2)
@@ -93,7 +93,8 @@ def test_more_to_evaluate_on(options, tmp_path):
 def test_a_window_may_hold_several_documents_and_a_document_several_windows(options, tmp_path):
     path = write_jsonl(tmp_path / "mixed.jsonl", toy_texts(50, longest=40))
     data = opened(options, sources=(DataSource(str(path), "jsonl"),), separate_documents=True)
-    samples = [data.samples(data.windows, seed=0)[index] for index in range(data.windows)]
+    count = sum(map(len, data.sources))
+    samples = [data.samples(count, seed=0)[index] for index in range(count)]
     begun = [int((sample["position_ids"] == 0).sum()) for sample in samples]
     assert min(begun) == 1 and max(begun) > 2
     ends = sum(int((sample["input_ids"] == SEPARATOR).sum()) for sample in samples)
