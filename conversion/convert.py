@@ -10,6 +10,7 @@ from typing import Any, Self
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
+from crosshead.common.torch_state import default_torch_state
 
 from .architectures.encoder_limits import Asked, check_limits
 from .architectures.families import (
@@ -46,6 +47,7 @@ from .verification.tolerances import ROUNDING, Tolerance, starts_neutral, tolera
 from .writing.writer import check_vocabulary
 
 
+@default_torch_state()
 def convert(
     source: str | Path,
     out: str | Path,
@@ -68,7 +70,7 @@ def convert(
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
-    if Path(out).suffix == ".gguf":
+    if Path(out).suffix.lower() == ".gguf":
         raise ConversionError(f"{out} would be a folder: give another name; `crosshead fold` writes GGUF files")
     if not mixers:
         mixers = ({} if given.budget is None else {"explicit": {}}) | ({} if given.active is None else {"mixture": {}})

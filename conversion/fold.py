@@ -16,6 +16,7 @@ import torch
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import Progress, silent
+from crosshead.common.torch_state import default_torch_state
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.mechanisms.base import HeadLayout, Settings
 
@@ -47,6 +48,7 @@ PROJECTIONS = {"query": ("q_proj", "q_b_proj"), "key": ("k_proj",), "value": ("v
 """The rows of heads; in MLA, queries may come from `q_b_proj`, and those of `kv_b_proj` end with the head's values."""
 
 
+@default_torch_state()
 def fold(
     model: str | Path,
     out: str | Path,

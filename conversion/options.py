@@ -4,7 +4,6 @@ Values may be strings, as in `mixture:active_heads=75%` or `knocking:on=query+va
 how they are parsed. Options that only a conversion has (`method`, `shared`) are separate from those of a config.
 """
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +11,11 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.validation import explained
-from crosshead.common.yaml_text import parse_yaml, typed
+from crosshead.common.yaml_text import parse_yaml
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -30,7 +29,9 @@ MAX_INTEGER = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The dtypes of the option --dtype -> their names in safetensors."""
 DATASET = "datasets:"
-"""Before the name of a dataset on the Hub, instead of a path."""
+"""The prefix of a calibration that names a dataset on the Hub."""
+UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""A path that may begin with `~`."""
 PATHS = ("calibration", "save_calibration")
 
 
@@ -55,8 +56,8 @@ class Options(BaseModel):
     revision: str | None = None
     vocab_size: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
-    calibration: Path | None = None
-    save_calibration: Path | None = None
+    calibration: UserPath | None = None
+    save_calibration: UserPath | None = None
     layers: Literal["auto"] | None = None
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
     active: Annotated[float, Field(gt=0, lt=1)] | None = None
@@ -145,10 +146,11 @@ class MixerRequest:
 def _part(option: str, given: Any, whole: str) -> float:
     """A percentage or a number between 0 and 1."""
     text = str(given)
-    part = _percent(text) / (100 if text.endswith("%") else 1)
-    if not 0 < part < 1:
+    number = _number(text.removesuffix("%"))
+    part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
+    if isinstance(part, str) or not 0 < part < 1:
         raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
-    return part
+    return float(part)
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
@@ -169,6 +171,10 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     """Typed values of every option; the config checks whether they fit the model."""
     mixers: Mixers = {}
     choices: dict[str, dict[str, str]] = {}
+    if not isinstance(requested, Mapping):
+        raise ConversionError(
+            f"mixers={requested!r} is not allowed: use a mapping of mechanism to options, such as {{'knocking': {{}}}}"
+        )
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
@@ -211,16 +217,22 @@ def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
         return _parse_counts(f"mixers.{name}.{key}", value, heads)
     if isinstance(kind, Layers | Subset):
         parts = value.split("+") if isinstance(value, str) else value
-        return typed(parts) if isinstance(kind, Layers) else parts
-    return typed(value) if isinstance(kind, Flag | Integer | Number) else value
+        return [_number(part) for part in parts] if isinstance(kind, Layers) and isinstance(parts, list) else parts
+    if not isinstance(value, str):
+        return value
+    if isinstance(kind, Flag):
+        return {"true": True, "false": False}.get(value.lower(), value)
+    return _number(value) if isinstance(kind, Integer | Number) else value
 
 
-def _percent(text: str) -> float:
-    """A number with or without a percent sign; NaN for other text."""
-    try:
-        return float(text.removesuffix("%"))
-    except ValueError:
-        return math.nan
+def _number(text: Any) -> Any:
+    """A string as an int or a float, if it is one."""
+    for number in (int, float) if isinstance(text, str) else ():
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _parse_counts(name: str, value: Any, heads: int) -> Any:
@@ -230,9 +242,9 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
     if isinstance(value, list | tuple):
         return [_parse_counts(name, part, heads) for part in value]
     if not (isinstance(value, str) and value.endswith("%")):
-        return typed(value)
-    percentage = _percent(value)
-    if not 0 <= percentage <= 100:
+        return _number(value)
+    percentage = _number(value[:-1])
+    if not isinstance(percentage, int | float) or not 0 <= percentage <= 100:
         raise ConversionError(f"{name}={value!r} is not allowed: use a percentage from 0% to 100%")
     return max(round(heads * percentage / 100), 1 if percentage else 0)
 

@@ -1,8 +1,8 @@
 """Calibration text from JSON lines or a dataset on the Hub: documents, or conversations in the chat template."""
 
 from collections.abc import Iterator
+from math import gcd
 from pathlib import Path
-from random import Random
 from typing import Any
 
 from crosshead.common.errors import ConversionError
@@ -16,6 +16,7 @@ CHAT, TEXT = "messages", "text"
 """The fields of a line or row that are read; a conversation, if there is one."""
 CHARACTERS = 2**20
 """Enough for all windows. Of a longer file, lines from all of it are read; of a dataset, the first rows."""
+GOLDEN_RATIO = 0.618
 Row = tuple[int, str, dict[str, Any]]
 """Its number, where it stands, and its fields."""
 
@@ -41,9 +42,18 @@ def read_documents(given: Path, tokenizer: Any) -> str:
 def _json_lines(path: Path) -> Iterator[Row]:
     content = read_text(path, ConversionError)
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
-    for number, line in Random(0).sample(lines, len(lines)):  # the first ones are from all of the file
+    for index in spread_indices(len(lines)):
+        number, line = lines[index]
         place = f"{path} line {number}"
         yield number, place, json_object(line, place, ConversionError)
+
+
+def spread_indices(count: int) -> Iterator[int]:
+    """All indices below `count`, in an order of which every beginning is spread evenly."""
+    step = max(1, round(count * GOLDEN_RATIO))
+    while gcd(step, count) > 1:
+        step += 1
+    return (number * step % count for number in range(count))
 
 
 def _dataset_rows(given: Path) -> Iterator[Row]:

@@ -43,9 +43,12 @@ def fast_dtype() -> torch.dtype:
 
 
 def fast_products() -> torch.autocast:
-    """A context in which matrix products use `fast_dtype`."""
+    """A context in which matrix products use `fast_dtype`.
+
+    Without the cache of cast weights: within a caller's autocast it would stay filled while steps change the weights.
+    """
     dtype = fast_dtype()
-    return torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+    return torch.autocast("cpu", dtype, enabled=dtype != torch.float32, cache_enabled=False)
 
 
 def full_products() -> torch.autocast:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import AutoTokenizer, DynamicCache
 
 from crosshead.common.errors import ConversionError, one_line
@@ -92,6 +92,10 @@ def windows(tokenizer: Any, text: str, length: int, count: int, vocabulary: int,
             "use the model's own tokenizer"
         )
     size = length - len(start) - len(end)
+    if size < 1:
+        raise ConversionError(
+            f"the model reads {length} tokens, which leaves none beside {len(start) + len(end)} special tokens"
+        )
     candidates = tokens[: max(1, len(tokens) // size) * size].view(-1, min(size, len(tokens)))
     count = min(count, len(candidates))
     selected = candidates[torch.arange(count) * len(candidates) // count]
@@ -207,7 +211,8 @@ class Text:
         cached = folder / "tokens.safetensors"
         if not cached.exists():
             partial_file = cached.with_name(f"{cached.name}.partial")
-            save_file({"tokens": self.to_calibrate_on(source, model, progress).contiguous()}, partial_file)
+            tokens = self.to_calibrate_on(source, model, progress).contiguous()
+            partial_file.write_bytes(save({"tokens": tokens}))  # which names the file if the disk is full
             partial_file.replace(cached)
         return load_file(cached)["tokens"]
 

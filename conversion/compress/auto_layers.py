@@ -130,7 +130,7 @@ class AutoLayers:
         chosen: dict[str, Any] = {}
         expected = 0.0
         if self.cache is not None:
-            choice = choose(losses, layouts, self.cache)
+            choice = choose(losses, layouts, self.cache, self.target.dtype)
             key_heads, value_heads = zip(*choice.pairs, strict=True)
             chosen |= {"key_heads": key_heads, "value_heads": value_heads, "cache": round(choice.cache, 6)}
             expected += choice.loss

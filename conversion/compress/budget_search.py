@@ -150,10 +150,13 @@ class Choice:
     """The expected loss: the sum of the trials' losses."""
 
 
-def choose(losses: Losses, layouts: list[HeadLayout], budget: float) -> Choice:
-    """The component heads of each layer with the minimum total loss, for `budget`, a part of the source's cache."""
-    size = layouts[0].head_dim
-    side_data = layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
+def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torch.dtype | None = None) -> Choice:
+    """The component heads of each layer with the minimum total loss, for `budget`, a part of the source's cache.
+
+    `dtype` is the cache's. Normalised keys have a cached scale for each head, in half precision as two numbers.
+    """
+    size, numbers = layouts[0].head_dim, 2 if dtype in (torch.float16, torch.bfloat16) else 1
+    side_data = numbers * layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
     unit = gcd(size, side_data)
     whole = sum(2 * layout.key_value_heads * size for layout in layouts)
     options = [_options(losses, layout, side_data) for layout in layouts]

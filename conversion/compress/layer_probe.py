@@ -16,7 +16,7 @@ from torch.nn import functional
 from crosshead.common.errors import ConversionError
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Progress, silent
-from crosshead.modeling.mechanisms.base import HeadLayout
+from crosshead.common.torch_state import default_torch_state
 
 from ..architectures.families import FAMILIES, family_of, read_config, tensor_shapes, tied_tensors
 from ..calibration.calibration import Observers, observe
@@ -42,6 +42,7 @@ from .virtual_heads import METHODS
 BUDGETS = [percent / 100 for percent in range(5, 100, 5)]
 
 
+@default_torch_state()
 def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
     """The loss of a stock model, and its increase for each layer, side and count of component heads.
 
@@ -52,6 +53,7 @@ def probe_layers(source: str | Path, **options: Any) -> dict[str, Any]:
     return report | {"rises": by_layer(rises)}
 
 
+@default_torch_state()
 def probe_budget(source: str | Path, *, active: bool = False, **options: Any) -> dict[str, Any]:
     """The expected increase of the loss for budgets of the KV cache or of active heads, and the heads of each layer.
 
@@ -59,11 +61,11 @@ def probe_budget(source: str | Path, *, active: bool = False, **options: Any) ->
     source itself would write, and needs less text than the loss. The options are those of `probe_layers`. Budgets that
     are too small, or that allow no more than a smaller one, are left out.
     """
-    report, rises, layouts = _measured(source, active=active, by_divergence=True, **options)
+    report, rises, config = _measured(source, active=active, by_divergence=True, **options)
     curve: list[dict[str, Any]] = []
     for budget in BUDGETS:
         try:
-            point = _active_point(rises, layouts, budget) if active else _cache_point(rises, layouts, budget)
+            point = _active_point(rises, config, budget) if active else _cache_point(rises, config, budget)
         except ConversionError:
             continue
         if not curve or point != curve[-1] | {"budget": budget}:
@@ -71,16 +73,16 @@ def probe_budget(source: str | Path, *, active: bool = False, **options: Any) ->
     return report | {"rises": by_layer(rises), "curve": curve}
 
 
-def _cache_point(rises: Losses, layouts: list[HeadLayout], budget: float) -> dict[str, Any]:
-    choice = choose(rises, layouts, budget)
+def _cache_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
+    choice = choose(rises, config.layouts(), budget, config.dtype)
     key_heads, value_heads = zip(*choice.pairs, strict=True)
     expected = {"cache": choice.cache, "expected_rise": round(choice.loss, 6)}
     return {"budget": budget, **expected, "key_heads": key_heads, "value_heads": value_heads}
 
 
-def _active_point(rises: Losses, layouts: list[HeadLayout], budget: float) -> dict[str, Any]:
-    heads, rise = choose_active(rises, layouts, budget)
-    part = sum(heads) / sum(layout.query_heads for layout in layouts)
+def _active_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
+    heads, rise = choose_active(rises, config.layouts(), budget)
+    part = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
     return {"budget": budget, "active": part, "expected_rise": round(rise, 6), "active_heads": heads}
 
 
@@ -97,8 +99,8 @@ def _measured(
     count: int = 1,
     device: str = "cpu",
     progress: Progress = silent,
-) -> tuple[dict[str, Any], Losses, list[HeadLayout]]:
-    """What a report says of the model and the text; the increases of the loss; and the layers' shapes."""
+) -> tuple[dict[str, Any], Losses, Any]:
+    """What a report says of the model and the text; the increases of the loss; and the configuration."""
     _check_method(method, active, calibration)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
@@ -108,7 +110,8 @@ def _measured(
         else:
             content = read_text(text, ConversionError)
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
-        layouts = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}}).layouts()
+        config = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}})
+        layouts = config.layouts()
         model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
         if active and fitted_to.is_saved:
             raise ConversionError(f"--active fits routers to a text: name one instead of --calibration {calibration}")
@@ -139,7 +142,7 @@ def _measured(
         "tokens": tokens.numel(),
         "loss": fmean(source_losses.values()),
     }
-    return report, rises, layouts
+    return report, rises, config
 
 
 def _check_method(method: str, active: bool, calibration: Path | None) -> None:

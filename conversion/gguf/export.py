@@ -36,7 +36,7 @@ def check_type(out: Path, type: str | None) -> bool:
     """Whether `out` is to be a GGUF file; `ConversionError` for a type that does not exist or does not fit."""
     if type is not None and type not in FILE_TYPES:
         raise ConversionError(f"--type {type!r} cannot be written: use one of {', '.join(FILE_TYPES)}")
-    if out.suffix == SUFFIX:
+    if out.suffix.lower() == SUFFIX:
         require_gguf()
         return True
     if type is not None:

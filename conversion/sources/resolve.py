@@ -85,18 +85,20 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
 
 
 def _looks_like_path(source: str) -> bool:
-    return not source or source[0] in "./~" or "\\" in source or source.count("/") > 1 or source.endswith(".gguf")
+    return (
+        not source or source[0] in "./~" or "\\" in source or source.count("/") > 1 or source.lower().endswith(".gguf")
+    )
 
 
 def _open_local(path: Path, scratch: Path) -> Source:
     if path.is_file():
-        if path.suffix != ".gguf":
+        if path.suffix.lower() != ".gguf":
             raise ConversionError(f"{path} is a single file, but not a GGUF file: give the folder of the checkpoint")
         return _open_gguf(path, scratch)
     if (path / CONFIG).exists():
         return _open_folder(path, str(path), {"kind": "folder", "name": path.resolve().name})
     try:
-        files = sorted(file for file in path.iterdir() if file.suffix == ".gguf")
+        files = sorted(file for file in path.iterdir() if file.suffix.lower() == ".gguf")
     except OSError as error:
         raise ConversionError(f"{path} cannot be read: {error.strerror}") from error
     if not files:

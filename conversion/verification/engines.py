@@ -56,7 +56,7 @@ def verify_in_engine(
     """
     if engine not in ENGINES:
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
-    places = dict(zip(("source", "model"), (source, model), strict=True))
+    places = {"source": source, "model": model}
     with tempfile.TemporaryDirectory() as scratch:
         opened = {
             role: open_source(
@@ -65,7 +65,7 @@ def verify_in_engine(
             for role, place in places.items()
         }
         _check_decoder(opened["source"], engine)
-        sample = read_sample(opened["source"], None if text is None else Path(text))
+        sample = read_sample(opened["source"], None if text is None else Path(os.path.expanduser(text)))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
         for done, (role, checkpoint) in enumerate(opened.items(), 1):
@@ -80,7 +80,7 @@ def verify_in_engine(
     report = compared(results) | {"text": sample.text}
     local = folder_of(opened["model"]) or Path(model)
     place = record_file(local, kind_of(opened["model"].config) == "stock")
-    if record := read_record(place):
+    if opened["model"].origin["kind"] != "hub" and (record := read_record(place)):
         with suppress(OSError):  # a published folder may be read-only
             write_json(place, record | {"engines": record.get("engines", {}) | {engine: report}})
     return {"engine": {"name": engine, **report}}

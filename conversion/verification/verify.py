@@ -1,5 +1,6 @@
 """Compares a model with its source: tensors, logits, cache size, and loading without crosshead."""
 
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,6 +14,7 @@ import torch
 from crosshead.common.errors import ConversionError
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
+from crosshead.common.torch_state import default_torch_state
 
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
@@ -85,6 +87,7 @@ def read_sample(source: Source, text: Path | None) -> Sample:
     return Sample(tokens, DEFAULT_NAME if text is None else text.name)
 
 
+@default_torch_state()
 def verify(
     source: str | Path,
     model: str | Path,
@@ -109,7 +112,7 @@ def verify(
         converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(converted)
-        sample = read_sample(origin, None if text is None else Path(text))
+        sample = read_sample(origin, None if text is None else Path(os.path.expanduser(text)))
         local = folder_of(converted)
         place = None if local is None else record_file(local, kind_of(converted.config) == "stock")
         record = {} if place is None else read_record(place)

@@ -21,11 +21,11 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
     name, revision = split_revision(str(source))
     path = Path(name).expanduser()
     _check_name(recorded, name, path)
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix.lower() == ".gguf" and path.is_file():
         return _in_gguf(path)
     if path.is_dir():
         return {"licence": _in_card(path / README)}
-    if not is_hub_id(name) or name.endswith(".gguf"):
+    if not is_hub_id(name) or name.lower().endswith(".gguf"):
         raise ValueError(f"--source {name} is no folder, GGUF file or Hub id: check the path, or leave it out")
     return {"base_model": name, "licence": _on_the_hub(name, revision or recorded.get("revision"))}
 

@@ -95,7 +95,7 @@ def _content(model: str, revision: str | None) -> dict[str, Any]:
     path = Path(model).expanduser()
     if path.exists() and revision is not None:
         raise ValueError(f"--revision {revision!r} needs a model on the Hub, and {model} is local")
-    if path.suffix == ".gguf":
+    if path.suffix.lower() == ".gguf":
         return GgufStore(path).config
     if path.is_dir():
         path /= CONFIG

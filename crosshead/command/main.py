@@ -1,8 +1,11 @@
 """`crosshead`: the table of commands, and the handling of errors."""
 
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -39,7 +42,7 @@ COMMANDS: dict[str, dict[str, Any]] = {
 """The sections of `crosshead --help`, with functions, and with the groups of `bench` and `probe`."""
 RUN_WITHOUT_ARGUMENTS = {"demo", "zoo"}
 DEBUG = "--debug"
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 RESUMABLE = {"convert", "demo", "fold", "push"}
 """Commands that continue an interrupted run; train and sweep print that themselves."""
 EXTRAS = {
@@ -111,7 +114,8 @@ def main() -> None:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     message = ""
     try:
-        status = app(args=arguments, standalone_mode=False)
+        with ending_by_signal() as signals:
+            status = app(args=arguments, standalone_mode=False)
     except InterruptedByUserError as error:
         status, message = INTERRUPTED, str(error)
     except (typer.Abort, KeyboardInterrupt):
@@ -121,8 +125,29 @@ def main() -> None:
     if status == INTERRUPTED:  # also the status that some versions of typer return for Ctrl-C
         if not message and RESUMABLE.intersection(arguments[:1]):
             message = "the same command continues from here"
-        complain(f"interrupted: {message}" if message else "interrupted", INTERRUPTED)
+        status, word = (TERMINATED, "terminated") if signals else (INTERRUPTED, "interrupted")
+        complain(f"{word}: {message}" if message else word, status)
     sys.exit(status if isinstance(status, int) else 0)
+
+
+@contextmanager
+def ending_by_signal() -> Iterator[list[int]]:
+    """A context in which a first SIGTERM ends the command as Ctrl-C does, with its cleanup; yields the signals."""
+    signals: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        signals.append(number)
+        raise KeyboardInterrupt
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:  # a caller ignores or handles it
+        yield signals
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield signals
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _status_of(error: Exception, debug: bool) -> int:

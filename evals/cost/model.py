@@ -26,14 +26,16 @@ ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
 LENGTH = 4096
 """Tokens of a text, unless others are asked for."""
+MAX_LENGTH = 10**8
+"""Attention weights of longer texts would be larger than the largest tensor of torch."""
 NOT_COUNTED = ("_modules", "_forward_hooks", "layer_idx")
 """Attributes of modules that differ between equal layers."""
 
 
 def model_cost(config: Any, length: int) -> Cost:
     """The cost of a stock or crosshead model for texts of `length` tokens."""
-    if length < 1:
-        raise ValueError(f"length={length} is not allowed: use at least 1 token")
+    if not 1 <= length <= MAX_LENGTH:
+        raise ValueError(f"length={length} is not allowed: use 1 to {MAX_LENGTH:,} tokens")
     if isinstance(config, DiTConfig):
         return dit_cost(config, length)
     model = on_meta(config)

@@ -28,8 +28,14 @@ def seq2seq_cost(model: Any, length: int) -> Cost:
         cache = EncoderDecoderCache(DynamicCache(), cache.cross_attention_cache)
     options = {"encoder_outputs": encoded, "past_key_values": cache, "use_cache": True}
     decode = multiplications(lambda: model(decoder_input_ids=first, **options))
+    counts = parameter_counts(model)
+    if not getattr(
+        model.config, "scale_decoder_outputs", True
+    ):  # T5 1.1 and FLAN-T5 store a head; a new model does not
+        for name in ("parameters", "active_parameters"):
+            counts[name] += model.lm_head.weight.numel()
     return Cost(
-        **parameter_counts(model),
+        **counts,
         **work(TRAINING_PASSES * training // length, prefill // length, decode, whole=prefill),
         kv_bytes_per_token=target,
         cross_kv_bytes_per_token=cross,

@@ -46,8 +46,8 @@ def random_losses(heads, layers, seed):
     return {trial: float(torch.rand((), generator=generator)) for trial in trials}
 
 
-def cached_numbers(pairs, heads, size, eps):
-    extra = [heads if eps and min(pair) < heads else 0 for pair in pairs]
+def cached_numbers(pairs, heads, size, eps, scales=1):
+    extra = [scales * heads if eps and min(pair) < heads else 0 for pair in pairs]
     return sum(sum(pair) * size for pair in pairs) + sum(extra)
 
 
@@ -90,6 +90,23 @@ def test_the_best_choice(budget, heads, eps):
             if count < heads
         )
         assert found == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 2), (None, 1)])
+def test_in_half_precision_a_scale_of_normalised_keys_is_two_numbers(dtype, scales):
+    for seed in range(5):
+        choice = choose(random_losses(4, 3, seed), layouts(4, 3, eps=1e-6), 0.75, dtype)
+        numbers = cached_numbers(choice.pairs, 4, 8, 1e-6, scales)
+        assert numbers == pytest.approx(choice.cache * 3 * 2 * 4 * 8) and choice.cache <= 0.75
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_budget_is_that_of_the_real_cache(dtype, tmp_path):
+    source = write_stock(tmp_path / "source", "Qwen3", None, dtype, num_attention_heads=4, num_key_value_heads=4)
+    (tmp_path / "text.txt").write_text(" ".join(f"w{number * number % 53}" for number in range(900)))
+    report = crosshead.convert(source, tmp_path / "out", {}, cache="75%", calibration=tmp_path / "text.txt")
+    before, after = (report["verification"][f"kv_bytes_per_token_{when}"] for when in ("before", "after"))
+    assert report["chosen"]["cache"] == pytest.approx(after / before, abs=1e-6)
 
 
 def test_many_heads_are_tried_in_quarters():

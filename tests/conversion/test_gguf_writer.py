@@ -224,7 +224,7 @@ def test_models_that_llama_cpp_cannot_run(name, tmp_path):
 def test_blocks_do_not_change_the_file(tmp_path, monkeypatch):
     made = tokenizers.write_mixed(tmp_path / "made", **sizes("Llama"))
     crosshead.fold(made, tmp_path / "one.gguf", type="q8_0", verify=False)
-    monkeypatch.setattr("crosshead.conversion.gguf.writer.CHUNK", 1)
+    monkeypatch.setattr("crosshead.conversion.writing.shard_writer.CHUNK", 1)
     crosshead.fold(made, tmp_path / "many.gguf", type="q8_0", verify=False)
     assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "many.gguf").read_bytes()
 

@@ -3,8 +3,10 @@
 import json
 
 import pytest
+from safetensors.torch import load_file
 
 import gguf_toys
+import t5_toys
 import toys
 import transnext_toys
 from broken import edit_json, run
@@ -81,6 +83,15 @@ def test_mechanisms_asked_for_replace_those_of_the_model(place, report):
     toys.mixed_config("Qwen3", {"talking": {}}).save_pretrained("mixed")
     assert report("mixed") == expected("mixed", {"talking": {}})
     assert report("mixed --mixer knocking") == expected("mixed", {"knocking": {}})
+
+
+def test_the_head_of_a_t5_that_stores_one_is_counted(place, line, report):
+    t5_toys.write_t5(place / "untied", is_untied=True, tie_word_embeddings=False)
+    stored = sum(each.numel() for each in load_file(place / "untied" / "model.safetensors").values())
+    assert report("untied --length 7")["cost"]["parameters"] == stored
+    assert line("convert untied mixed --mixer knocking --no-verify")[0] == 0
+    stored = sum(each.numel() for each in load_file(place / "mixed" / "model.safetensors").values())
+    assert report("mixed --length 7")["cost"]["parameters"] == stored
 
 
 def test_a_gguf_file(place, report):

@@ -11,9 +11,10 @@ import pytest
 
 from broken import run as run_command
 from crosshead.recipes.schema.sections import LoraOptions
-from crosshead.recipes.trainer import callbacks, text_objectives
+from crosshead.recipes.trainer import callbacks
 from crosshead.recipes.trainer.callbacks import StopOnSignal
 from crosshead.recipes.trainer.checkpoints import checkpoints, step_of
+from crosshead.recipes.trainer.text_objectives import NextToken
 from tiers import first
 from toy_training import KNOCKING, LORA, losses, metrics, toy_run, train, weights
 from training_sessions import Run
@@ -59,7 +60,7 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
     watch = {"evaluate_every": 3, "every": 2}
     whole, recipe = (toy_run(KNOCKING, tmp_path / name, 6, watch=watch) for name in ("whole", "stopped"))
     train(whole)
-    seen, real = [], text_objectives.evaluate
+    seen, real = [], NextToken.evaluate
 
     def signalled(*arguments):
         seen.append(1)
@@ -67,12 +68,12 @@ def test_a_signal_in_an_evaluation(last, tmp_path, monkeypatch):
             os.kill(os.getpid(), signal.SIGTERM)
         return real(*arguments)
 
-    monkeypatch.setattr(text_objectives, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
+    monkeypatch.setattr(NextToken, "evaluate", lambda *arguments: seen.append(1) or real(*arguments))
     train(toy_run(KNOCKING, tmp_path / "counted", 6, watch=watch))
     batches = len(seen) // 2
     assert batches > 1
     seen.clear()
-    monkeypatch.setattr(text_objectives, "evaluate", signalled)
+    monkeypatch.setattr(NextToken, "evaluate", signalled)
     outcome = train(recipe)
     if last:
         assert outcome.model and outcome.stopped_by is None and len(seen) == 2 * batches

@@ -1,0 +1,23 @@
+"""torch's own settings inside a call, whatever the calling process has set."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+
+@contextmanager
+def default_torch_state() -> Iterator[None]:
+    """A context, or decorator, with the CPU as default device, float32, and neither autocast nor inference mode."""
+    dtype = torch.get_default_dtype()
+    with ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":
+            stack.enter_context(torch.device("cpu"))
+        if torch.is_inference_mode_enabled():
+            stack.enter_context(torch.inference_mode(False))
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        torch.set_default_dtype(torch.float32)
+        stack.callback(torch.set_default_dtype, dtype)
+        yield

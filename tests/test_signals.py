@@ -1,0 +1,46 @@
+"""SIGTERM ends a command as Ctrl-C does: with its cleanup, in one line, with a status of its own."""
+
+import os
+import signal
+import tempfile
+
+import pytest
+
+from broken import run
+from crosshead.conversion import convert as module
+from toy_checkpoints import write_stock
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    write_stock(tmp_path / "source")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("number", "status", "word"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "interrupted")]
+)
+def test_a_signal_in_a_conversion(number, status, word, place, capfd, monkeypatch):
+    seen = []
+
+    def interrupted(*given, **options):
+        seen.extend((place / "scratch").iterdir())
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(module, "make_plan", interrupted)
+    found, out, err = run(capfd, monkeypatch, "convert source out --mixer knocking")
+    assert (found, out) == (status, "") and err.splitlines()[-1].startswith(f"crosshead: {word}: "), err
+    assert seen and not [*(place / "scratch").iterdir()] and not (place / "out").exists()
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_a_handler_of_the_caller_stays(place, capfd, monkeypatch):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert run(capfd, monkeypatch, "cost source")[0] == 0
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)

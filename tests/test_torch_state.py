@@ -1,0 +1,69 @@
+"""Conversions do not depend on settings of torch in the calling process, and leave them as they are."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+import crosshead
+from crosshead.conversion.sources.safetensors_store import WEIGHTS
+from toy_checkpoints import write_stock
+
+MIXERS = {"explicit": {"key_heads": 1, "value_heads": 1}, "knocking": {"init": "random"}}
+
+
+@contextmanager
+def default_dtype():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        assert torch.get_default_dtype() == torch.float64
+        torch.set_default_dtype(before)
+
+
+STATES = {
+    "device": lambda: torch.device("meta"),
+    "dtype": default_dtype,
+    "inference": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    write_stock(folder / "source")
+    (folder / "text.txt").write_text(" ".join(f"w{number * number % 53}" for number in range(900)))
+    options = {"calibration": folder / "text.txt", "allow_inexact": True}
+    crosshead.convert(folder / "source", folder / "out", MIXERS, **options)
+    return folder, options, crosshead.verify(folder / "source", folder / "out")
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_the_same_model_and_verification(state, expected, tmp_path):
+    folder, options, verified = expected
+    with STATES[state]():
+        crosshead.convert(folder / "source", tmp_path / "out", MIXERS, **options)
+        found = crosshead.verify(folder / "source", tmp_path / "out")
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    assert (grad, inference) == (state not in ("inference", "no gradients"), state == "inference")
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (folder / "out" / WEIGHTS).read_bytes()
+    assert found["verification"]["kl_divergence"] == verified["verification"]["kl_divergence"]
+
+
+def test_a_path_with_a_tilde(expected, tmp_path, monkeypatch):
+    folder, _, verified = expected
+    monkeypatch.setenv("HOME", str(folder))
+    options = {"calibration": "~/text.txt", "save_calibration": "~/saved.safetensors", "allow_inexact": True}
+    crosshead.convert("~/source", tmp_path / "out", MIXERS, **options, verify=False)
+    assert (folder / "saved.safetensors").exists()
+    text = crosshead.verify("~/source", "~/out", text="~/text.txt")
+    assert text["verification"]["kl_divergence"] != verified["verification"]["kl_divergence"]
+
+
+def test_mechanisms_that_are_no_mapping(expected, tmp_path):
+    with pytest.raises(ValueError, match=r"mixers='knocking'.*\{'knocking': \{\}\}"):
+        crosshead.convert(expected[0] / "source", tmp_path / "out", "knocking")
