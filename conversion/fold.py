@@ -45,7 +45,8 @@ from .verification.tolerances import tolerance
 CROSSHEAD_FIELDS = ("mixers", "expert_bias", "auto_map", "model_type", "architectures")
 """Fields of a crosshead configuration that the stock configuration lacks or defines differently."""
 PROJECTIONS = {"query": ("q_proj", "q_b_proj"), "key": ("k_proj",), "value": ("v_proj", "kv_b_proj")}
-"""The rows of heads; in MLA, queries may come from `q_b_proj`, and those of `kv_b_proj` end with the head's values."""
+"""Side -> projections with its rows. In MLA, queries may come from `q_b_proj`, and the last rows of each head in
+`kv_b_proj` are its values."""
 
 
 @default_torch_state()

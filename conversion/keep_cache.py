@@ -110,7 +110,7 @@ class WideHeads:
         heads, queries = layout.key_value_heads, layout.query_heads
         keys, values = (self._scalars(tensors, side, heads) for side in ("key", "value"))
         new = dict(tensors)
-        if layout.key_norm_eps is not None:  # the norm divides by the size of a scalar; near its eps, by their mean
+        if layout.key_norm_eps is not None:  # only a scalar's sign remains; the mean is for the eps
             mean = keys.abs().unflatten(0, (self.groups, -1)).mean(1).flatten()
             for name in ("k_proj.weight", "k_proj.bias"):
                 if name in tensors:

@@ -7,7 +7,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ENCODER_PROJECTIONS = ("query", "key", "value")
 T5_PROJECTIONS = ("q", "k", "v", "o")
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
-"""Those of MLA."""
+"""The projections of multi-head latent attention (DeepSeek)."""
 
 
 @dataclass(frozen=True)

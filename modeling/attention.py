@@ -16,7 +16,7 @@ from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward, split_
 
 
 class HeadScale(HeadRMSNorm):
-    """The weight of a norm on keys alone: a mechanism divides by the root mean square of their combinations."""
+    """The norm on keys without its division: `explicit` divides by the RMS of the combined keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`weight * x`."""

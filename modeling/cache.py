@@ -19,7 +19,7 @@ from .ops import split_heads, wide_heads
 def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bool = False) -> None:
     """Store the state's keys and values and replace them by past and present together.
 
-    `wide` asks for one wide head, unless the past has several, as a trained prefix does.
+    `wide` stores one wide head, unless the cache already holds several, as after prefix tuning.
     """
     past, uneven = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
     if not (state.key_side_data or uneven or (wide and (past is None or past[0] == 1))):
@@ -39,7 +39,7 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
 
 
 def _stored_shape(cache: Cache, layer_index: int) -> tuple[int, int, int] | None:
-    """The stored heads, and the sizes of keys and values; None without any. A reference would keep them in memory."""
+    """The stored heads, and the sizes of keys and values; None without any. Numbers: tensors would stay in memory."""
     layer: Any = cache.layers[layer_index] if layer_index < len(cache.layers) else None
     keys = getattr(layer, "keys", None)
     return None if keys is None or not keys.numel() else (keys.shape[1], keys.shape[-1], layer.values.shape[-1])

@@ -40,7 +40,7 @@ CODE = "modeling_crosshead"
 """The name of the file of code in a saved model's folder, without its ending."""
 MODEL = "CrossheadDiTTransformer2DModel"
 ROUTER_STD = 0.02
-"""Of the random initial weights of mechanisms, as in vision transformers."""
+"""Standard deviation of the random initial weights of mechanisms, as in vision transformers."""
 
 
 @dataclass

@@ -51,7 +51,7 @@ def image_shape(config: Any) -> tuple[int, int, int]:
 
 
 def alias(name: str) -> Any:
-    """The name that the attention forward uses for a projection with another name in checkpoints."""
+    """A property that gives a projection the name used by the attention forward; checkpoints use `name`."""
     # An attrgetter would break the compiled graph.
     return property(lambda module: reduce(getattr, name.split("."), module))
 

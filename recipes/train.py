@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 RESULT = "training.json"
 ABSOLUTE = re.compile(r"(?<![^\s='\"])/(?:[^\s/'\"]+/)*([^\s/'\"]+)/?")
-"""An absolute path, at the start of a word or behind a sign of equality; the group is its last part."""
+"""An absolute path, at the start of a word or after `=`; the group is its last part."""
 CONFIGS = ("config.json", "generation_config.json", "preprocessor_config.json", "conversion.json", RESULT)
 """Files of the result with content that may contain access tokens."""
 NO_EFFECT = ("output", "watch", "checkpoints", "hub", "sweep", "data")

@@ -12,7 +12,7 @@ from .families import family_of
 
 @dataclass(frozen=True)
 class Asked:
-    """What a user asks of a model."""
+    """The source's configuration, and the requested mechanisms and options."""
 
     stock: Any
     mixers: MixerRequest

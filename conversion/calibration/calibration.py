@@ -56,7 +56,7 @@ class Observers:
 
     @property
     def converted(self) -> int:
-        """The number of converted models whose hidden states something is fitted to: one for each number of groups."""
+        """How many sets of hidden states are kept: one for each number of groups that is fitted."""
         solves = max((len(self.solves(layer)) for layer in range(len(self.layouts))), default=0)
         return max(solves, int("router" in self.kinds))
 

@@ -15,7 +15,7 @@ LINES_SUFFIX = ".jsonl"
 CHAT, TEXT = "messages", "text"
 """The fields of a line or row that are read; a conversation, if there is one."""
 CHARACTERS = 2**20
-"""Enough for all windows. Of a longer file, lines from all of it are read; of a dataset, the first rows."""
+"""Enough characters for all windows. Of a longer file, evenly spaced lines are read; of a dataset, the first rows."""
 GOLDEN_RATIO = 0.618
 Row = tuple[int, str, dict[str, Any]]
 """Its number, where it stands, and its fields."""

@@ -57,9 +57,9 @@ def default_text() -> str:
 
 
 def default_documentation() -> str:
-    """Manuals and references of invented software: a model predicts most of their names by copying them.
+    """Manuals and references of invented software.
 
-    Prose needs the heads that copy less than other text does, so that heads that are chosen on prose alone lose them.
+    A model predicts most of their names by copying. With prose alone, the choice of heads loses the heads that copy.
     """
     return files(__package__).joinpath("default_documentation.txt").read_text(encoding="utf-8")
 
@@ -111,7 +111,7 @@ def _excerpts(text: str, size: int, count: int) -> str:
 
 
 def within_context(config: Any, count: int, length: int) -> tuple[int, int]:
-    """The number and length of windows with as many tokens, at most as long as the context; a T5 has no maximum."""
+    """Number and length of windows, cut to the model's context; the number of tokens stays. A T5 has no maximum."""
     shorter = min(length, getattr(config, "max_position_embeddings", None) or length)
     return count * length // shorter, shorter
 

@@ -34,7 +34,7 @@ class Frame:
 
     @classmethod
     def joined(cls, frames: Sequence["Frame"]) -> "Frame":
-        """One frame for groups of heads, from the frame of each group for the features of its own heads."""
+        """One frame for all heads, from the frame of each group, which covers the features of its own heads."""
         own = [frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames]
         others = [
             frame.components[..., rows.shape[1] :].flatten(0, 1) for frame, rows in zip(frames, own, strict=True)
@@ -60,8 +60,8 @@ class Frame:
     def with_even_maps(self) -> "Frame":
         """The same heads, by maps with a mean square of one.
 
-        Weights then have about the sizes that they have in the source. In the coordinates of a fit they have not, and
-        an optimiser with steps of one size for all weights, as Adam, destroys the small ones.
+        Weights then have about the size they have in the source. Adam, whose steps have one size, would destroy
+        smaller ones.
         """
         root, inverse = roots((self.maps.mT @ self.maps).mean(0))
         return Frame(root @ self.components, self.scalars, self.maps @ inverse)
@@ -76,7 +76,7 @@ class Errors:
     gram: torch.Tensor
     """(h, parts, n, n)."""
     scale: float = 1.0
-    """The error of the sums that these are made from, for an error of 1."""
+    """Factor from these errors to those of the recorded sums."""
 
     @classmethod
     def of(cls, metric: torch.Tensor, gram: torch.Tensor, weight: torch.Tensor) -> "Errors":

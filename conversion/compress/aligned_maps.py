@@ -22,7 +22,7 @@ FLOOR = 0.03
 VALUE_STEPS = 60
 KEY_STEPS = 120
 EXACT = 0.1
-"""Part of another start's error, below which the combinations without maps are the start."""
+"""The search starts from combinations without maps if their error is below this part of the other start's."""
 
 Group = tuple[int, ...]
 Start = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -129,8 +129,10 @@ def _scalar_start(errors: Errors, components: int) -> Frame:
 
 
 def _is_exact(plain: Frame, start: Frame, errors: Errors) -> bool:
-    """Whether heads are scalar combinations of components already. A start that is only somewhat better than the other
-    often ends worse."""
+    """Whether `plain` has a much smaller error than `start`: heads already are scalar combinations.
+
+    With a small advantage, the search from `plain` often ends worse.
+    """
     return bool(errors.total(plain) < EXACT * errors.total(start))
 
 

@@ -31,7 +31,7 @@ from .layer_rewrites import read_attention, substituted
 from .virtual_heads import PROJECTIONS, approximate
 
 STRIDE = 2
-"""Distance of the positions that are evaluated: logits are expensive, and neighbouring positions are similar."""
+"""Every second position is evaluated: logits are expensive, and neighbouring positions are similar."""
 TRIAL_DOCUMENTATION = 0.5
 """Without a text: the part of the windows that are documentation. More of it than in calibration chooses better."""
 CALL_TOKENS = 1024

@@ -22,10 +22,10 @@ MAX_TOKENS = 32 * 1024
 
 
 class AttentionCalls:
-    """The attention's inputs in the converted model and its wanted outputs, of evenly spaced windows.
+    """Inputs and target outputs for the fit of one layer's attention, from evenly spaced windows.
 
-    A forward hook for the layer in the source, which is called once for each window. `source` and `converted` are the
-    hidden states (B, T, hidden) before the layer, and `norm` is the norm before its attention.
+    Register it as a forward hook of the source's layer, which is called once a window. `source` and `converted` are
+    the hidden states (B, T, hidden) before the layer, and `norm` is the norm before its attention.
     """
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
@@ -34,7 +34,7 @@ class AttentionCalls:
         self.inputs = [norm(window).to(fast_dtype()) for window, _ in kept]
         self.outputs = [(given - window).to(fast_dtype()) for window, given in kept]
         self.sizes = [given for _, given in kept]
-        """The source's hidden states; after the calls, their mean squares after the attention (1, T)."""
+        """The mean square of each token's hidden state after the attention (1, T); at first the states before it."""
         self.arguments: dict[str, Any] = {}
         """Positions and mask, the same for all calls."""
 

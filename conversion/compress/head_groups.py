@@ -34,7 +34,7 @@ class Counts:
         return min(self.key, self.value)
 
     def label(self, text: str) -> str:
-        """A part of a name: the text, and whatever else affects what is fitted to the groups."""
+        """Part of a name in the calibration: the text; with groups, their number, and whether heads are reordered."""
         if self.groups == 1:
             return text
         return f"{self.key}x{self.value}.{self.groups}groups{'.reordered' * self.reorders}"

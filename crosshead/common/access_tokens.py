@@ -51,7 +51,7 @@ def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
         kept, names = without_tokens(content) if isinstance(content, dict) else (content, [])
         left = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
         if TOKEN.search(left):
-            raise ValueError(f"{path.name} holds an access token: take it out, and have another one issued")
+            raise ValueError(f"{path.name} holds an access token: remove it from the file, and revoke it")
         path.write_text(left, encoding="utf-8")
         removed[path.name] = names
     return removed

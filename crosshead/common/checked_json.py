@@ -20,7 +20,7 @@ def shown(value: Any) -> str:
 
 
 def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
-    """The JSON object in a file; an error for more than `largest` bytes, as `what` is smaller."""
+    """The JSON object in a file; an error above `largest` bytes; `what` names the kind of file in the message."""
     with opened(path) as (descriptor, status):
         if status.st_size > largest:
             raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
@@ -29,7 +29,7 @@ def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
 
 
 def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`, which `where` names in errors; refused where a key stands twice or a number is NaN."""
+    """The JSON object in `raw`, which `where` names in errors; refused if a key occurs twice or a number is NaN."""
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError as error:

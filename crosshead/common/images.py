@@ -14,7 +14,7 @@ MODES = {1: "L", 3: "RGB"}
 
 
 def open_processor(place: str | Path, label: str) -> Any:
-    """The image processor of a directory or a Hub id, which errors call `label`."""
+    """The image processor of a directory or a Hub id, `label` names the model in errors."""
     local = Path(place).is_dir()
     try:
         return AutoImageProcessor.from_pretrained(

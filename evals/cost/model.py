@@ -98,7 +98,7 @@ Angles = tuple[torch.Tensor, ...] | torch.Tensor
 
 
 def position_embeddings(rotary: Any) -> Angles:
-    """Those of one token, from the module of a model that makes them."""
+    """The position embeddings of one token, from the model's rotary module."""
     made: Angles = type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
     return made
 

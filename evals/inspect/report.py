@@ -42,7 +42,7 @@ TRAINING, DRIFT = "training.json", "drift/"
 
 
 class Place(NamedTuple):
-    """An attention module, its part of the model, and the layers that it is: several if they share their weights."""
+    """An attention module, its part of the model, and the layers that use it: several if they share weights."""
 
     part: Part
     attention: Any

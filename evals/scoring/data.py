@@ -1,4 +1,4 @@
-"""What the four kinds of data have in common: items that are run in batches, and scores of the outcomes."""
+"""Base class of the four kinds of evaluation data: it runs the items in batches and scores the results."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence

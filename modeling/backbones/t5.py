@@ -104,7 +104,7 @@ class CrossheadT5Config(MixersConfig, T5Config):
 
 
 class PlacedModule(nn.Module):
-    """Gives the stock attention class what follows from its place: position biases and the direction."""
+    """Derives position bias and causality, arguments of the stock attention class, from the layer's index."""
 
     def __init__(self, config: CrossheadT5Config, layer_idx: int) -> None:
         part, layer = config.places()[layer_idx]
@@ -113,7 +113,7 @@ class PlacedModule(nn.Module):
 
 
 class StoredKeys:
-    """A cache of keys and values that are complete: an update adds nothing."""
+    """A filled cache of cross-attention: `update` returns the stored keys and values."""
 
     def __init__(self, cache: Any) -> None:
         self.layers = cache.layers

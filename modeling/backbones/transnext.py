@@ -37,7 +37,7 @@ from .transnext_attention import (
 
 __all__ = ["CrossheadTransNextConfig", "CrossheadTransNextForImageClassification", "CrossheadTransNextModel"]
 STAGE_FIELDS = ("hidden_sizes", "num_attention_heads", "depths", "mlp_ratios", "sr_ratios")
-ONE_LIST = "it mixes or subtracts the weights of one list of keys, and here each pixel has a window of its own"
+ONE_LIST = "it needs the same keys for all queries, and here each pixel has a window of its own"
 
 
 @dataclass(frozen=True)

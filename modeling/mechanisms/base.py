@@ -43,7 +43,7 @@ class HeadLayout:
     value_components: int = 0
     is_rotary: bool = True  # rotary positions turn queries and keys
     projects_keys: bool = True  # keys and values are projections, not the layer's input itself
-    combines_keys: bool = False  # where keys are normed, `k_norm` only multiplies, and a mechanism divides
+    combines_keys: bool = False  # `k_norm` only multiplies by its weight; the mechanism divides by the RMS
 
 
 class Rules:

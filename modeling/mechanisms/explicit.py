@@ -29,9 +29,9 @@ from ..options import Count, Flag, Integer, Subset, refuse
 from .base import AttentionState, HeadLayout, Mechanism, ParameterModule, Rules, Settings, package_only
 
 FOLDED_ROWS = 16
-"""Queries of one combined head, over its query heads and tokens, up to which attention to components is faster."""
+"""With at most this many queries per combined head (query heads x tokens), attention to components is faster."""
 FOLDED_TOKENS = 2
-FLASH_HEAD_SIZE = 256  # the largest of flash kernels on most GPUs; for larger ones, torch's use one processor
+FLASH_HEAD_SIZE = 256  # the largest of flash kernels on most GPUs; torch's for larger heads use one multiprocessor
 
 
 class ExplicitRules(Rules):
@@ -122,7 +122,7 @@ class Explicit(Mechanism):
         self.divides_keys = layout.key_norm_eps is not None and layout.combines_keys
 
     def before_rope(self, state: AttentionState) -> None:
-        """Where keys are normed per head, cache each combined head's `1 / rms`; half precision takes two numbers."""
+        """Where keys are normed per head, cache each combined head's `1 / rms`; in half precision as two numbers."""
         if self.divides_keys:
             scale = inverse_rms(self.key(state.key), self.layout.key_norm_eps or 0.0).squeeze(-1).transpose(1, 2)
             parts = [scale.to(state.key.dtype)]

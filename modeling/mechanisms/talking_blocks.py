@@ -27,11 +27,11 @@ TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
 @dataclass(frozen=True)
 class TalkingBlock:
-    """Some queries of each sequence of a part, and the keys that they meet."""
+    """Some queries of each sequence of a part, and the keys that they attend to."""
 
     queries: slice
     keys: slice
-    blind: bool = False  # by a boolean mask, some query may see no key: it weighs all alike, without a gradient
+    blind: bool = False  # a boolean mask may hide every key from a query: uniform weights, without a gradient
 
     def rows(self, x: Tensor) -> Tensor:
         """(sequences x queries, ...) as (sequences, queries, ...)."""

@@ -22,7 +22,7 @@ HIGHEST_MAGNITUDE = 10.0
 ROTATION, SHEAR, TRANSLATION, ENHANCEMENT = 30.0, 0.3, 0.45, 0.9
 """RandAugment at the highest magnitude: degrees, slope, share of the width or height, change of a factor of 1."""
 BITS = 4
-"""That `posterize` removes at the highest magnitude."""
+"""Bits that `posterize` removes at magnitude 10."""
 
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom."""

@@ -1,6 +1,6 @@
 """The files of a data source, and their documents as a stream: no long file or table is in memory as a whole.
 
-A document is an iterable of strings, the parts of its text, to be consumed before the next document.
+A document is an iterable of strings, the parts of its text, read it to its end before you request the next document.
 """
 
 import codecs

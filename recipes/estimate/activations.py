@@ -40,7 +40,7 @@ class Precision:
     """The dtypes of a run's computation."""
 
     weights: torch.dtype
-    """Of the weights in the model's own operations."""
+    """dtype of the weights outside autocast."""
     autocast: bool
     """Whether matrix products are in bfloat16, for any dtype of the weights."""
 
@@ -51,7 +51,7 @@ class Activations:
 
     layers: tuple[int, ...]
     inputs: int
-    """Of all layers."""
+    """Bytes of the inputs of all layers."""
     outside: int
     """Before and after the layers, without logits."""
 

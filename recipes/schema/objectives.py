@@ -83,15 +83,15 @@ class Classes(ObjectiveOptions):
     mixup: NotNegative = 0.0
     """The parameter of the beta distribution of shares in mixup; 0 for none. Each image is mixed with the next one."""
     cutmix: NotNegative = 0.0
-    """The same of CutMix; with both, a pair of images has one of the two."""
+    """The same parameter for CutMix. With both, each pair of images gets one of the two at random."""
     crop: Annotated[float, Field(gt=0, le=1)] = 0.08
     """The smallest area of a random crop, as a share of the image."""
     flip: Flag = True
     """Mirror half of the images."""
     operations: Annotated[int, Field(ge=0)] = 0
-    """Of RandAugment on each image."""
+    """RandAugment operations on each image."""
     magnitude: Annotated[float, Field(ge=0, le=10)] = 9.0
-    """Of each operation."""
+    """Magnitude of each RandAugment operation, 0 to 10."""
     erasing: Share = 0.0
     """The share of the images in which a random box is replaced by noise."""
     image_column: str = "image"

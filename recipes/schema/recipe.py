@@ -131,7 +131,7 @@ class Recipe(sections.Section):
 
     @property
     def steps(self) -> int:
-        """Of the whole training."""
+        """Optimizer steps of the whole training."""
         return -(-self.total // self.per_step)
 
     @property

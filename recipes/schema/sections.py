@@ -185,7 +185,7 @@ class TrainOptions(Section):
     warmup_from: NotNegative = 0.0
     """The learning rate before the first step."""
     weight_decay: NotNegative = 0.1
-    """Of all but mechanisms, norms and biases."""
+    """Weight decay of all parameters except mechanisms, norms and biases."""
     mechanisms: MechanismOptions = field(default_factory=MechanismOptions)
     betas: Annotated[tuple[Fraction, ...], Field(min_length=2, max_length=2)] = (0.9, 0.95)
     eps: Positive = 1e-8
@@ -194,7 +194,7 @@ class TrainOptions(Section):
     average: Decay | None = None
     """The decay of an exponential moving average of the weights, which is evaluated and becomes the result."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Of the computation; weights and optimizer state stay float32."""
+    """dtype of the computation; weights and optimizer state stay in float32."""
     expert_bias_rate: Positive | None = None
     """For a model with `expert_bias`: the change of the router's biases in each step."""
     checkpoint_activations: Flag = False
@@ -230,7 +230,7 @@ class Distillation(Section):
     logits: Place | None = None
     """Instead of a teacher, a folder with its highest logits for the same data."""
     weight: Share = 0.5
-    """Of the divergence from the teacher; the rest is that of the next-token loss."""
+    """Weight w of the KL divergence from the teacher; the next-token loss has the weight 1 - w."""
     temperature: Positive = 1.0
     match_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """First steps, in which each layer's attention output is fitted to the teacher's instead."""

@@ -120,7 +120,7 @@ def toy_config(
 
 
 def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
-    """The same for a vision transformer; of one with stages, the first layer of each."""
+    """The small configuration of a vision transformer. A model with stages keeps the first layer of each stage."""
     sizes: dict[str, Any] = {CLASS_COUNT: CLASSES}
     if hasattr(large, "depths"):
         kept = [sum(large.depths[:stage]) for stage in range(len(large.depths))]

@@ -25,7 +25,7 @@ MIN_POINTS = 5
 EXPONENTS = np.geomspace(0.02, 4.0, 60)
 """Tried first; the search then continues between the neighbours of the best one."""
 ROUNDS, HUBER = 20, 1.345
-"""Of weighting; and the residual, in standard deviations, above which a point's weight falls."""
+"""Maximum number of reweighting rounds, and Huber's threshold in standard deviations."""
 EXACT = 1e-9
 """Residuals below this share of the loss count as zero."""
 

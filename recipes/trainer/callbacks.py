@@ -71,7 +71,7 @@ class StopOnSignal(TrainerCallback):
 
 
 def _maximum(number: int, args: Any) -> int:
-    """Over all processes."""
+    """The maximum of a number over all processes."""
     if args.world_size == 1:
         return number
     found = torch.tensor(number, device=args.device)

@@ -34,7 +34,7 @@ RUN = "run.json"
 MODEL = "model"
 METRICS = "metrics.jsonl"
 WEIGHTS_OF = "weights of"
-"""Behind it, in the fingerprint of a run, the key of a model; runs of earlier versions lack it."""
+"""Prefix of the keys in `run.json` that identify initial weights. Runs of earlier versions have no such keys."""
 
 logger = logging.getLogger(__name__)
 

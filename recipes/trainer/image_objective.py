@@ -123,7 +123,7 @@ class Classes(Objective):
 
 
 def load_image_processor(path: str) -> Any:
-    """That of the model to continue."""
+    """The image processor of the model in `model.path`."""
     from transformers.models.auto.image_processing_auto import AutoImageProcessor  # 5.17's other one needs torchvision
 
     try:

@@ -30,7 +30,7 @@ class HeadRouting:
         self.layers = tuple(self._selected)
         """Layers with a router that selects heads."""
         self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
-        """Of the balance loss."""
+        """The weight of the balance loss."""
         stacks: dict[bool, list[int]] = {}
         for place, layer in enumerate(self.layers):
             stacks.setdefault(is_of_encoder(config, layer), []).append(place)

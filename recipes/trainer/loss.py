@@ -69,7 +69,7 @@ class TrainingLoss:
     def _match(
         self, model: nn.Module, inputs: dict[str, Any], items: Any, transfers: bool
     ) -> tuple[torch.Tensor, Any]:
-        """The distance of attention outputs; the predictions have no weight, but data parallelism needs them."""
+        """The distance of attention outputs; predictions have factor 0: data parallelism needs all gradients."""
         teacher: Any = self._teacher
         with attention_states(teacher) as (read, wanted):
             self._run_teacher(inputs)

@@ -29,7 +29,7 @@ class Predictions:
     """Predictions of one kind for a micro batch."""
 
     prefix: str
-    """Of the names of its metrics; the main kind has none."""
+    """Prefix of the metric names; empty for the main predictions."""
     logits: torch.Tensor
     """(B, ..., classes)."""
     labels: torch.Tensor
@@ -111,7 +111,7 @@ class Objective(ABC):
     ) -> tuple[torch.Tensor, Any]:
         """The micro batch's part of the step's loss, and the outputs; `items` are the main predictions of the step.
 
-        Each kind of predictions has its mean over the step. Of other kinds than the first, a sample has one.
+        Each kind contributes its mean loss over the step. The later kinds have one prediction per sample.
         """
         wanted = {} if routing is None else {"output_head_router_scores": True}
         outputs = model(**self.model_inputs(inputs), **wanted)

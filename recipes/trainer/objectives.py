@@ -16,5 +16,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    """That of a recipe."""
+    """The objective that a recipe names."""
     return OBJECTIVES[recipe.objective.name](recipe)

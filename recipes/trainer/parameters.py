@@ -18,7 +18,7 @@ MIXERS = ".mixers."
 ATTENTION = ".self_attn"
 """The end of the name of every attention layer."""
 LATENT_PROJECTIONS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
-"""Those of MLA."""
+"""The projections of multi-head latent attention (DeepSeek)."""
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", *LATENT_PROJECTIONS, "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -92,7 +92,7 @@ class RunTrainer(CheckpointTrainer):
         return self.average.applied() if self.average is not None else nullcontext()
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        """With the average."""
+        """Save the checkpoint and the averaged weights."""
         super()._save(output_dir, state_dict)
         if self.average is not None and self.args.should_save:
             self.average.save(Path(str(output_dir)))
@@ -227,7 +227,7 @@ class RunTrainer(CheckpointTrainer):
         return DivergedError(f"{error}; {advice}")
 
     def _head_load(self) -> dict[str, float]:
-        """Over all micro batches and processes of the step."""
+        """The load of each routed head, averaged over micro batches and processes."""
         loads, self._loads = self._loads, []
         if self.routing is None or not loads:
             return {}
@@ -236,7 +236,7 @@ class RunTrainer(CheckpointTrainer):
         return load_metrics("head_load", dict(zip(self.routing.layers, reduced, strict=True)))
 
     def _step_losses(self) -> list[float]:
-        """Of the steps since the last log."""
+        """The losses of the steps since the last log."""
         by_step = torch.stack(self._micro_losses).view(-1, self.args.gradient_accumulation_steps).sum(1)
         self._micro_losses = []
         return self.accelerator.reduce(by_step.float(), "mean").tolist()

@@ -50,7 +50,7 @@ class TextObjective(Objective):
         return {"input_ids": torch.zeros(rows, self.recipe.data.length, dtype=torch.long)}
 
     def logits(self, config: Any) -> int:
-        """Those of each token."""
+        """The logits of every token."""
         return int(self.recipe.data.length * config.vocab_size)
 
 
@@ -72,7 +72,7 @@ class NextToken(TextObjective):
         return open_data(self.recipe.data, processor, config.vocab_size, progress)
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """Those of all tokens but the first."""
+        """The predictions of all tokens but the first."""
         return [Predictions("", outputs["logits"][:, :-1], inputs[LABELS][:, 1:])]
 
     def loss(

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.sections import MechanismOptions
-from crosshead.recipes.trainer import checkpoints as checkpoints_module
 from crosshead.recipes.trainer import checkpoints as module
 from crosshead.recipes.trainer.checkpoints import checkpoints, claim_output, locked_output, publish, step_of
 from toy_training import EXPERTS, KNOCKING, LORA, MIXTURE, killed, losses, toy_run, train, weights
@@ -127,15 +126,6 @@ def test_all_is_on_the_disk_before_it_is_there(tmp_path, monkeypatch):
     inside = {partial, partial / "model", partial / "inside", partial / "inside" / "state"}
     assert {path for path, before in forced if before} == inside
     assert forced[-1] == (tmp_path, False)
-
-
-def test_processes_that_begin_a_run_together_write_it_once(tmp_path, monkeypatch):
-    """All processes but the main one come here at the same time, so only that one may write."""
-    claim_output(tmp_path, {"data": "a"})
-    before = (tmp_path / "run.json").stat().st_mtime_ns
-    monkeypatch.setattr(checkpoints_module, "is_main_process", lambda: False)
-    claim_output(tmp_path, {"data": "b"})
-    assert (tmp_path / "run.json").stat().st_mtime_ns == before and not [*tmp_path.glob("*.partial")]
 
 
 def test_the_same_run(tmp_path):

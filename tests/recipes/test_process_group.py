@@ -7,6 +7,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
+from crosshead.recipes.trainer import checkpoints
 from crosshead.recipes.trainer.process_group import closing_process_group
 
 TASKS = Path("/proc/self/task")
@@ -70,3 +71,12 @@ def test_no_thread_of_the_group_is_left(failure, group):
             finally:
                 assert not gloo_threads()
     assert not distributed.is_initialized()
+
+
+def test_processes_that_begin_a_run_together_write_it_once(tmp_path, monkeypatch):
+    """All processes but the main one come here at the same time, so only that one may write."""
+    checkpoints.claim_output(tmp_path, {"data": "a"})
+    before = (tmp_path / "run.json").stat().st_mtime_ns
+    monkeypatch.setattr(checkpoints, "is_main_process", lambda: False)
+    checkpoints.claim_output(tmp_path, {"data": "b"})
+    assert (tmp_path / "run.json").stat().st_mtime_ns == before and not [*tmp_path.glob("*.partial")]
