@@ -12,8 +12,7 @@ def _models(config: Any) -> tuple[type, ...]:
 
 
 BACKBONES: dict[type[MixersConfig], tuple[type, ...]] = {
-    config: _models(config)
-    for config in (getattr(backbones, name) for name in backbones.__all__ if name.endswith("Config"))
+    config: _models(config) for config in (each for name, each in vars(backbones).items() if name.endswith("Config"))
 }
 """Each configuration -> its backbone, its language model, and the other task heads of its `auto_classes`."""
 
