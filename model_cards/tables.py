@@ -36,7 +36,8 @@ def change(value: float) -> str:
 
 
 def size(number: float) -> str:
-    """A large number with a suffix, such as 134.5M or 7.2B."""
+    """A large number with a suffix, such as 135M or 7.2B."""
+    number = float(f"{number:.3g}")  # 999,950 is 1M
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= limit:
             return f"{number / limit:.3g}{unit}" if number < 100 * limit else f"{number / limit:.0f}{unit}"

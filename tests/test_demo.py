@@ -16,6 +16,7 @@ from crosshead.demo.run import NEEDED
 from crosshead.demo.sources import PACKED, fetch, to_stock
 from crosshead.demo.steps import Screen, Step, run_steps
 from demo_checks import check_made
+from encoder_toys import write_encoder
 from rules import ROOT
 from toy_checkpoints import write_stock
 
@@ -176,6 +177,7 @@ def test_no_package_index(line, monkeypatch, tmp_path):
         ("demo --model nowhere/at/all", 1, "'nowhere/at/all'"),
         ("demo --model ./nowhere", 1, "nowhere"),
         ("demo --model empty", 1, "config.json"),
+        ("demo --model bert", 1, "'bert'"),
         ("demo --tiny --out file", 1, "--out"),
         ("demo --tiny --out file/inside", 1, "file/inside"),
         ("demo --tiny --out source", 1, "source"),
@@ -186,6 +188,7 @@ def test_no_package_index(line, monkeypatch, tmp_path):
 )
 def test_what_cannot_be_is_one_line(line, tmp_path, command, status, words):
     write_stock(tmp_path / "source")
+    write_encoder(tmp_path / "bert")
     (tmp_path / "file").write_text("")
     for name, content in (("empty", None), ("other", '{"steps": {}, "model": "another"}'), ("damaged", "[]")):
         (tmp_path / name).mkdir()

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import crosshead
-from crosshead.conversion.architectures.families import read_config
+from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.sources.model_folder import record_file
 from crosshead.conversion.sources.resolve import open_source
 from crosshead.recipes.schema.toy import write_tokenizer
@@ -88,6 +88,10 @@ def own(name: str, folder: Path) -> Start:
     with tempfile.TemporaryDirectory() as scratch:
         found = open_source(name, scratch=Path(scratch))
         config = read_config(found.config, "stock", name)
+    if family_of(config).is_encoder:  # an encoder, or a T5
+        raise ValueError(
+            f"--model {name} has model_type={config.model_type!r}: the demo takes decoders, such as Llama"
+        )
     heads = config.num_attention_heads, config.num_key_value_heads
     kind, label = found.origin["kind"], Path(found.origin["name"]).name
     message = f"{label} (given by --model)"

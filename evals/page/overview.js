@@ -1,7 +1,7 @@
 // All heads of all layers, by one measure.
 
 const MEASURES = {
-  first: ["weight on the first token", "mean weight of the first token, in an image the class token"],
+  first: ["weight on the first token", "mean weight of the first token, in an image the class token or first patch"],
   previous: ["weight on the token before", "mean weight of the previous token"],
   next: ["weight on the token after", "mean weight of the next token"],
   own: ["weight on itself", "mean weight of a token on itself"],
