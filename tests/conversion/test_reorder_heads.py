@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import toys
-from crosshead.conversion.architectures.families import layer_prefix
 from crosshead.conversion.compress.reorder_heads import HeadUse, most_used_first, reorder
 
 
@@ -45,7 +44,7 @@ def test_reordered_layer_computes_the_same(backbone, mixers):
     before = model(tokens).logits
     layout = model.config.layout_of_layer(0)
     for layer in range(2):
-        attention = model.get_submodule(f"{layer_prefix(layer)}self_attn")
+        attention = model.get_submodule(f"model.layers.{layer}.self_attn")
         order = most_used_first(torch.tensor([0.1, 0.4, 0.3, 0.9]), 2, 1)
         assert order == [3, 2, 1, 0]
         attention.load_state_dict(reorder(attention.state_dict(), order, layout))
