@@ -33,9 +33,9 @@ ANOTHER_ORDER = 1e-5
 def two_epochs(folder: Path, documents: int) -> Recipe:
     """Eight sequences a step, two at once, over all windows twice."""
     recipe = toy_run(LORA, folder, documents=documents)
-    windows = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe)).windows
+    sources = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe)).sources
     batch = SEQUENCES * recipe.data.length
-    train = {"batch_tokens": batch, "tokens": 2 * windows // SEQUENCES * batch, "micro_batch": 2}
+    train = {"batch_tokens": batch, "tokens": 2 * sum(map(len, sources)) // SEQUENCES * batch, "micro_batch": 2}
     train |= {"lora": LoraOptions(4, 8.0, 0.1), "learning_rate": 1e-3, "warmup": 4.0, "seed": 5}
     return replace(
         recipe,

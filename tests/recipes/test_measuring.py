@@ -127,7 +127,7 @@ def test_a_case_stands_beside_its_control_where_both_were_trained_alike():
 @pytest.mark.slow
 def test_recovery(tmp_path, text):
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
-    write_stock(tmp_path / "stock", vocab_size=257, **heads)
+    write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=512, **heads)
     write_tokenizer(tmp_path / "stock")
     command = ("recovery.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192)
     names = ["explicit-control", "explicit", "explicit-half-direct", "mixture"]
@@ -169,7 +169,7 @@ def benchmark_scores(folder):
 @pytest.mark.slow
 def test_learning_rates_of_knocking(tmp_path, text):
     heads = {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 8}
-    write_stock(tmp_path / "stock", vocab_size=257, **heads)
+    write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=512, **heads)
     write_tokenizer(tmp_path / "stock")
     measured("knocking_rates.py", tmp_path / "stock", text, tmp_path / "out", "--tokens", 8192, "--seeds", 2)
     found = json.loads((tmp_path / "out" / "knocking_rates.json").read_text())["cases"]
