@@ -1,7 +1,6 @@
 """Results become the tables of the documents, and the tables are as they would be written."""
 
 import importlib
-import json
 
 import pytest
 
@@ -29,64 +28,48 @@ def test_the_table_of_memory_is_as_it_would_be_written(tables, index):
     assert tables.memory_row(*tables.PLANS[index]) == table[0].splitlines()[3 + index], "make tables"
 
 
-def test_a_result_that_is_not_there_is_said_to_be_missing(tables, tmp_path):
-    lines = tables.results_table(tmp_path).splitlines()
-    assert len(lines) == 2 + len(tables.SOURCES)
-    assert all(f"| {tables.NOT_MEASURED} |" in line for line in lines[2:])
+def test_accuracies_become_a_table(tables):
+    piqa, blimp = ({"score": score, "items": items} for score, items in ((0.7, 600), (0.75, 3000)))
+    changes = {"change": -0.02, "interval": [-0.03, -0.01]}, {"change": 0.01, "interval": [-0.005, 0.025]}
+    trained = {"piqa_items": piqa | changes[0], "blimp_items": blimp | changes[1]}
+    models = {"source": {"piqa_items": piqa, "blimp_items": blimp}, "mixture": trained, "mixture-trained": trained}
+    assert tables.accuracy_table({"models": models}).splitlines() == [
+        "| SmolLM2-135M | PIQA (600 items) | BLiMP (3,000 pairs) |",
+        "| --- | ---: | ---: |",
+        "| source | 70.0% | 75.0% |",
+        "| `mixture`, 7 of 9 heads active | -2.0 (-3.0 to -1.0) | +1.0 (-0.5 to +2.5) |",
+        "| `mixture`, 7 of 9 heads active, trained | -2.0 (-3.0 to -1.0) | +1.0 (-0.5 to +2.5) |",
+    ]
 
 
-def test_results_become_lines(tables, tmp_path):
-    speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0]}
-    losses = {"losses": {"0": 3.0, "1": 3.2}, "mean": 3.1, "beside_baseline": -0.05, "spread_beside": 0.01}
-    reports = {
-        "benchmark_items.json": {
-            "models": {
-                "source": {"piqa_items": {"score": 0.7, "standard_error": 0.01, "items": 600}},
-                "mixture-trained": {
-                    "blimp_items": {
-                        "score": 0.8,
-                        "standard_error": 0.005,
-                        "items": 3000,
-                        "change": -0.02,
-                        "interval": [-0.03, -0.01],
-                    }
-                },
-            }
-        },
-        "knocking_rates.json": {
-            "cases": {
-                "plain": {"losses": {"0": 3.0}, "beside_plain": 0.0, "spread_beside": None, "drift": 0.0},
-                "3 x": {"losses": {"0": 2.9}, "beside_plain": -0.1, "spread_beside": None, "drift": 0.02},
-            },
-            "tokens": 2000,
-        },
-        "from_scratch.json": {
-            "losses": {"knocking": losses},
-            "shape": {"num_hidden_layers": 4},
-            "tokens": 1000,
-        },
-        "train.json": {
-            "tokens_per_second": {"knocking-mlp": speeds | {"mixers": {"knocking": {"on": ["query", "value"]}}}},
-            "settings": {"rounds": 3, "steps": 7},
-            "machine": {"accelerator": None, "processor": "a processor", "threads": 2},
-        },
+def test_learning_rates_of_knocking_become_a_table(tables):
+    plain = {"losses": {"0": 3.0, "1": 3.2}, "beside_plain": 0.0, "spread_beside": 0.0, "drift": 0.0}
+    faster = plain | {"beside_plain": -0.1, "spread_beside": 0.02, "drift": 0.03}
+    text = tables.knocking_table({"cases": {"plain": plain, "3 x": faster}, "tokens": 2000})
+    assert "\n| no mechanism | 3.1000 |  |  |\n| 3 times the model's | 3.1000 | -0.1000 ± 0.0200 | 0.0300 |\n" in text
+    assert text.endswith("\n\n2,000 tokens; 2 seeds.\n")
+
+
+@pytest.mark.parametrize(("spread", "difference"), [(0.01, "-0.0500 ± 0.0100"), (None, "-0.0500")])
+def test_losses_from_scratch_become_a_table(tables, spread, difference):
+    losses = {"losses": {"0": 3.0, "1": 3.2}, "mean": 3.1, "beside_baseline": -0.05, "spread_beside": spread}
+    cases = {"baseline": losses | {"mixers": {}}, "knocking": losses | {"mixers": {"knocking": {}}}}
+    text = tables.scratch_table({"losses": cases, "shape": {"num_hidden_layers": 4}, "tokens": 1000})
+    assert f"\n| baseline | 3.1000 |  |\n| knocking | 3.1000 | {difference} |\n" in text
+    assert text.endswith("\n\n4 layers; 1,000 tokens; 2 seeds.\n")
+
+
+def test_training_speeds_become_a_table(tables):
+    speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0], "mixers": {"knocking": {"on": ["query", "value"]}}}
+    report = {
+        "tokens_per_second": {"knocking-mlp": speeds},
+        "settings": {"rounds": 3, "steps": 7},
+        "machine": {"accelerator": None, "processor": "a CPU", "threads": 2, "torch": "2.13", "transformers": "5.23"},
+        "device": "cpu",
     }
-    assert reports.keys() == tables.SOURCES.keys()
-    for name, report in reports.items():
-        (tmp_path / name).write_text(json.dumps(report))
-    text = tables.results_table(tmp_path)
-    for words in (
-        "source: accuracy | PIQA 70.0% of 600 items |",
-        "7 of 9 active heads: accuracy | trained: BLiMP 80.0% (-2.0 points, 95% interval -3.0 to -1.0) |",
-        "2,000 tokens, 1 seeds: held-out loss compared with the plain model, by learning rate | 3 x -0.1000 "
-        "(drift 0.0200) |",
-        "4 layers, 1,000 tokens, 2 seeds): held-out loss, and the difference from the baseline | knocking 3.1000 "
-        "(-0.0500, standard deviation 0.0100) | `make measure-from-scratch ARGS='--tokens 1000 --seeds 2'` |",
-        "tokens a second, relative to Trainer with the stock model (a processor, 2 threads, 3 rounds of 7 steps) | "
-        "knocking-mlp (on: query+value) 0.950 (0.900 to 1.000) | `crosshead bench train` |",
-    ):
-        assert words in text
-    assert tables.NOT_MEASURED not in text
+    text = importlib.import_module("speed_tables").train_table(report)
+    assert "\n| `knocking-mlp` | on: query+value | 0.950 (0.900 to 1.000) |\n" in text
+    assert text.endswith("\n\na CPU, 2 threads, torch 2.13, transformers 5.23; 3 rounds of 7 steps.\n")
 
 
 def test_conversions_become_one_table(tables):
@@ -104,8 +87,8 @@ def test_the_recovery_of_several_models_becomes_one_table(tables):
     far = near | {"above_control": 0.06, "tokens_until_near": None}
     reports = {"a model": {"mixture-5": near, "mixture-5-direct": trained}, "another": {"explicit": far}}
     assert tables.recovery_table(reports).splitlines()[2:] == [
-        "| a model | 4 of 8 active heads | 0.200 | 0.020 | 1,000 tokens |  |  |",
-        "| another | 3 of 4 component heads | 0.200 | 0.060 | never |  |  |",
+        "| a model | `mixture`, 4 of 8 heads active | 0.200 | 0.020 | 1,000 tokens |  |  |",
+        "| another | `explicit`, 3 of 4 component heads | 0.200 | 0.060 | never |  |  |",
     ]
 
 
@@ -127,25 +110,18 @@ def test_results_of_conversions_become_lines(tables):
         for name, device in (("on a CPU", {}), ("on a GPU", {"device": "cuda"}))
     }
     text = tables.heads_table(by_device)
-    assert "| on a CPU | 2 components, `method=aligned` | +0.1000 (3.0000) | 3 s, 2 CPU threads |" in text
-    assert "| on a GPU | 2 components, `method=aligned` | +0.1000 (3.0000) | 3 s, a GPU |" in text
+    assert "| on a CPU | `explicit`, 2 component heads | +0.1000 (3.0000) | 3 s, 2 CPU threads |" in text
+    assert "| on a GPU | `explicit`, 2 component heads | +0.1000 (3.0000) | 3 s, a GPU |" in text
     cases = {"auto:0.75:bfloat16": {"above_source": 0.05, "seconds": 3.2}}
     text = tables.heads_table({"a model": {"source": 3.0, "cases": cases, "machine": machine}})
-    assert "| a model | chosen for 75% of the cache, in bfloat16 | +0.0500 (3.0000) |" in text
+    assert "| a model | `explicit`, `--cache 75%`, in bfloat16 | +0.0500 (3.0000) |" in text
     found = {"seconds": 12.0, "peak_bytes": 1.9e9}
     neutral = {"median_ours": 9.0, "median_ratio": 1.12, "peak_bytes": 7.6e8}
     text = tables.streaming_table({"bytes": 8e9, "neutral": neutral, "calibration": found, "virtual-heads": found})
     assert "| a checkpoint of 8.00 GB |" in text and "| 1.12 times, in 9 s | 0.76 GB |" in text
     assert text.count("| | 1.90 GB |") == 2
-    assert tables.NOT_MEASURED in tables.written_by(tables.RESULTS / "none.json", "make none", tables.heads_table)()
 
 
-def test_results_that_do_not_say_how_they_were_made_become_lines(tables, tmp_path):
-    speeds = {"median_ratio": 0.95, "ratios": [0.9, 0.95, 1.0]}
-    machine = {"accelerator": None, "processor": "a processor", "threads": 2}
-    report = {"tokens_per_second": {"explicit": speeds}, "machine": machine}
-    (tmp_path / "train.json").write_text(json.dumps(report))
-    (line,) = [line for line in tables.results_table(tmp_path).splitlines() if "explicit" in line]
-    assert "(a processor, 2 threads)" in line and line.endswith(
-        "| explicit 0.950 (0.900 to 1.000) | `crosshead bench train` |"
-    )
+def test_a_result_that_is_not_there_is_said_to_be_missing(tables):
+    missing = tables.written_by(tables.RESULTS / "none.json", "make none", tables.heads_table)
+    assert missing() == "`make none`: not measured yet.\n"

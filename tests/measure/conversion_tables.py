@@ -13,7 +13,7 @@ Content = Mapping[str, Any]
 
 def heads_table(report: Content) -> str:
     """Losses above the source's, by model and way, and the time of the conversion."""
-    lines = ["| model | changed to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
+    lines = ["| model | converted to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
         for case, got in found["cases"].items():
             where = {**found, **got}
@@ -21,7 +21,7 @@ def heads_table(report: Content) -> str:
             cores = f"{threads} CPU thread{'s' * (threads > 1)}"
             on = machine["accelerator"] if where.get("device") == "cuda" else cores
             above = f"{got['above_source']:+.4f} ({found['source']:.4f})"
-            lines.append(f"| {name} | {_told(case)} | {above} | {got['seconds']:.0f} s, {on} |")
+            lines.append(f"| {name} | {_changed_to(case)} | {above} | {got['seconds']:.0f} s, {on} |")
     return "\n".join(lines) + "\n"
 
 
@@ -29,7 +29,7 @@ SAME_TEXT = ", calibrated on the same kind of text"
 
 
 CONVERSIONS = (
-    ("`explicit`, 2 of 3 key and value heads", "3 heads", "aligned:2", "explicit"),
+    ("`explicit`, 2 of 3 component heads", "3 heads", "aligned:2", "explicit"),
     ("`explicit`, `--cache 75%`", "3 heads", "auto:0.75", None),
     ("`explicit`, `--cache 50%`", "3 heads", "auto:0.5", "explicit-half"),
     ("`mixture`, 7 of 9 heads active", "9 heads", "mixture:7", "mixture"),
@@ -52,23 +52,24 @@ def conversions_table(heads: Content, recovery: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _told(case: str) -> str:
+def _changed_to(case: str) -> str:
     """A case of `component_heads.py`, for people."""
-    method, what, *dtype = case.split(":")
+    method, what, *rest = case.split(":")
+    suffix = f", in {rest[0]}" if rest else ""
     if method == "mixture":
-        return f"mixture, {what} active" + (f", `method={dtype[0]}`" if dtype else "")
+        return f"`mixture`, {what} heads active" + (f", `method={rest[0]}`" if rest else "")
     if method == "differential":
-        start = f"pairs of heads for `differential:{'version=2' if what == '2' else 'half_values=true'}`"
-        return start + (f", in {dtype[0]}" if dtype else "")
+        return f"`differential`, `{'version=2' if what == '2' else 'half_values=true'}`{suffix}"
     if method == "active":
-        return f"mixture, chosen for {float(what):.0%} of all heads"
+        return f"`mixture`, `--active {float(what):.0%}`"
+    if method == "auto":
+        return f"`explicit`, `--cache {float(what):.0%}`{suffix}"
     if method == "pooled":
-        return f"{what}, means of neighbouring heads"
+        return f"{what} key and value heads, means of neighbouring ones"
     counts, _, groups = what.partition("/")
-    told = {"": f"{counts} components", "auto": f"{counts} components, groups chosen by the conversion"}
-    grouped = told.get(groups, f"{counts} components in {groups} groups")
-    way = f"chosen for {float(what):.0%} of the cache" if method == "auto" else f"{grouped}, `method={method}`"
-    return way + (f", in {dtype[0]}" if dtype else "")
+    told = {"": "", "auto": ", groups chosen by the conversion"}.get(groups, f", `groups={groups}`")
+    way = f", `method={method}`" if method != "aligned" else ""
+    return f"`explicit`, {counts} component heads{told}{way}{suffix}"
 
 
 def folded_table(report: Content) -> str:

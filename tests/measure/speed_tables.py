@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from result_files import RESULTS, Content, written_by
+from result_files import RESULTS, Content, option_text, written_by
 
 from crosshead.evals.bench.run import amount, spread, verdict
 
@@ -25,6 +25,7 @@ def speed_tables(folder: Path = RESULTS) -> str:
         (title, f"{name}.json", f"crosshead bench {name.partition('_')[0]}", speed_table)
         for name, title in SPEEDS.items()
     ]
+    parts.append(("Training", "train.json", "crosshead bench train", train_table))
     parts.append(("On a GPU", "gpu.json", ON_A_GPU, gpu_table))
     tables = [f"### {title}\n\n{written_by(folder / file, by, table)()}" for title, file, by, table in parts]
     return "\n" + "\n".join(tables) + "\n"
@@ -33,6 +34,22 @@ def speed_tables(folder: Path = RESULTS) -> str:
 def speed_table(report: Content) -> str:
     """That of one report."""
     return "\n".join(speed_lines(report)) + "\n"
+
+
+def train_table(report: Content) -> str:
+    """Training speeds relative to transformers' Trainer with the stock model."""
+    lines = ["| model | options | tokens a second, relative to Trainer with the stock model (range) |"]
+    lines.append("| --- | --- | ---: |")
+    for name, found in report["tokens_per_second"].items():
+        options = ", ".join(
+            f"{key}: {option_text(value)}" for mixer in found["mixers"].values() for key, value in mixer.items()
+        )
+        ratios = found["ratios"]
+        lines.append(
+            f"| `{name}` | {options} | {found['median_ratio']:.3f} ({min(ratios):.3f} to {max(ratios):.3f}) |"
+        )
+    run = report["settings"]
+    return "\n".join([*lines, "", f"{_machine(report)}; {run['rounds']} rounds of {run['steps']} steps."]) + "\n"
 
 
 def gpu_table(report: Content) -> str:
@@ -57,9 +74,14 @@ def speed_lines(report: Content) -> Iterator[str]:
             sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
         ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
         yield f"| `{name}` | {found['what']} | {found['beside']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
-    cases, machine = list(report["cases"].values()), report["machine"]
-    where = machine["accelerator"] if "cuda" in report["device"] else machine["processor"]
+    cases = list(report["cases"].values())
     rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
-    versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
     yield ""
-    yield f"{where}, {machine['threads']} threads, {versions}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
+    yield f"{_machine(report)}; {' or '.join(dtypes)}; {' or '.join(rounds)} rounds."
+
+
+def _machine(report: Content) -> str:
+    machine = report["machine"]
+    where = machine["accelerator"] if "cuda" in report["device"] else machine["processor"]
+    versions = ", ".join(f"{package} {machine[package]}" for package in ("torch", "transformers"))
+    return f"{where}, {machine['threads']} threads, {versions}"

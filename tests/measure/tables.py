@@ -8,10 +8,8 @@ wrote it; one that is not there is a line that says so. Costs are counted from t
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from conversion_tables import (
     conversions_table,
@@ -25,15 +23,16 @@ from conversion_tables import (
     streaming_table,
     transnext_table,
 )
-from result_files import NOT_MEASURED, RESULTS, Content, written_by
+from result_files import RESULTS, Content, option_text, written_by
 from speed_tables import speed_tables
 from training_tables import (
-    benchmark_rows,
+    accuracy_table,
     diffusion_table,
-    knocking_rows,
+    knocking_table,
     objectives_table,
     parameter_table,
     recovery_table,
+    scratch_table,
 )
 
 from crosshead.evals.cost.report import cost_report
@@ -48,7 +47,7 @@ PAGES = ROOT / "modeling" / "docs"
 AT_SCALE = ROOT / "recipes" / "accelerate" / "README.md"
 SCHEMA = ROOT / "recipes" / "recipe.schema.json"
 SPEED = ROOT / "evals" / "SPEED.md"
-CONVERSION = ROOT / "conversion" / "README.md"
+QUALITY = ROOT / "evals" / "QUALITY.md"
 SERVING = ROOT / "conversion" / "serving.md"
 LENGTH, DTYPE = 4096, "bfloat16"
 AGAIN = "train.checkpoint_activations=true"
@@ -63,18 +62,6 @@ PLANS = (
 """Runs: a recipe, a change of it, and accelerate's file."""
 HELD = ("weights", "gradients", "moments", "average")
 BLOCK = re.compile(r"(<!-- (?P<name>\w+): written by `make tables` -->\n).*?(<!-- end -->)", re.DOTALL)
-Rows = Iterator[tuple[str, str]]  # what was measured, and the result
-
-
-@dataclass(frozen=True)
-class Result:
-    """A file of results: what it is about, the command that writes it, its lines in the table, and what was asked."""
-
-    about: str
-    command: str
-    rows: Callable[[Content], Rows]
-    asked: Callable[[Content], str] = lambda report: ""
-    """What stood behind the command."""
 
 
 RECOVERED = {
@@ -106,73 +93,6 @@ def demo_table(report: Content) -> str:
     return "\n".join(lines) + "\n"
 
 
-def scratch_rows(report: Content) -> Rows:
-    """Losses, and their differences from the baseline's; means and standard deviations over seeds."""
-    trained = f"{report['shape']['num_hidden_layers']} layers, {report['tokens']:,} tokens, {_seeds(report)} seeds"
-    told = []
-    for name, found in report["losses"].items():
-        spread = "" if found["spread_beside"] is None else f", standard deviation {found['spread_beside']:.4f}"
-        told.append(f"{name} {found['mean']:.4f} ({found['beside_baseline']:+.4f}{spread})")
-    yield f"from scratch ({trained}): held-out loss, and the difference from the baseline", "; ".join(told)
-
-
-def scratch_asked(report: Content) -> str:
-    """As it is handed on by make."""
-    return f" ARGS='--tokens {report['tokens']} --seeds {_seeds(report)}'"
-
-
-def _seeds(report: Content) -> int:
-    return max(len(found["losses"]) for found in report["losses"].values())
-
-
-def train_rows(report: Content) -> Rows:
-    """Training speeds relative to the library's own."""
-    run = report.get("settings", {})
-    length = f", {run['rounds']} rounds of {run['steps']} steps" if run else ""
-    told = []
-    for name, found in report["tokens_per_second"].items():
-        mixers = found.get("mixers", {})
-        options = ", ".join(f"{key}: {_told(value)}" for mixer in mixers.values() for key, value in mixer.items())
-        case = f"{name} ({options})" if options else name
-        told.append(f"{case} {found['median_ratio']:.3f} ({min(found['ratios']):.3f} to {max(found['ratios']):.3f})")
-    what = "training: tokens a second, relative to Trainer with the stock model"
-    yield f"{what} ({_machine(report)}{length})", "; ".join(told)
-
-
-def _machine(report: Content) -> str:
-    machine = report["machine"]
-    return f"{machine['accelerator'] or machine['processor']}, {machine['threads']} threads"
-
-
-SOURCES: Mapping[str, Result] = {
-    "benchmark_items.json": Result(
-        "SmolLM2-135M, converted, on items of PIQA and BLiMP", "make measure-benchmarks", benchmark_rows
-    ),
-    "knocking_rates.json": Result(
-        "SmolLM2-135M with knocking, continued training", "make measure-knocking", knocking_rows
-    ),
-    "from_scratch.json": Result(
-        "all mechanisms from scratch, at toy size", "make measure-from-scratch", scratch_rows, scratch_asked
-    ),
-    "train.json": Result("training speed", "crosshead bench train", train_rows),
-}
-"""The files in `evals/results/` -> what they hold."""
-
-
-def results_table(folder: Path = RESULTS) -> str:
-    """Results, a line for each that there is not."""
-    lines = ["| what was measured | result | by |", "| --- | --- | --- |"]
-    for name, result in SOURCES.items():
-        path = folder / name
-        found: Rows = iter([(result.about, NOT_MEASURED)])
-        command = result.command
-        if path.is_file():
-            report = json.loads(path.read_bytes())
-            found, command = result.rows(report), command + result.asked(report)
-        lines += [f"| {what} | {outcome} | `{command}` |" for what, outcome in found]
-    return "\n".join(lines) + "\n"
-
-
 def cost_table(mechanism: str) -> str:
     """The models of the small recipes with one mechanism, beside the same without it."""
     heads = (
@@ -196,7 +116,7 @@ def _cost_row(name: str, mechanism: str, content: Content) -> str:
     config.dtype = DTYPE
     report = cost_report(config, LENGTH)
     cost, stock, over = report["cost"], report["stock"], report["overhead"]
-    options = ", ".join(f"{key}: {_told(value)}" for key, value in content["mixers"][mechanism].items())
+    options = ", ".join(f"{key}: {option_text(value)}" for key, value in content["mixers"][mechanism].items())
     new = f"{cost['new_parameters']:,} ({cost['new_parameters'] / stock['parameters']:.3%})"
     cached = f"{cost['kv_bytes_per_token']:,} ({over['kv_bytes_per_token']:+.1%})"
     work = [f"{over[f'{phase}_flops']:+.2%}" for phase in ("prefill", "decode")]
@@ -235,16 +155,14 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "dit_parameters": parameter_table,
     "objectives": written_by(RESULTS / "objectives.json", "make measure-objectives", objectives_table),
     "latent_limits": latent_limits_table,
+    "accuracy": written_by(RESULTS / "benchmark_items.json", "make measure-benchmarks", accuracy_table),
+    "knocking_rates": written_by(RESULTS / "knocking_rates.json", "make measure-knocking", knocking_table),
+    "from_scratch": written_by(RESULTS / "from_scratch.json", "make measure-from-scratch", scratch_table),
     "refused": refused_table,
-    "results": results_table,
     "memory": memory_table,
     "speed": speed_tables,
 }
 """By the names in their markers; any other is a mechanism's."""
-
-
-def _told(value: Any) -> str:
-    return "+".join(value) if isinstance(value, list) else str(value).lower()
 
 
 def renewed(text: str) -> str:
@@ -260,7 +178,7 @@ def renewed(text: str) -> str:
 def documents() -> list[Path]:
     """Those with a generated table; no recipe has `bilinear`, so that its page has none."""
     pages = (PAGES / f"{name}.md" for name in (*MECHANISMS, "backbones", "diffusion") if name != "bilinear")
-    return [ROOT / "README.md", *pages, SPEED, CONVERSION, SERVING, AT_SCALE]
+    return [ROOT / "README.md", *pages, SPEED, QUALITY, SERVING, AT_SCALE]
 
 
 def main() -> None:

@@ -1,13 +1,22 @@
 """The tables of trainings: of converted models, of diffusion with its parameters, and of encoders and T5."""
 
 from collections.abc import Iterator, Mapping
+from statistics import fmean
 from typing import Any
 
 SIZES = {"S/2": (12, 384, 6), "B/2": (12, 768, 12), "L/2": (24, 1024, 16), "XL/2": (28, 1152, 16)}
 """DiT's name -> blocks, width, heads."""
 
-
 SMOLLM2 = {"heads": 9, "kv_heads": 3}
+TASKS = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs")}
+"""A task of `benchmark_items.py` -> its name, and what its questions are."""
+RATES = {
+    "plain": "no mechanism",
+    "1 x": "as the model's",
+    "3 x": "3 times the model's",
+    "10 x": "10 times the model's",
+}
+"""A case of `knocking_rates.py`, for people."""
 
 
 def converted(name: str, heads: int, kv_heads: int) -> str:
@@ -17,11 +26,11 @@ def converted(name: str, heads: int, kv_heads: int) -> str:
     if name not in CONVERSIONS:
         return name
     if name == HALF:
-        return "component heads for half of the cache"
+        return "`explicit`, `--cache 50%`"
     (options,) = conversion(name, heads, kv_heads)[0].values()
     if name.startswith("explicit"):
-        return f"{options['key_heads']} of {kv_heads} component heads"
-    return f"{options['active_heads']} of {heads} active heads"
+        return f"`explicit`, {options['key_heads']} of {kv_heads} component heads"
+    return f"`mixture`, {options['active_heads']} of {heads} heads active"
 
 
 def cases(report: Mapping[str, Any]) -> Iterator[tuple[str, str, Mapping[str, Any], Mapping[str, Any] | None]]:
@@ -53,37 +62,55 @@ def _recovery_cells(found: Mapping[str, Any] | None) -> tuple[str, str]:
     return f"{found['above_control']:.3f}", "never" if near is None else f"{near:,} tokens"
 
 
-def benchmark_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Accuracies on each task, and for a converted model the difference from the source."""
+def accuracy_table(report: Mapping[str, Any]) -> str:
+    """Accuracies on each task; of a converted model the difference from the source's, with its interval."""
     models = report["models"]
-    for model in dict.fromkeys(name.removesuffix("-trained") for name in models):
-        outcomes = [
-            prefix + ", ".join(_accuracy(task, got) for task, got in models[name].items())
-            for name, prefix in ((model, ""), (f"{model}-trained", "trained: "))
-            if name in models
-        ]
-        yield f"SmolLM2-135M, {converted(model, **SMOLLM2)}: accuracy", "; ".join(outcomes)
+    items = {task: found["items"] for task, found in models["source"].items()}
+    heads = [f"{TASKS[task][0]} ({number:,} {TASKS[task][1]})" for task, number in items.items()]
+    lines = [f"| SmolLM2-135M | {' | '.join(heads)} |", f"| --- |{' ---: |' * len(heads)}"]
+    for name, found in models.items():
+        model = name.removesuffix("-trained")
+        what = converted(model, **SMOLLM2) + (", trained" if name != model else "")
+        lines.append(f"| {what} | {' | '.join(_accuracy(found[task]) for task in items)} |")
+    return "\n".join(lines) + "\n"
 
 
-def _accuracy(task: str, got: Mapping[str, Any]) -> str:
-    name, items = {"piqa_items": ("PIQA", "items"), "blimp_items": ("BLiMP", "pairs")}[task]
-    text = f"{name} {got['score']:.1%}"
-    if "change" not in got:
-        return f"{text} of {got['items']:,} {items}"
-    least, most = (f"{100 * bound:+.1f}" for bound in got["interval"])
-    return f"{text} ({100 * got['change']:+.1f} points, 95% interval {least} to {most})"
+def _accuracy(found: Mapping[str, Any]) -> str:
+    if "change" not in found:
+        return f"{found['score']:.1%}"
+    least, most = (f"{100 * bound:+.1f}" for bound in found["interval"])
+    return f"{100 * found['change']:+.1f} ({least} to {most})"
 
 
-def knocking_rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Losses at each learning rate of the mechanism, compared with those of the plain model, and the drift."""
-    told, seeds = [], 0
+def knocking_table(report: Mapping[str, Any]) -> str:
+    """The loss and the drift at each learning rate of the mechanism; the plain model comes first."""
+    lines = ["| learning rate of the mechanism | held-out loss | difference from the plain model | drift |"]
+    lines.append("| --- | ---: | ---: | ---: |")
     for name, found in report["cases"].items():
-        seeds = len(found["losses"])
-        if found["drift"] > 0:  # without, it is the plain model
-            spread = "" if found["spread_beside"] is None else f"standard deviation {found['spread_beside']:.4f}; "
-            told.append(f"{name} {found['beside_plain']:+.4f} ({spread}drift {found['drift']:.4f})")
-    what = f"SmolLM2-135M with knocking, {report['tokens']:,} tokens, {seeds} seeds"
-    yield f"{what}: held-out loss compared with the plain model, by learning rate", "; ".join(told)
+        mean = fmean(found["losses"].values())
+        cells = ["", ""] if name == "plain" else [_difference(found, "beside_plain"), f"{found['drift']:.4f}"]
+        lines.append(f"| {RATES.get(name, name)} | {mean:.4f} | {' | '.join(cells)} |")
+    return "\n".join(lines) + f"\n\n{report['tokens']:,} tokens; {_seeds(report['cases'])} seeds.\n"
+
+
+def scratch_table(report: Mapping[str, Any]) -> str:
+    """Losses from scratch; means and standard deviations over seeds."""
+    lines = ["| | held-out loss | difference from the baseline |", "| --- | ---: | ---: |"]
+    for name, found in report["losses"].items():
+        difference = _difference(found, "beside_baseline") if found["mixers"] else ""
+        lines.append(f"| {name} | {found['mean']:.4f} | {difference} |")
+    layers = report["shape"]["num_hidden_layers"]
+    return "\n".join(lines) + f"\n\n{layers} layers; {report['tokens']:,} tokens; {_seeds(report['losses'])} seeds.\n"
+
+
+def _difference(found: Mapping[str, Any], key: str) -> str:
+    """The mean over seeds, and the standard deviation if there are several."""
+    spread = "" if found["spread_beside"] is None else f" ± {found['spread_beside']:.4f}"
+    return f"{found[key]:+.4f}{spread}"
+
+
+def _seeds(cases: Mapping[str, Any]) -> int:
+    return max(len(found["losses"]) for found in cases.values())
 
 
 def parameters(blocks: int, width: int, heads: int) -> tuple[int, int]:
@@ -121,7 +148,7 @@ def diffusion_table(report: Mapping[str, Any]) -> str:
         first = not any(found["mixers"].values())
         beside = "" if first else f"{found['beside_baseline']:+.4f} ± {found['spread_beside']:.4f}"
         lines.append(f"| {name} | {found['mean']:.4f} ± {found['spread']:.4f} | {beside} |")
-    seeds = max(len(found["losses"]) for found in report["losses"].values())
+    seeds = _seeds(report["losses"])
     shape = report["shape"]
     lines.append("")
     lines.append(
@@ -141,7 +168,7 @@ def objectives_table(report: Mapping[str, Any]) -> str:
             loss = f"{found['mean']:.4f} ± {found['spread']:.4f}"
             lines.append(f"| {objective} | {name} | {loss} | {beside} | {found['accuracy']:.1%} |")
     one = next(iter(report.values()))
-    seeds = max(len(found["losses"]) for found in one["losses"].values())
+    seeds = _seeds(one["losses"])
     lines += [
         "",
         f"Means and standard deviations over {seeds} seeds; {one['steps']} steps of {one['batch']} examples.",
