@@ -120,7 +120,7 @@ def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None
     """Seconds of each step of ours and of the stock run; the first step includes the start."""
     with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
         found = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
-    return [found["ours"], found["rival"]]
+    return [found["ours"], found["baseline"]]
 
 
 def _speeds(times: list[float], steps: int) -> list[float]:

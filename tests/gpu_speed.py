@@ -64,8 +64,8 @@ def by_the_gpu(run: Run) -> Reading:
 def queued(figures: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
     """A timed case of attention alone once more, by the GPU's clock."""
     with on_device("cuda"):
-        ours, rival = (by_the_gpu(side) for side in case.pair())
-        figures = figures | in_turn(ours, rival, rounds)
+        ours, baseline = (by_the_gpu(side) for side in case.pair())
+        figures = figures | in_turn(ours, baseline, rounds)
     target = figures["target"]
     return figures | {"met": None if target is None else figures["median_ratio"] <= target}
 

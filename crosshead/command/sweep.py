@@ -66,5 +66,5 @@ def _lines(report: Mapping[str, Any]) -> Iterator[str]:
         law = run["law"]
         figures = f"{run['fitted_loss']:>21.4f}  {law['floor']:>7.4f}  {law['exponent']:>8.3f}" if law else f"{'':>40}"
         notes = {report["lower"]: "stable, fitted lower than the chosen one", report["chosen"]: "chosen"}
-        note = notes.get(run["learning_rate"], run["told"].partition(":")[0])
+        note = notes.get(run["learning_rate"], run["error"].partition(":")[0])
         yield f"{run['learning_rate']:>8g}  {figures}  {run['spikes']:>6}  {note}".rstrip()

@@ -75,13 +75,13 @@ def random_gates(tokens: int, heads: int, active: int, shared: int) -> Tensor:
 
 
 def talking_layer(
-    ours: bool, beside: str, tokens: int, heads: int, head_dim: int, gradients: bool, published: bool
+    ours: bool, against: str, tokens: int, heads: int, head_dim: int, gradients: bool, published: bool
 ) -> Run:
-    """Attention in blocks with random maps across heads; `beside` names the baseline: eager, or sdpa without maps.
+    """Attention in blocks with random maps across heads; `against` names the baseline: eager, or sdpa without maps.
 
     `published` is as in `mixture_layer`.
     """
-    if not ours and beside == "sdpa":
+    if not ours and against == "sdpa":
         return attention_run(dense_attention, tokens, heads, head_dim, gradients)
     torch.manual_seed(SEED)
     talking = build_mechanism("talking", HeadLayout(heads * head_dim, heads, heads, head_dim))

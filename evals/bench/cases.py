@@ -61,15 +61,15 @@ def _mixture(name: str, tokens: int, active: int, shared: int, flag: str = "", *
     return Case(f"mixture-{name}-{tokens}", text, baseline, mixture_layer, shape, targets)
 
 
-def _talking(name: str, beside: str, target: float | None = None) -> Case:
+def _talking(name: str, against: str, target: float | None = None) -> Case:
     """The name contains gradients, memory or published if the case measures them."""
     flags = {each: each in name for each in ("gradients", "published")}
     memory = "memory" in name
     text = f"talking attention{', without crosshead installed' * flags['published']}, 4096 tokens, forward"
     text += f"{' and backward' * flags['gradients']}, {'peak memory beyond the inputs' if memory else 'time'}"
-    shape = {"heads": 16, "head_dim": 64, "tokens": 4096, "beside": beside, **flags}
+    shape = {"heads": 16, "head_dim": 64, "tokens": 4096, "against": against, **flags}
     measured, unit = (MEMORY, "bytes") if memory else (TIME, "seconds")
-    baseline = TALKING_BASELINES[beside]
+    baseline = TALKING_BASELINES[against]
     return Case(f"talking-{name}", text, baseline, talking_layer, shape, _both(target), measured, unit)
 
 

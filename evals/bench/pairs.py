@@ -27,15 +27,15 @@ def timed(run: Run) -> Reading:
 
 
 def in_turn(
-    ours: Reading, rival: Reading, rounds: int, advance: Callable[[], object] = lambda: None
+    ours: Reading, baseline: Reading, rounds: int, advance: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
     """Readings of both sides and their statistics; `advance` is called after each round."""
-    readings: dict[str, list[float]] = {"ours": [], "rival": []}
+    readings: dict[str, list[float]] = {"ours": [], "baseline": []}
     for turn in range(rounds):
-        for side in ("ours", "rival") if turn % 2 else ("rival", "ours"):
-            readings[side].append(ours() if side == "ours" else rival())
+        for side in ("ours", "baseline") if turn % 2 else ("baseline", "ours"):
+            readings[side].append(ours() if side == "ours" else baseline())
         advance()
-    return figures(readings["ours"], readings["rival"])
+    return figures(readings["ours"], readings["baseline"])
 
 
 def seconds(run: Run, times: int = 1) -> float:
@@ -49,15 +49,15 @@ def seconds(run: Run, times: int = 1) -> float:
     return (time.perf_counter() - start) / times
 
 
-def figures(ours: list[float], rival: list[float]) -> dict[str, Any]:
+def figures(ours: list[float], baseline: list[float]) -> dict[str, Any]:
     """The readings of both sides in the order of the rounds, and the statistics of their ratios."""
-    ratios = [mine / theirs for mine, theirs in zip(ours, rival, strict=True)]
+    ratios = [mine / theirs for mine, theirs in zip(ours, baseline, strict=True)]
     first, _, third = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else 3 * ratios
     return {
         "ours": ours,
-        "rival": rival,
+        "baseline": baseline,
         "median_ours": median(ours),
-        "median_rival": median(rival),
+        "median_baseline": median(baseline),
         "ratios": ratios,
         "median_ratio": median(ratios),
         "quartile_ratios": [first, third],

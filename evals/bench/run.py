@@ -45,12 +45,12 @@ def measure_case(case: Case, rounds: int, device: str, advance: Callable[[], obj
     """The description of a case, the readings of both sides, their ratios, and whether the target is met."""
     figures = in_turn(*_readings(case, device), rounds, advance)
     if case.work is not None:
-        figures["bytes_per_second"] = [case.work / figures[f"median_{side}"] for side in ("ours", "rival")]
+        figures["bytes_per_second"] = [case.work / figures[f"median_{side}"] for side in ("ours", "baseline")]
     target = case.targets.get(device)
     ratio = figures["quartile_ratios"][0] if case.within_noise else figures["median_ratio"]
     return {
         "what": case.description,
-        "beside": case.baseline,
+        "compared_with": case.baseline,
         "shape": dict(case.shape),
         "unit": case.unit,
         "rounds": rounds,
@@ -74,9 +74,9 @@ def _readings(case: Case, device: str) -> tuple[Reading, Reading]:
 def bench_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The figures as a table."""
     width = max(map(len, report["cases"]))
-    yield f"{report['device']:{width}}  {'ours':>9}  {'rival':>9}  {'ratio':>6}  {'quartiles':15}  target"
+    yield f"{report['device']:{width}}  {'ours':>9}  {'baseline':>9}  {'ratio':>6}  {'quartiles':15}  target"
     for name, found in report["cases"].items():
-        sides = "  ".join(f"{amount(found[f'median_{side}'], found['unit']):>9}" for side in ("ours", "rival"))
+        sides = "  ".join(f"{amount(found[f'median_{side}'], found['unit']):>9}" for side in ("ours", "baseline"))
         yield f"{name:{width}}  {sides}  {found['median_ratio']:>6.3f}  {spread(found):15}  {verdict(found)}"
 
 

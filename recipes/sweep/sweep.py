@@ -44,8 +44,8 @@ class Attempt:
 
     learning_rate: float
     output: str
-    told: str
-    """The reason why it is not stable; empty if it is. The name is that of the key in `sweep.json`."""
+    error: str
+    """The reason why it is not stable; empty if it is."""
     spikes: int
     curve: curves.LossCurve
     law: curves.ScalingLaw | None
@@ -54,7 +54,7 @@ class Attempt:
     @property
     def stable(self) -> bool:
         """Whether the rate may be chosen."""
-        return not self.told
+        return not self.error
 
     @property
     def fitted_loss(self) -> float:
@@ -118,7 +118,7 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
     marker = Path(run.output) / DIVERGED
     before = json.loads(marker.read_bytes()) if marker.exists() else {}
     if before.get("recipe") == content:
-        return before["told"], None
+        return before["error"], None
 
     def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         progress(f"{run.train.learning_rate:g} {stage}", done, total, message)
@@ -127,7 +127,7 @@ def _finish(run: Recipe, progress: Progress) -> tuple[str | None, int | None]:
         outcome = train(run, show)
     except DivergedError as error:
         if is_main_process():
-            marker.write_text(json.dumps({"recipe": content, "told": str(error)}, indent=2), encoding="utf-8")
+            marker.write_text(json.dumps({"recipe": content, "error": str(error)}, indent=2), encoding="utf-8")
         return str(error), None
     finally:
         gc.collect()  # a trainer and its model are a reference cycle
@@ -195,7 +195,7 @@ def _law(run: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _label(run: Mapping[str, Any], chosen: bool) -> str:
-    status = run["told"].partition(":")[0] or ("chosen" if chosen else "stable")
+    status = run["error"].partition(":")[0] or ("chosen" if chosen else "stable")
     fitted = f"fitted {run['fitted_loss']:.4f}, " if run["law"] else ""
     return f"{run['learning_rate']:g}\n{fitted}{run['spikes']} spikes\n{status}"
 

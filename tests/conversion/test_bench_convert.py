@@ -139,7 +139,7 @@ def test_the_command(process, checkpoint, tmp_path, monkeypatch, capfd):
     report = json.loads((tmp_path / "a.json").read_text())
     found = report["cases"]["neutral"]
     assert found["shape"]["bytes"] == pytest.approx(1e7, rel=0.1) and found["dtype"] == "bfloat16"
-    assert found["bytes_per_second"][1] == found["shape"]["bytes"] / found["median_rival"]
+    assert found["bytes_per_second"][1] == found["shape"]["bytes"] / found["median_baseline"]
     assert found["target"] == 1.5
     assert out.splitlines()[1].startswith("neutral ") and list(scratch.iterdir()) == []
     assert list(MIXERS) == ["neutral", "calibration", "virtual-heads"]

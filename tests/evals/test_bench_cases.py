@@ -103,11 +103,11 @@ def test_inputs_are_the_same_whoever_attends():
 
 @pytest.mark.parametrize("name", ["mixture-half-2048", "mixture-half-padded-2048", "mixture-published-4096"])
 def test_mixture_is_dense_attention_where_heads_count(name):
-    ours, rival = small(name).pair()
+    ours, baseline = small(name).pair()
     gates = random_gates(40, 16, 8, 4)
     assert gates.sum(-1).eq(8).all() and gates[..., :4].eq(1).all()
     seen = slice(40 // 16 * ("padded" in name), None)  # the first queries of a padded text see no key
-    torch.testing.assert_close((ours() * gates[..., None])[:, seen], (rival() * gates[..., None])[:, seen])
+    torch.testing.assert_close((ours() * gates[..., None])[:, seen], (baseline() * gates[..., None])[:, seen])
 
 
 def test_gradients_of_mixture_are_of_all_inputs():
@@ -181,9 +181,9 @@ def test_explicit_attends_to_components(name, monkeypatch):
     "case", [case for name, case in CASES.items() if name.startswith("host-")], ids=lambda case: case.name
 )
 def test_a_token_on_one_thread(case):
-    ours, rival = case.pair()
+    ours, baseline = case.pair()
     before = torch.get_num_threads()
-    found, wanted = ours().logits, rival().logits
+    found, wanted = ours().logits, baseline().logits
     assert found.shape == wanted.shape == (1, 1, 64) and not torch.equal(found, wanted)
     assert torch.get_num_threads() == before
 

@@ -34,14 +34,14 @@ KNOWN = {
 }
 
 
-def told(name, ours, rival, **fields):
+def told(name, ours, baseline, **fields):
     """A case whose sides say what they took."""
-    readings = {True: iter(ours), False: iter(rival)}
+    readings = {True: iter(ours), False: iter(baseline)}
 
     def make(side, **shape):
         return lambda: next(readings[side])
 
-    return Case(name, f"{name} in words", "a rival", make, {"tokens": 3}, measured=RESULT, **fields)
+    return Case(name, f"{name} in words", "a baseline", make, {"tokens": 3}, measured=RESULT, **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -66,15 +66,15 @@ def test_a_report_has_all_that_is_needed_to_judge(three):
     quick, slow, even = report["cases"].values()
     assert quick == {
         "what": "quick in words",
-        "beside": "a rival",
+        "compared_with": "a baseline",
         "shape": {"tokens": 3},
         "dtype": "float32",
         "unit": "seconds",
         "rounds": 3,
         "ours": [1, 2, 3],
-        "rival": [4, 4, 4],
+        "baseline": [4, 4, 4],
         "median_ours": 2,
-        "median_rival": 4,
+        "median_baseline": 4,
         "ratios": [0.25, 0.5, 0.75],
         "median_ratio": 0.5,
         "quartile_ratios": [0.375, 0.625],
@@ -237,7 +237,7 @@ def test_a_report_becomes_a_table(three, tmp_path, monkeypatch):
     text = tables.speed_tables(tmp_path)
     assert any("`crosshead bench attention`" in line and "not measured" in line for line in text.splitlines())
     (row,) = (line for line in text.splitlines() if line.startswith("| `slow` |"))
-    for told in ("slow in words", "a rival", "1.6 GB/s", "2 GB/s", "1.500 (1.000 to 2.000)", "missed"):
+    for told in ("slow in words", "a baseline", "1.6 GB/s", "2 GB/s", "1.500 (1.000 to 2.000)", "missed"):
         assert told in row
     for told in (f"torch {torch.__version__}", "bfloat16", "float32", "3 rounds"):
         assert told in text

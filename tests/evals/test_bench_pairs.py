@@ -26,15 +26,15 @@ def work(monkeypatch):
 
 def test_who_goes_first_alternates(work):
     make, ran = work
-    found = in_turn(timed(make("ours", 1.0)), timed(make("rival", 4.0)), 3)
-    assert ran[:4] == ["ours", "ours", "rival", "rival"]  # so that both are warm
-    assert ran[4:] == ["rival", "ours", "ours", "rival", "rival", "ours"]
-    assert (found["ours"], found["rival"], found["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
+    found = in_turn(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
+    assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # so that both are warm
+    assert ran[4:] == ["baseline", "ours", "ours", "baseline", "baseline", "ours"]
+    assert (found["ours"], found["baseline"], found["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
 
 
 def test_warm_ups_do_not_count(work):
     make, _ = work
-    readings = (timed(make("ours", 9.0, 8.0, 3.0)), timed(make("rival", 7.0, 6.0, 2.0)))
+    readings = (timed(make("ours", 9.0, 8.0, 3.0)), timed(make("baseline", 7.0, 6.0, 2.0)))
     assert in_turn(*readings, 2)["median_ratio"] == 1.5
 
 
@@ -59,7 +59,7 @@ def test_a_ratio_is_of_neighbours():
     assert found["ratios"] == [0.5, 2.0, 4.5, 4.0, 3.0]
     assert (found["median_ratio"], found["least_ratio"], found["greatest_ratio"]) == (3.0, 0.5, 4.5)
     assert found["quartile_ratios"] == [2.0, 4.0]
-    assert (found["median_ours"], found["median_rival"]) == (6.0, 2.0)
+    assert (found["median_ours"], found["median_baseline"]) == (6.0, 2.0)
 
 
 def test_one_round_has_no_spread():

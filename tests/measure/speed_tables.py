@@ -20,7 +20,7 @@ ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
 
 
 def speed_tables(folder: Path = RESULTS) -> str:
-    """Every figure of the bench command beside its rival and its target."""
+    """Every figure of the bench command beside its baseline and its target."""
     parts = [
         (title, f"{name}.json", f"crosshead bench {name.partition('_')[0]}", speed_table)
         for name, title in SPEEDS.items()
@@ -68,12 +68,12 @@ def speed_lines(report: Content) -> Iterator[str]:
     yield "| case | what | baseline | time | time of the baseline | ratio (quartiles) | target |"
     yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
     for name, found in report["cases"].items():
-        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "rival")]
+        sides = [amount(found[f"median_{side}"], found["unit"]) for side in ("ours", "baseline")]
         if "bytes_per_second" in found:
             speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
             sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
         ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
-        yield f"| `{name}` | {found['what']} | {found['beside']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
+        yield f"| `{name}` | {found['what']} | {found['compared_with']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
     cases = list(report["cases"].values())
     rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
     yield ""

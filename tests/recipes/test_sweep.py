@@ -99,7 +99,7 @@ def test_the_largest_stable_rate_is_chosen(recipe, trainer):
     assert small["fitted_loss"] > large["fitted_loss"] and diverged["fitted_loss"] is None
     assert large["law"]["exponent"] == pytest.approx(0.4, abs=0.05)
     assert large["law"]["tokens"] == pytest.approx(20 * 1024, rel=0.2)
-    assert "nan" in diverged["told"] and "step 81" in diverged["told"]
+    assert "nan" in diverged["error"] and "step 81" in diverged["error"]
     assert len(diverged["curve"]["tokens"]) == 7  # evaluated after steps 20, 30, ... 80
     assert json.loads((Path(recipe.output) / REPORT).read_text()) == json.loads(json.dumps(report))
 
