@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard
 
+from crosshead.common.errors import CardError
+
 from .commands import HUB_NAME
-from .errors import CardError
 from .evaluations import EVALUATION
 from .facts import Facts
 from .measured import results

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.errors import CardError
 from crosshead.common.model_places import model_label
-
-from .errors import CardError
 
 EVALUATION = "evaluation.json"
 """The file in the model's folder with the scores on its card, without paths of a machine."""

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any
 
+from crosshead.common.errors import CardError
 from crosshead.common.fingerprint import model_fingerprint
 from crosshead.common.model_places import RESULT, TRAINING
 
-from .errors import CardError
 from .evaluations import EVALUATION, check_evaluations, model_results
 
 CONFIG, CONVERSION = "config.json", "conversion.json"

@@ -12,10 +12,10 @@ from typing import Any
 from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
+from crosshead.common.errors import CardError, FolderError
 from crosshead.common.model_places import foreign_link
 
 from .card import README, check_card
-from .errors import CardError, FolderError
 from .facts import CONFIG, read_json
 from .tasks import task_of
 

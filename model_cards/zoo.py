@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from crosshead.common.errors import CardError
 from crosshead.common.model_places import TRAINING
 
 from .card import card_text
-from .errors import CardError
 from .evaluations import EVALUATION
 from .facts import CONVERSION, Facts, mechanisms, read_json
 from .papers import MECHANISMS

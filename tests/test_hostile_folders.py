@@ -10,12 +10,11 @@ import crosshead
 from broken import edit_json, run
 from crosshead.common.access_tokens import TOKEN
 from crosshead.common.atomic_write import write_whole
-from crosshead.common.errors import ConversionError, EvalError, RecipeError, one_line
+from crosshead.common.errors import ConversionError, EvalError, FolderError, RecipeError, one_line
 from crosshead.common.yaml_text import parse_yaml
 from crosshead.conversion.sources.model_folder import write_json
 from crosshead.conversion.verification.tolerances import Tolerance, recorded_tolerance
 from crosshead.model_cards.card import card_text
-from crosshead.model_cards.errors import FolderError
 from crosshead.model_cards.facts import read_facts
 from crosshead.model_cards.published import check_folder
 from crosshead.recipes.trainer.loading import load_tokenizer

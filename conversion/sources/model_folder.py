@@ -19,8 +19,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from crosshead.common.access_tokens import leave_out_tokens, without_tokens
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import ConversionError
-from crosshead.common.model_places import LICENCE_FILES
-from crosshead.common.tokenizer_state import LOADING
+from crosshead.common.model_places import LICENCE_FILES, LOADER_STATE
 from crosshead.modeling.bundle import code_files
 
 from ..architectures.families import kind_of
@@ -119,7 +118,7 @@ def forget_loading(folder: Path) -> None:
     """
     path = folder / "tokenizer_config.json"
     content = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    cleaned = {name: value for name, value in content.items() if name not in (*LOADING, "auto_map")}
+    cleaned = {name: value for name, value in content.items() if name not in (*LOADER_STATE, "auto_map")}
     if cleaned != content:
         write_json(path, cleaned)
 

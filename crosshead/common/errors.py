@@ -28,6 +28,14 @@ class EvalError(ValueError):
     """A model cannot be evaluated."""
 
 
+class CardError(ValueError):
+    """A card cannot be written; the folder is unchanged."""
+
+
+class FolderError(ValueError):
+    """A folder cannot be published."""
+
+
 def one_line(error: BaseException) -> str:
     """An exception's message on one line, with the exception's type where the message alone says too little."""
     message = CREDENTIALS.sub(r"\1", " ".join(str(error).split()))

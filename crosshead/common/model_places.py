@@ -14,6 +14,8 @@ MOST_LAYERS = 1000
 LICENCES = ("LICENSE", "LICENCE", "LICENSE-MODEL", "LICENSE-CODE", "COPYING", "NOTICE", "USE_POLICY")
 LICENCE_FILES = tuple(f"{name}{ending}" for name in LICENCES for ending in ("", ".txt", ".md"))
 """Files that stay with a model and what is made from it."""
+LOADER_STATE = ("is_local", "local_files_only")
+"""Arguments of loading that transformers saves among a tokenizer's settings, where they would apply to everyone."""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:

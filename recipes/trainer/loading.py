@@ -6,8 +6,7 @@ from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.model_places import check_layers, placed
-from crosshead.common.tokenizer_state import LOADING
+from crosshead.common.model_places import LOADER_STATE, check_layers, placed
 
 from ..schema.recipe import Recipe
 from ..schema.sections import ModelOptions
@@ -37,7 +36,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
     if bad := next((each for each in templates if Path(each).name != each), None):
         raise RecipeError(f"the tokenizer of {key}={name} has a chat template named {bad!r}, a path: rename it")
-    for state in LOADING:  # or they would be saved
+    for state in LOADER_STATE:  # or they would be saved
         tokenizer.init_kwargs.pop(state, None)
     return tokenizer
 

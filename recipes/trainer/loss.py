@@ -18,8 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from ..data.training_data import NOT_PREDICTED
 from ..schema.sections import Distillation
 from .load_balance import HeadRouting
-from .next_token import count_predictions, next_labels
-from .objective import Objective
+from .objective import Objective, count_predictions, next_labels
 from .parameters import attention_layers
 from .teacher_logits import INDICES, LOGARITHMS
 

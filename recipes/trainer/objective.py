@@ -131,3 +131,13 @@ class Objective(ABC):
             for metric, sums in ((LOSS, each.losses), (ACCURACY, each.right)):
                 found[each.prefix + metric] = torch.stack([sums.float(), each.counts.float()], dim=1)
         return found
+
+
+def next_labels(labels: torch.Tensor) -> torch.Tensor:
+    """The target of each logit (B, T); the last ones have none."""
+    return functional.pad(labels[:, 1:], (0, 1), value=NOT_PREDICTED)
+
+
+def count_predictions(labels: torch.Tensor) -> torch.Tensor:
+    """The number of predicted tokens in each sequence (B)."""
+    return (labels[:, 1:] != NOT_PREDICTED).sum(1)

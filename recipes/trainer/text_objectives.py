@@ -15,8 +15,7 @@ from ..data.training_data import TrainingData, open_data
 from ..schema.recipe import Recipe
 from .load_balance import HeadRouting
 from .loading import load_tokenizer
-from .next_token import count_predictions
-from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores
+from .objective import LABELS, LOSS, ORDER_LABELS, Objective, Predictions, Scores, count_predictions
 
 ORDER_LOGITS = ("sop_logits", "seq_relationship_logits")
 """The second head's output in ALBERT and in BERT."""

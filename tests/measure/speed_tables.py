@@ -72,8 +72,8 @@ def speed_lines(report: Content) -> Iterator[str]:
         if "bytes_per_second" in found:
             speeds = (amount(each, "bytes") for each in found["bytes_per_second"])
             sides = [f"{side}, {speed}/s" for side, speed in zip(sides, speeds, strict=True)]
-        ratio = f"{found['median_ratio']:.3f} ({spread(found)})"
-        yield f"| `{name}` | {found['what']} | {found['compared_with']} | {' | '.join(sides)} | {ratio} | {verdict(found)} |"
+        cells = [found["what"], found["compared_with"], *sides, f"{found['median_ratio']:.3f} ({spread(found)})"]
+        yield f"| `{name}` | {' | '.join(cells)} | {verdict(found)} |"
     cases = list(report["cases"].values())
     rounds, dtypes = (sorted({str(found[key]) for found in cases}) for key in ("rounds", "dtype"))
     yield ""

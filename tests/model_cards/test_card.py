@@ -13,7 +13,7 @@ from huggingface_hub.repocard_data import model_index_to_eval_results
 import crosshead
 from broken import run
 from card_toys import converted, report, training, write_report
-from crosshead.model_cards.errors import CardError
+from crosshead.common.errors import CardError
 from crosshead.model_cards.tables import NOT_MEASURED
 from crosshead_command.card import write_card
 from encoder_toys import write_encoder

@@ -11,8 +11,8 @@ import torch
 from broken import cut, edit_json, remove, weight_map, write
 from card_toys import converted, training
 from crosshead.common.access_tokens import TOKEN as PATTERN
+from crosshead.common.errors import FolderError
 from crosshead.model_cards import published
-from crosshead.model_cards.errors import FolderError
 from crosshead_command.card import write_card
 from tiers import grid
 from toy_checkpoints import write_model

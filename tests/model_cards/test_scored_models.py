@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from card_toys import ROW, report
+from crosshead.common.errors import CardError
 from crosshead.common.fingerprint import model_fingerprint
-from crosshead.model_cards.errors import CardError
 from crosshead_command.card import write_card
 from toy_checkpoints import write_model
 from toys import mixed_model

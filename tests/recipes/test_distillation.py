@@ -10,7 +10,7 @@ from crosshead.recipes.trainer.loss import (
     attention_states,
     divergence_minus_loss,
 )
-from crosshead.recipes.trainer.next_token import count_predictions
+from crosshead.recipes.trainer.objective import count_predictions
 from toys import CASES, mixed_model, stock_model, tokens
 
 VOCABULARY = 13
