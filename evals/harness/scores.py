@@ -84,7 +84,7 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
         "shots": results["n-shot"].get(name),
         "score": float(scores[f"{metric},{filter_name}"]),
         "standard_error": None if math.isnan(error) else float(error),
-        "items": int(scores["sample_len"]),
+        "items": int(scores["sample_len"]) if items is None else len(items.values),
         "items_cut": sum(results["truncated"][task.task_name] for task in loaded.members),
         "higher_is_better": results["higher_is_better"].get(name, {}).get(metric) is not False,
     }
@@ -96,6 +96,7 @@ def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filt
     found = [items for items in by_task if items is not None]
     if len(found) < len(by_task) or len({items.exponential for items in found}) > 1:
         return None
+    found = [items for items in found if items.values]  # a group leaves out a task without the metric
     aggregations = loaded.task.aggregate_metric_list if loaded.is_group else ()
     by_size = all(each.weight_by_size for each in aggregations if each.metric == metric)
     values, weights = [], []
@@ -109,7 +110,7 @@ def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filt
 def _task_items(task: Any, samples: Sequence[dict[str, Any]], metric: str, filter_name: str) -> Items | None:
     from lm_eval.api.metrics import bits_per_byte, mean, perplexity, weighted_perplexity
 
-    scores = [sample[metric] for sample in samples if sample["filter"] == filter_name]
+    scores = [sample[metric] for sample in samples if sample["filter"] == filter_name and metric in sample]
     aggregation = task.aggregation().get(metric, mean)  # the harness's default
     if aggregation is mean:
         return Items([float(score) for score in scores], [1.0] * len(scores), False)

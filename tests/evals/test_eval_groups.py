@@ -1,0 +1,51 @@
+"""The items behind the score of a group are those of which the harness makes the score."""
+
+import pytest
+
+from crosshead.evals.harness.scores import items_of, ratio
+from crosshead.evals.harness.tasks import Benchmark, LoadedBenchmark
+
+RIGHT = {"six": {"acc": [1, 0, 1, 1, 0, 1], "acc_norm": [1, 1, 1, 0, 0, 0]}, "two": {"acc": [0, 1]}}
+"""By task and metric, item by item; one task lacks a metric."""
+
+
+def scored(found, by_size, aggregate):
+    """A group of tasks with these results: the harness's metrics, and the group with its samples."""
+    from lm_eval.api.group import Group
+    from lm_eval.api.task import Task
+    from lm_eval.config.group import AggMetricConfig
+
+    class Scored(Task):
+        task_name = ""  # instead of the base class's property
+
+        def __init__(self, name):
+            self.task_name = name
+
+        def aggregation(self):
+            return aggregate
+
+    Scored.__abstractmethods__ = frozenset()
+    metrics = {metric for of_task in found.values() for metric in of_task}
+    group = Group("group", aggregate_metric_list=[AggMetricConfig(each, weight_by_size=by_size) for each in metrics])
+    tasks, samples, scores = [Scored(name) for name in found], {}, {}
+    for task in tasks:
+        group.add(task)
+        of_task = found[task.task_name]
+        size = len(next(iter(of_task.values())))
+        samples[task.task_name] = [
+            {"filter": "none"} | {metric: values[index] for metric, values in of_task.items()} for index in range(size)
+        ]
+        made = {f"{metric},none": aggregate[metric](values) for metric, values in of_task.items()}
+        scores[task.task_name] = made | {"sample_len": size}
+    return group.aggregate(scores), LoadedBenchmark(Benchmark("group", "group"), group, tasks), samples
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_a_task_without_the_metric_is_left_out(by_size):
+    from lm_eval.api.metrics import mean
+
+    scores, group, samples = scored(RIGHT, by_size, {"acc": mean, "acc_norm": mean})
+    for metric, count in (("acc", 8), ("acc_norm", 6)):
+        items = items_of(group, samples, metric, "none")
+        assert len(items.values) == count
+        assert ratio(items.values, items.weights) == pytest.approx(scores[f"{metric},none"])
