@@ -93,18 +93,19 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
 def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filter_name: str) -> Items | None:
     """The items behind a score; None if the score is not a mean over items."""
     by_task = [_task_items(task, samples[task.task_name], metric, filter_name) for task in loaded.members]
-    found = [items for items in by_task if items is not None]
-    if len(found) < len(by_task) or len({items.exponential for items in found}) > 1:
-        return None
-    found = [items for items in found if items.values]  # a group leaves out a task without the metric
-    aggregations = loaded.task.aggregate_metric_list if loaded.is_group else ()
+    found = [items for items in by_task if items is None or items.values]  # a task may lack a metric of its group
+    if not loaded.is_group:
+        return found[0]
+    aggregations = loaded.task.aggregate_metric_list
     by_size = all(each.weight_by_size for each in aggregations if each.metric == metric)
     values, weights = [], []
-    for items in found:  # a group's score is a mean over items, or over tasks
-        share = 1.0 if by_size else 1 / len(items.values)
+    for items in found:  # a mean over tasks, by size or not; a mean of perplexities is no ratio of sums
+        if items is None or items.exponential:
+            return None
+        share = (len(items.values) if by_size else 1) / math.fsum(items.weights)
         values += [share * value for value in items.values]
         weights += [share * weight for weight in items.weights]
-    return Items(values, weights, found[0].exponential)
+    return Items(values, weights, False)
 
 
 def _task_items(task: Any, samples: Sequence[dict[str, Any]], metric: str, filter_name: str) -> Items | None:

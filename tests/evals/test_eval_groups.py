@@ -49,3 +49,16 @@ def test_a_task_without_the_metric_is_left_out(by_size):
         items = items_of(group, samples, metric, "none")
         assert len(items.values) == count
         assert ratio(items.values, items.weights) == pytest.approx(scores[f"{metric},none"])
+
+
+@pytest.mark.parametrize("by_size", [True, False])
+def test_ratios_are_weighted_as_in_the_score(by_size):
+    from lm_eval.api.metrics import bits_per_byte, weighted_perplexity
+
+    found = {"short": [(-9.0, 4), (-30.0, 20)], "long": [(-200.0, 90), (-140.0, 75), (-8.0, 5)]}
+    both = {name: {"bits_per_byte": pairs, "perplexity": pairs} for name, pairs in found.items()}
+    aggregate = {"bits_per_byte": bits_per_byte, "perplexity": weighted_perplexity}
+    scores, group, samples = scored(both, by_size, aggregate)
+    items = items_of(group, samples, "bits_per_byte", "none")
+    assert ratio(items.values, items.weights) == pytest.approx(scores["bits_per_byte,none"])
+    assert items_of(group, samples, "perplexity", "none") is None  # a mean of exponentials
