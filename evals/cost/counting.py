@@ -76,11 +76,11 @@ def parameter_counts(model: Any, copied: int = 0) -> dict[str, int]:
 
 
 def on_meta(config: Any) -> Any:
-    """The language model of a config, or its encoder, without memory for its weights."""
+    """The model of a config, with the head that it names, or the usual one, without memory for its weights."""
     if isinstance(config, DiTConfig):
         return config.on_meta()
     served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
-    if served and auto_class not in served:  # a model with the head that the config names, or the usual one
+    if served:
         given = (config.architectures or [""])[0].removeprefix("Crosshead")
         head = given.removeprefix(config.class_prefix.removeprefix("Crosshead"))
         auto_class = next((auto for auto, ending in served.items() if ending == head), list(served)[1])

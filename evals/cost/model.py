@@ -19,11 +19,13 @@ from transformers import DynamicCache
 
 from .counting import TRAINING_PASSES, Cost, multiplications, on_meta, work
 from .dit_config import DiTConfig
-from .encoder import dit_cost, encoder_cost, image_tokens
+from .encoder import NO_CACHE, dit_cost, encoder_cost, image_tokens
 from .seq2seq import seq2seq_cost
 
 ATTENTION, NEW, EXPERTS = "self_attn.", "self_attn.mixers.", "mlp.experts."
 """Prefixes of the names of a decoder layer's parameters."""
+ROTARY = "rotary_emb"
+"""The module of a decoder that makes position embeddings."""
 LENGTH = 4096
 """Tokens of a text, unless others are asked for."""
 MAX_LENGTH = 10**8
@@ -41,19 +43,21 @@ def model_cost(config: Any, length: int) -> Cost:
     model = on_meta(config)
     if hasattr(model, "decoder"):
         return seq2seq_cost(model, length)
-    if not model.can_generate():
-        return encoder_cost(model, length)
-    return _decoder_cost(model, length)
+    if hasattr(model.base_model, ROTARY):
+        return _decoder_cost(model, length)
+    return encoder_cost(model, length)
 
 
 def _decoder_cost(model: Any, length: int) -> Cost:
-    head = model.lm_head.weight.numel()
+    """Of a language model; a classifier and a model without a head have no cache and decode nothing."""
+    base, generates = model.base_model, model.can_generate()
+    head = _head_weights(model)
     active = _active_experts(model.config)
     forward = whole = decode = bytes_per_token = cache_bytes = 0
     counted: dict[str, tuple[int, int, int]] = {}
-    angles = position_embeddings(model.model.rotary_emb)
+    angles = position_embeddings(getattr(base, ROTARY))
     # The library's own cache knows which layers have a window.
-    for layer, cache in zip(model.model.layers, DynamicCache(config=model.config).layers, strict=True):
+    for layer, cache in zip(base.layers, DynamicCache(config=model.config).layers, strict=True):
         kind = _kind(layer.self_attn)
         if kind not in counted:
             counted[kind] = attention_cost(layer.self_attn, angles, length)
@@ -66,14 +70,21 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         bytes_per_token += cached * model.dtype.itemsize
         # A full window makes room for the token to come.
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
-    training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(head, length))
+    read = head if generates else head * length  # a classifier computes the scores of all tokens
+    training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
+    held = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
     return Cost(
         **_parameters(model, active),
-        **work(training, prefill, decode + head, whole=whole + head),
-        kv_bytes_per_token=bytes_per_token,
-        cross_kv_bytes_per_token=0,
-        kv_bytes=cache_bytes,
+        **work(training, prefill, decode + head if generates else 0, whole=whole + read),
+        **(held if generates else NO_CACHE),
     )
+
+
+def _head_weights(model: Any) -> int:
+    """The weights of the matrix that reads the last hidden states, which may be tied to the embeddings."""
+    base = model.base_model
+    heads = [] if base is model else [module for module in model.children() if module is not base]
+    return sum(weight.numel() for module in heads for weight in module.parameters() if weight.ndim > 1)
 
 
 def _kind(attention: Any) -> str:
@@ -141,7 +152,9 @@ def _active_experts(config: Any) -> Fraction:
 def _parameters(model: Any, active: Fraction) -> dict[str, int]:
     """The counts of `Cost`; `active` is the part of the experts that a token selects."""
     total = model.num_parameters()
-    sizes = [(name, parameter.numel()) for layer in model.model.layers for name, parameter in layer.named_parameters()]
+    sizes = [
+        (name, parameter.numel()) for layer in model.base_model.layers for name, parameter in layer.named_parameters()
+    ]
     experts = sum(size for name, size in sizes if name.startswith(EXPERTS))
     return {
         "parameters": total,

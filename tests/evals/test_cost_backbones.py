@@ -6,6 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache
 
 import cost_formulas
+import crosshead
 import toys
 import transnext_toys
 from crosshead import CrossheadT5Config, CrossheadT5EncoderModel, CrossheadTransNextConfig
@@ -185,3 +186,18 @@ def counted_without_attention(model):
                 selected = config.num_experts_per_tok / config.n_routed_experts if ".experts." in name else 1
                 total += weight.numel() * selected
     return FLOPS * total
+
+
+@pytest.mark.parametrize("ending", ["ForSequenceClassification", "Model"])
+def test_decoders_without_a_language_model_head(ending):
+    made = getattr(crosshead, f"CrossheadQwen3{ending}")
+    config = toys.mixed_config("Qwen3", {"talking": {}}, num_labels=3, tie_word_embeddings=False)
+    config.architectures = [made.__name__]
+    model, report = made(config), cost_report(config, LENGTH)
+    cost, head = report["cost"], config.hidden_size * 3 if ending != "Model" else 0
+    assert cost["parameters"] == model.num_parameters()
+    language = model_cost(toys.mixed_config("Qwen3", {"talking": {}}, tie_word_embeddings=False), LENGTH)
+    vocabulary = config.vocab_size * config.hidden_size
+    assert cost["input_flops"] == language.input_flops + FLOPS * (LENGTH * head - vocabulary)
+    assert cost["training_multiplications"] == language.training_multiplications + 3 * (head - vocabulary)
+    assert cost["decode_flops"] == cost["kv_bytes"] == report["stock"]["kv_bytes"] == 0
