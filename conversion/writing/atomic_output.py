@@ -74,11 +74,16 @@ class AtomicOutput:
                 f"{self.work} contains an unfinished conversion with other {' and '.join(differ)}: run that one "
                 "again, or discard it with --restart"
             )
-        if differ or restart:
-            self.discard()
-            self.finished = {}
-            self._write_journal()
-        self.folder.mkdir(exist_ok=True)
+        try:
+            if differ or restart:
+                self.discard()
+                self.finished = {}
+                self._write_journal()
+            self.folder.mkdir(exist_ok=True)
+        except BaseException:
+            if not self._has_reusable_files():
+                self.discard()
+            raise
 
     def sibling(self, name: str) -> Path:
         """The path to write a file to that is published next to the target."""

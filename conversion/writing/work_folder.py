@@ -52,13 +52,14 @@ def move(path: Path, place: Path) -> None:
 def parents_of(path: Path) -> Iterator[None]:
     """Create the missing parent folders of `path`; at the end, remove those that are still empty."""
     missing = [parent for parent in path.parents if not parent.exists()]
-    path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         yield
     finally:
         with suppress(OSError):  # not empty
             for parent in missing:
-                parent.rmdir()
+                if parent.exists():
+                    parent.rmdir()
 
 
 @contextmanager
@@ -84,6 +85,10 @@ def _lock(lock: Path, target: Path) -> int:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
         except FileNotFoundError:  # another run has just removed the folder
             continue
+        except OSError:
+            with suppress(OSError):  # another run may write there
+                lock.parent.rmdir()
+            raise
         try:
             lock_file(descriptor, lock.parent)
         except BlockingIOError:

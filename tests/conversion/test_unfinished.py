@@ -2,6 +2,8 @@
 
 import errno
 import json
+import os
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +155,36 @@ def test_disk_full_meanwhile(tmp_path):
         fill()
     assert ".out.crosshead-partial" in caught.value.__notes__[0]
     assert run(tmp_path / "out") == []
+
+
+@pytest.mark.parametrize("name", ["a", "b", ".out.crosshead-partial", "lock", ".journal.json.partial", "model"])
+def test_disk_full_at_the_start_leaves_nothing(tmp_path, monkeypatch, name):
+    def without_room(make, begins=False):
+        def made(path, *given, **options):
+            if Path(path).name != name:
+                return make(path, *given, **options)
+            if begins:
+                Path(path).touch()
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        return made
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", without_room(Path.mkdir))
+        patch.setattr(os, "open", without_room(os.open))
+        patch.setattr(Path, "write_text", without_room(Path.write_text, begins=True))
+        with pytest.raises(ConversionError, match="No space left"):
+            run(tmp_path / "a" / "b" / "out")
+    assert names(tmp_path) == []
+    assert run(tmp_path / "a" / "b" / "out") == list(SHARDS)
+
+
+def test_disk_full_at_the_start_keeps_finished_work(tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    stopped(tmp_path / "out")
+    with monkeypatch.context() as patch, pytest.raises(ConversionError, match="No space left"):
+        patch.setattr(Path, "mkdir", full)
+        run(tmp_path / "out")
+    assert run(tmp_path / "out") == list(SHARDS)[2:]
