@@ -1,10 +1,12 @@
 """What a model is for, by the class that its config names: the Auto class, the Hub's task, and how to call it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 ENCODER_PROJECTIONS = ("query", "key", "value")
+ENCODERS = ("bert", "albert")
+"""The model types with these."""
 T5_PROJECTIONS = ("q", "k", "v", "o")
 LATENT_PROJECTIONS = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 """The projections of multi-head latent attention (DeepSeek)."""
@@ -83,7 +85,11 @@ def task_of(config: Any) -> Task:
     if is_dit(config):
         return DIFFUSION
     architecture = str((config.get("architectures") or [""])[0])
-    return next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+    found = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+    stock = str(config.get("model_type", ENCODERS[0])).removeprefix("crosshead_")
+    if found.projections == ENCODER_PROJECTIONS and stock not in ENCODERS:
+        return replace(found, projections=PROJECTIONS, noun="decoder")
+    return found
 
 
 def projections(config: Any) -> tuple[str, ...]:

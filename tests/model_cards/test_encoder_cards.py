@@ -7,6 +7,7 @@ import pytest
 from huggingface_hub import metadata_load
 
 import crosshead
+import toys
 import transnext_toys
 from broken import run
 from crosshead.model_cards.facts import Facts
@@ -15,6 +16,7 @@ from crosshead.model_cards.tasks import projections
 from encoder_toys import write_encoder
 from image_toys import write_image_model
 from t5_toys import write_t5
+from toy_checkpoints import character_tokenizer
 
 
 @pytest.fixture
@@ -49,6 +51,19 @@ def test_from_a_checkpoint_to_the_upload(write, task, pipeline, line, tmp_path):
         status, out, err = line(f"push {folder} me/{folder} --dry-run")
         assert (status, err) == (0, ""), err
         assert "model.safetensors" in out
+
+
+@pytest.mark.parametrize("ending", ["ForSequenceClassification", "Model"])
+def test_a_decoder_without_a_language_model_head(ending, line, tmp_path):
+    config = toys.mixed_config("Llama", {"knocking": {}}, vocab_size=61)
+    getattr(crosshead, f"CrossheadLlama{ending}")(config).save_pretrained(tmp_path / "made")
+    character_tokenizer().save_pretrained(tmp_path / "made")
+    assert line("card made")[0] == 0
+    text = (tmp_path / "made" / "README.md").read_text()
+    assert "decoder with" in text and "KV cache, bytes" not in text
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    exec(compile("\n".join(examples), "README.md", "exec"), names := {})
+    assert "lora" in str(names["model"])
 
 
 def test_a_model_that_transformers_does_not_have(line, tmp_path):
