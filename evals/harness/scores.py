@@ -76,17 +76,19 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
     error = scores.get(f"{metric}_stderr,{filter_name}", "N/A")
     if error == "N/A":  # the harness has no formula for ratios of sums
         error = items.standard_error() if items is not None else math.nan
+    members = [task.task_name for task in loaded.members]  # the harness does not say it of groups of groups
+    shots = {results["n-shot"].get(member) for member in members}
     return {
         "name": loaded.benchmark.name if loaded.benchmark.metric else name,
         "task": name,
         "metric": metric,
         "filter": filter_name,
-        "shots": results["n-shot"].get(name),
+        "shots": shots.pop() if len(shots) == 1 else None,
         "score": float(scores[f"{metric},{filter_name}"]),
         "standard_error": None if math.isnan(error) else float(error),
         "items": int(scores["sample_len"]) if items is None else len(items.values),
-        "items_cut": sum(results["truncated"][task.task_name] for task in loaded.members),
-        "higher_is_better": results["higher_is_better"].get(name, {}).get(metric) is not False,
+        "items_cut": sum(results["truncated"][member] for member in members),
+        "higher_is_better": False not in (results["higher_is_better"][member].get(metric) for member in members),
     }
 
 

@@ -1,8 +1,8 @@
-"""The items behind the score of a group are those of which the harness makes the score."""
+"""The score of a group: the items of which the harness makes it, and what its tasks have in common."""
 
 import pytest
 
-from crosshead.evals.harness.scores import items_of, ratio
+from crosshead.evals.harness.scores import items_of, ratio, score_rows
 from crosshead.evals.harness.tasks import Benchmark, LoadedBenchmark
 
 RIGHT = {"six": {"acc": [1, 0, 1, 1, 0, 1], "acc_norm": [1, 1, 1, 0, 0, 0]}, "two": {"acc": [0, 1]}}
@@ -62,3 +62,16 @@ def test_ratios_are_weighted_as_in_the_score(by_size):
     items = items_of(group, samples, "bits_per_byte", "none")
     assert ratio(items.values, items.weights) == pytest.approx(scores["bits_per_byte,none"])
     assert items_of(group, samples, "perplexity", "none") is None  # a mean of exponentials
+
+
+@pytest.mark.parametrize(("shots", "common"), [((5, 5), 5), ((5, 0), None)])
+def test_shots_and_direction_are_those_of_the_tasks(shots, common):
+    """The harness gives neither of a group whose members are groups."""
+    from lm_eval.api.metrics import mean
+
+    names, lower = ("one", "other"), {"loss": False}
+    scores, group, samples = scored({name: {"loss": [1, 2, 4]} for name in names}, True, {"loss": mean})
+    results = {"results": {"group": scores}, "samples": samples, "truncated": dict.fromkeys(names, 0)}
+    results |= {"n-shot": dict(zip(names, shots, strict=True)), "higher_is_better": dict.fromkeys(names, lower)}
+    ((row, _),) = score_rows([group], results)
+    assert (row["shots"], row["higher_is_better"]) == (common, False)
