@@ -65,13 +65,13 @@ def value_scores(predictions: Tensor, labels: Tensor) -> list[Score]:
     """Pearson's and Spearman's correlation, with jackknife values from the correlations of all items but one."""
     from scipy.stats import rankdata
 
-    found, others = [], ~np.eye(len(labels), dtype=bool)
+    found, places = [], np.arange(len(labels))
     for name, read in (("pearson", np.asarray), ("spearman", rankdata)):
 
         def score(kept: Any, read: Callable[[Any], Any] = read) -> float:
             return _correlation(read(predictions.numpy()[kept]), read(labels.numpy()[kept]))
 
-        without = torch.tensor([score(kept) for kept in others], dtype=torch.float64)
+        without = torch.tensor([score(places != place) for place in places], dtype=torch.float64)
         found.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
     return found
 

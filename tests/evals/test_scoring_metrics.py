@@ -1,6 +1,7 @@
 """Metrics and their standard errors against scikit-learn, scipy and a jackknife in a loop."""
 
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -119,3 +120,13 @@ def test_the_difference_of_two_correlations_is_paired():
         assert reach == pytest.approx(2.0423 * error, rel=1e-4) and error < first.items.standard_error() / 2
         assert found["items_that_differ"] == int((predictions != others).sum()) < COUNT
         assert difference(first.items, first.items, True)["verdict"] == "equal"
+
+
+def test_correlations_of_many_rows_need_no_square_of_memory():
+    rows = 2000
+    predictions, labels = torch.randn(2, rows, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    tracemalloc.start()
+    value_scores(predictions, labels)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < rows**2 / 2
