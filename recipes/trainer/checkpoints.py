@@ -30,7 +30,7 @@ PREFIX = "checkpoint-"
 PARTIAL = ".partial"
 LOCK = ".lock"
 LIST = "complete.json"
-RUN = "run.json"
+RUN, RUN_PARTIAL = "run.json", "run.partial"
 MODEL = "model"
 METRICS = "metrics.jsonl"
 WEIGHTS_OF = "weights of"
@@ -96,7 +96,12 @@ def locked_output(output: Path) -> Iterator[None]:
     is_new = not output.exists()
     with writable(output):
         output.mkdir(parents=True, exist_ok=True)
-        file = (output / LOCK).open("a")
+        try:
+            file = (output / LOCK).open("a")
+        except OSError:
+            if is_new:
+                output.rmdir()
+            raise
     with file:
         try:
             lock_file(file, output)
@@ -106,7 +111,7 @@ def locked_output(output: Path) -> Iterator[None]:
             yield
         except BaseException:
             written = {path.name for path in output.iterdir() if path.stat().st_size}
-            if is_new and written <= {LOCK, RUN}:  # refused before the training
+            if is_new and written <= {LOCK, RUN, RUN_PARTIAL}:  # refused before the training
                 shutil.rmtree(output)
             raise
 
@@ -132,7 +137,7 @@ def claim_output(output: Path, run: Mapping[str, Any]) -> None:
         raise RecipeError(f"{output} has a model or a run, but no {RUN} to identify it: choose another output")
     if not has_results:
         if is_main_process():
-            temporary = path.with_suffix(".partial")
+            temporary = output / RUN_PARTIAL
             temporary.write_text(json.dumps(run, indent=2), encoding="utf-8")
             temporary.replace(path)
         return

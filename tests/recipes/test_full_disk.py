@@ -1,5 +1,6 @@
 """A disk that is full: one line, earlier checkpoints as they were, and the run goes on when there is room."""
 
+import errno
 import os
 import shutil
 import subprocess
@@ -115,6 +116,24 @@ def test_no_room_at_all(small_disk, tmp_path):
     with pytest.raises(RecipeError, match=r"output=.*No space left on device") as caught:
         train(recipe)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [".lock", "run.partial"])
+def test_no_room_for_the_first_file(name, tmp_path, monkeypatch):
+    opened, recipe = Path.open, toy_run(KNOCKING, tmp_path / "toy")
+
+    def full(path, *given, **options):
+        if path.name == name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, *given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", full)
+        refused(recipe, r"output=.*No space left on device")
+        assert not Path(recipe.output).exists()
+        Path(recipe.output).mkdir()
+        refused(recipe, r"output=.*No space left on device")
+        assert Path(recipe.output).is_dir()
 
 
 @pytest.mark.parametrize("left", [0, 100_000])
