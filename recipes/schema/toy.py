@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from crosshead.common.errors import RecipeError
+from crosshead.common.errors import RecipeError, one_line
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
@@ -42,6 +42,8 @@ SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
 """Objective -> tokens of its toy tokenizer."""
 MARKER = ".crosshead-toy"
 """Its presence says that `--toy` has made a folder, and may write there again."""
+SYSTEM_ERROR = "(os error "
+"""In the messages of libraries in Rust, before the number of a system's error."""
 HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8
 """Of the diffusion models: features of a head, pixels or latents along a side, channels in the autoencoder."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -55,7 +57,12 @@ def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
     except OSError as error:
         raise RecipeError(f"--toy={folder} cannot be read: {error.strerror}") from None
-    return toy(recipe, folder)
+    try:
+        return toy(recipe, folder)
+    except Exception as error:  # for a full disk, safetensors and tokenizers raise types of their own
+        if isinstance(error, OSError) or SYSTEM_ERROR in str(error):
+            raise RecipeError(f"--toy={folder} cannot be written: {one_line(error)}") from error
+        raise
 
 
 def toy(recipe: Recipe, folder: Path) -> Recipe:
@@ -218,7 +225,7 @@ def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective:
     with named_model_config(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = kind.from_config(model_config(content, objective))
-        model.save_pretrained(str(folder))
+    model.save_pretrained(str(folder))
     if objective.auto_class == CLASSIFIERS:
         image_processor(model.config.image_size, model.config.num_channels).save_pretrained(str(folder))
     return str(folder)

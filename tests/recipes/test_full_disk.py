@@ -12,6 +12,8 @@ import torch
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes import train as module
+from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.toy import toy_in_own_folder
 from crosshead.recipes.trainer.teacher_logits import save_teacher
 from tiers import first
 from toy_training import KNOCKING, LORA, MIXTURE, losses, toy_run, train, weights
@@ -134,6 +136,14 @@ def test_no_room_for_the_first_file(name, tmp_path, monkeypatch):
         Path(recipe.output).mkdir()
         refused(recipe, r"output=.*No space left on device")
         assert Path(recipe.output).is_dir()
+
+
+@pytest.mark.parametrize("left", [0, 4096, 50_000])
+def test_no_room_for_a_toy(left, small_disk):
+    fill(small_disk, left)
+    with pytest.raises(RecipeError, match=r"^--toy=.*No space left on device") as caught:
+        toy_in_own_folder(load_recipe(KNOCKING), small_disk / "toy")
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("left", [0, 100_000])
