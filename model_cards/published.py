@@ -212,7 +212,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _places(folder: Path) -> list[str]:
     """The directories of the model, of this process and of the user; roots are left out."""
-    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), Path.home()}
+    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), Path(os.path.expanduser("~"))}
     return sorted(str(place) for place in found if len(place.parts) > 2)
 
 

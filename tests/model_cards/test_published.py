@@ -1,6 +1,7 @@
 """What must not be published is found out before anything goes."""
 
 import json
+import pwd
 import shutil
 from functools import partial
 from pathlib import Path
@@ -237,3 +238,12 @@ def test_one_file_of_weights(tmp_path):
     cut("model.safetensors", -1)(folder)
     with pytest.raises(FolderError, match=r"model\.safetensors"):
         check_folder(folder)
+
+
+def test_a_user_without_a_home(made, monkeypatch):
+    def unknown(user):
+        raise KeyError(f"uid not found: {user}")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert "config.json" in check_folder(made)
