@@ -284,6 +284,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
         if isinstance(place := content.get(key), str) and not is_dataset(place):
-            content[key] = path.parent / Path(place).expanduser()
+            content[key] = path.parent / Path(os.path.expanduser(place))
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
     return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})

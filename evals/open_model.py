@@ -1,5 +1,6 @@
 """Opens a model for evaluation: configuration and tokenizer first, with checks, and the weights later."""
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -49,7 +50,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
 
 def open_config(name: str, trust_remote_code: bool = False) -> Opened:
     """Open a model of any kind, without its tokenizer."""
-    path, hub = Path(name).expanduser(), split_revision(name)[0]
+    path, hub = Path(os.path.expanduser(name)), split_revision(name)[0]
     if not path.is_dir() and (path.exists() or name[:1] in ("", ".", "/", "~") or hub.count("/") > 1):
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():

@@ -1,5 +1,6 @@
 """The results of one model in the JSON files of `crosshead eval`."""
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,7 @@ def _is_model(model: Mapping[str, Any], folder: Path, fingerprint: str | None) -
 
 
 def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
-    return Path(model["model"]).expanduser().resolve() == folder.resolve()
+    return Path(os.path.expanduser(model["model"])).resolve() == folder.resolve()
 
 
 def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, found: int) -> str:
@@ -73,7 +74,7 @@ def _outdated(folder: Path) -> str:
 
 def label(name: str) -> str:
     """The short name of a model, also of a folder that is gone."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 
 

@@ -12,6 +12,7 @@ from crosshead.evals.open_model import load_model, open_model
 from crosshead.recipes.schema.recipe import Recipe
 from crosshead.recipes.trainer import models
 from crosshead.recipes.trainer.loading import load_tokenizer
+from crosshead_command.card_source import origin_of
 from hub_client import hub_with
 from hub_server import Repository
 from toy_eval import write_scorable
@@ -26,6 +27,15 @@ def test_short_names(tmp_path):
     assert model_label(str(tmp_path / "runs/second/model")) == "model"
     assert model_label(str(tmp_path / "models/mine")) == "mine"
     assert model_label("org/model") == "org/model"
+
+
+def test_the_home_of_nobody():
+    name = "~nobody-has-this-name/model"
+    assert model_label(name) == name
+    with pytest.raises(EvalError, match=name):
+        open_model(name)
+    with pytest.raises(ValueError, match=name):
+        origin_of({}, name)
 
 
 FIRST, NEWEST = "a" * 40, "b" * 40

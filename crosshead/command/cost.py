@@ -1,5 +1,6 @@
 """`crosshead cost`."""
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ def _content(model: str, revision: str | None) -> dict[str, Any]:
     from crosshead.conversion.gguf.store import GgufStore
     from crosshead.conversion.sources.model_folder import CONFIG
 
-    path = Path(model).expanduser()
+    path = Path(os.path.expanduser(model))
     if path.exists() and revision is not None:
         raise ValueError(f"--revision {revision!r} needs a model on the Hub, and {model} is local")
     if path.suffix.lower() == ".gguf":

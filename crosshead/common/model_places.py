@@ -28,7 +28,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 def model_label(name: str) -> str:
     """A short name: a Hub id, the name of a folder, or of a training's result that of its run."""
-    if not (place := Path(name).expanduser()).is_dir():
+    if not (place := Path(os.path.expanduser(name))).is_dir():
         return name
     place = place.resolve()
     return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name

@@ -1,5 +1,6 @@
 """The demo's source model: SmolLM2-135M from a wheel, a tiny random model, or a model of the user."""
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -83,7 +84,7 @@ def tiny(folder: Path) -> Start:
 
 def own(name: str, folder: Path) -> Start:
     """A stock model of the user: a folder, a Hub id or a GGUF file."""
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
         found = open_source(name, scratch=Path(scratch))

@@ -3,6 +3,7 @@
 A folder is a transformer that reads pixels, or a `DiTPipeline`, whose autoencoder makes the latents of an image.
 """
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ TIME, SEED = 250, 0
 
 def open_dit(name: str) -> Opened | None:
     """A DiT without its weights; None if the folder holds another kind of model."""
-    folder = transformer_folder(Path(name).expanduser())
+    folder = transformer_folder(Path(os.path.expanduser(name)))
     if not (folder / "config.json").is_file():
         return None
     content = read_object(folder / "config.json", LARGEST, "a config.json")
@@ -55,7 +56,7 @@ def open_dit(name: str) -> Opened | None:
         patch_size=fields.patch_size,
         no_class=fields.num_embeds_ada_norm,  # the number behind the last class
     )
-    return Opened(str(Path(name).expanduser()), config)
+    return Opened(str(Path(os.path.expanduser(name))), config)
 
 
 def transformer_folder(folder: Path) -> Path:

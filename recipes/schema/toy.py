@@ -6,6 +6,7 @@ the recipe has them.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -51,7 +52,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
     """`toy` in a folder that is new, empty, or made by an earlier call: a user's own files are not overwritten."""
-    folder = folder.expanduser()
+    folder = Path(os.path.expanduser(folder))
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
