@@ -14,6 +14,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import expanded
 from crosshead.common.validation import explained
 from crosshead.common.yaml_text import parse_yaml
 from crosshead.modeling.configuration import LAYERS
@@ -30,7 +31,7 @@ DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """The dtypes of the option --dtype -> their names in safetensors."""
 DATASET = "datasets:"
 """The prefix of a calibration that names a dataset on the Hub."""
-UserPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path that may begin with `~`."""
 PATHS = ("calibration", "save_calibration")
 
@@ -284,6 +285,6 @@ def read_recipe(path: Path) -> dict[str, Any]:
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
         if isinstance(place := content.get(key), str) and not is_dataset(place):
-            content[key] = path.parent / Path(os.path.expanduser(place))
+            content[key] = path.parent / expanded(place)
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
     return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})

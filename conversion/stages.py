@@ -4,7 +4,6 @@
 """
 
 import json
-import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -13,6 +12,7 @@ from typing import Any, Self
 
 import torch
 
+from crosshead.common.model_places import expanded
 from crosshead.common.progress import Progress
 
 from .plan import Plan
@@ -77,7 +77,7 @@ def run(
     The target is prepared in a working directory. The files of an unfinished run of the same request are reused,
     unless `restart` discards them.
     """
-    source, out = request.source, Path(os.path.expanduser(out))
+    source, out = request.source, expanded(out)
     for place in source.store.places:
         check_apart(place, out)
     if plan_only:

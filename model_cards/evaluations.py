@@ -1,12 +1,11 @@
 """The results of one model in the JSON files of `crosshead eval`."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import CardError
-from crosshead.common.model_places import model_label
+from crosshead.common.model_places import expanded, model_label
 
 EVALUATION = "evaluation.json"
 """The file in the model's folder with the scores on its card, without paths of a machine."""
@@ -55,7 +54,7 @@ def _is_model(model: Mapping[str, Any], folder: Path, fingerprint: str | None) -
 
 
 def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
-    return Path(os.path.expanduser(model["model"])).resolve() == folder.resolve()
+    return expanded(model["model"]).resolve() == folder.resolve()
 
 
 def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, found: int) -> str:
@@ -74,7 +73,7 @@ def _outdated(folder: Path) -> str:
 
 def label(name: str) -> str:
     """The short name of a model, also of a folder that is gone."""
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     return path.resolve().name if not path.is_dir() and (path.is_absolute() or name[:1] == ".") else model_label(name)
 
 

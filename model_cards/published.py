@@ -13,7 +13,7 @@ from huggingface_hub import get_token
 from safetensors import SafetensorError, safe_open
 
 from crosshead.common.errors import CardError, FolderError
-from crosshead.common.model_places import foreign_link
+from crosshead.common.model_places import expanded, foreign_link
 
 from .card import README, check_card
 from .facts import CONFIG, read_json
@@ -212,7 +212,7 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _places(folder: Path) -> list[str]:
     """The directories of the model, of this process and of the user; roots are left out."""
-    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), Path(os.path.expanduser("~"))}
+    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
     return sorted(str(place) for place in found if len(place.parts) > 2)
 
 

@@ -1,12 +1,12 @@
 """The stages of a fold to a GGUF file: plan, write, read back, compare, publish."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import expanded
 from crosshead.common.progress import Progress
 
 from ..architectures.families import PREFIX, family_of, read_config
@@ -90,7 +90,7 @@ def run_gguf(
             f"{out} is a GGUF file, and crosshead writes none for a model of type {model_type!r}: name a folder, and "
             "convert that with llama.cpp"
         )
-    out = Path(os.path.expanduser(out))
+    out = expanded(out)
     for place in request.source.store.places:
         check_apart(place, out)
     if plan_only:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import expanded
 from crosshead.common.progress import Progress, silent
 
 from ..architectures.families import FAMILIES, PREFIX, kind_of
@@ -65,7 +66,7 @@ def verify_in_engine(
             for role, place in places.items()
         }
         _check_decoder(opened["source"], engine)
-        sample = read_sample(opened["source"], None if text is None else Path(os.path.expanduser(text)))
+        sample = read_sample(opened["source"], None if text is None else expanded(text))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
         for done, (role, checkpoint) in enumerate(opened.items(), 1):
@@ -127,7 +128,7 @@ def run_engine(
             "result": str(result),
         }
         job.write_text(json.dumps(content), encoding="utf-8")
-        interpreter = os.path.abspath(os.path.expanduser(python or sys.executable))
+        interpreter = os.path.abspath(expanded(python or sys.executable))
         environment = {name: value for name, value in os.environ.items() if python is None or name not in HIDDEN}
         # An empty home: a config cannot name code of another repository that lies in the user's cache.
         home = str(Path(scratch, "home"))

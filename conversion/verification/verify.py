@@ -1,6 +1,5 @@
 """Compares a model with its source: tensors, logits, cache size, and loading without crosshead."""
 
-import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
+from crosshead.common.model_places import expanded
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
 from crosshead.common.torch_state import default_torch_state
@@ -112,7 +112,7 @@ def verify(
         converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(converted)
-        sample = read_sample(origin, None if text is None else Path(os.path.expanduser(text)))
+        sample = read_sample(origin, None if text is None else expanded(text))
         local = folder_of(converted)
         place = None if local is None else record_file(local, kind_of(converted.config) == "stock")
         record = {} if place is None else read_record(place)

@@ -1,11 +1,10 @@
 """The source of a model for its card: the Hub id and the licence."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from crosshead.common.model_places import is_hub_id, split_revision
+from crosshead.common.model_places import expanded, is_hub_id, split_revision
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
@@ -20,7 +19,7 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
             return {}
         return {"base_model": recorded["name"], "licence": _on_the_hub(recorded["name"], recorded.get("revision"))}
     name, revision = split_revision(str(source))
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     _check_name(recorded, name, path)
     if path.suffix.lower() == ".gguf" and path.is_file():
         return _in_gguf(path)

@@ -1,6 +1,5 @@
 """`crosshead cost`."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -89,11 +88,11 @@ def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
 def _content(model: str, revision: str | None) -> dict[str, Any]:
     """The content of config.json, or its equivalent for a GGUF file."""
     from crosshead.common.checked_json import parse_object
-    from crosshead.common.model_places import split_revision
+    from crosshead.common.model_places import expanded, split_revision
     from crosshead.conversion.gguf.store import GgufStore
     from crosshead.conversion.sources.model_folder import CONFIG
 
-    path = Path(os.path.expanduser(model))
+    path = expanded(model)
     if path.exists() and revision is not None:
         raise ValueError(f"--revision {revision!r} needs a model on the Hub, and {model} is local")
     if path.suffix.lower() == ".gguf":

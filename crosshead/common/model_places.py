@@ -26,9 +26,14 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return place, revision
 
 
+def expanded(place: str | Path) -> Path:
+    """A path with the home folder for `~`; that of an unknown user, where `Path.expanduser` raises, stays as it is."""
+    return Path(os.path.expanduser(place))
+
+
 def model_label(name: str) -> str:
     """A short name: a Hub id, the name of a folder, or of a training's result that of its run."""
-    if not (place := Path(os.path.expanduser(name))).is_dir():
+    if not (place := expanded(name)).is_dir():
         return name
     place = place.resolve()
     return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name

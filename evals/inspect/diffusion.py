@@ -3,7 +3,6 @@
 A folder is a transformer that reads pixels, or a `DiTPipeline`, whose autoencoder makes the latents of an image.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import nn
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import EvalError, one_line
 from crosshead.common.images import MODES
+from crosshead.common.model_places import expanded
 from crosshead.modeling.mechanisms.base import AttentionState
 
 from ..cost.dit_config import CLASSES, DiTConfig
@@ -32,7 +32,7 @@ TIME, SEED = 250, 0
 
 def open_dit(name: str) -> Opened | None:
     """A DiT without its weights; None if the folder holds another kind of model."""
-    folder = transformer_folder(Path(os.path.expanduser(name)))
+    folder = transformer_folder(expanded(name))
     if not (folder / "config.json").is_file():
         return None
     content = read_object(folder / "config.json", LARGEST, "a config.json")
@@ -56,7 +56,7 @@ def open_dit(name: str) -> Opened | None:
         patch_size=fields.patch_size,
         no_class=fields.num_embeds_ada_norm,  # the number behind the last class
     )
-    return Opened(str(Path(os.path.expanduser(name))), config)
+    return Opened(str(expanded(name)), config)
 
 
 def transformer_folder(folder: Path) -> Path:

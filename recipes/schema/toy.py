@@ -6,7 +6,6 @@ the recipe has them.
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 import transformers
 
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.model_places import expanded
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import RULES
 from crosshead.modeling.options import Count
@@ -52,7 +52,7 @@ EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
     """`toy` in a folder that is new, empty, or made by an earlier call: a user's own files are not overwritten."""
-    folder = Path(os.path.expanduser(folder))
+    folder = expanded(folder)
     try:
         if folder.exists() and not (folder / MARKER).exists() and any(folder.iterdir()):
             raise RecipeError(f"--toy={folder} has files that --toy has not made: give a new or an empty folder")
