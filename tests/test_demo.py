@@ -239,7 +239,7 @@ def heeds_interrupts():
 
 @pytest.mark.slow
 def test_the_tiny_demo_stopped_twice_and_run_again(tmp_path):
-    goes_on = "crosshead: interrupted: the same command continues from here"
+    goes_on = "crosshead: interrupted: run the same command again; finished work is kept"
     assert stopped(tmp_path, "knocking:") == (130, goes_on)
     assert stopped(tmp_path, "explicit-trained:") == (130, goes_on)
     made, table = finished(tmp_path)

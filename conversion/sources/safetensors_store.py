@@ -190,6 +190,8 @@ def _read_headers(folder: Path) -> dict[str, Header]:
             f"{folder} has its weights as a pickle ({pickles[0]!r}), which is not read because it can run code: "
             "if you trust it, load it with transformers, save it with save_pretrained, and convert the new folder"
         )
+    if shards := sorted(name for name in names if "-of-" in name and name.endswith(".safetensors")):
+        raise ConversionError(f"{folder} has {shards[0]}, but no {INDEX}: copy the index of its shards, too")
     raise ConversionError(f"{folder} has neither {WEIGHTS} nor {INDEX}: give the folder of a checkpoint")
 
 

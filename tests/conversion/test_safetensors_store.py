@@ -218,6 +218,13 @@ def test_tensor_in_two_shards(tmp_path):
     assert re.search("'a'.*'model-00001", refusal(tmp_path))
 
 
+def test_shards_without_their_index(tmp_path):
+    (tmp_path / "model-00001-of-00002.safetensors").touch()
+    assert refusal(tmp_path).endswith(
+        f"has model-00001-of-00002.safetensors, but no {INDEX}: copy the index of its shards, too"
+    )
+
+
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])
 def test_pickles_are_not_read(tmp_path, name):
     (tmp_path / name).write_bytes(b"")
