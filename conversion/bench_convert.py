@@ -8,7 +8,6 @@ values of the weights do not matter as long as they are finite.
 
 import json
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
+from crosshead.common.child_process import memory_status, run_child
 from crosshead.common.errors import ConversionError
 from crosshead.common.progress import silent
 
@@ -46,7 +46,6 @@ TEXT = "the quick brown fox jumps over the lazy dog. " * 24
 HALF = {"explicit": {"key_heads": "50%", "value_heads": "50%"}}
 MIXERS: Mapping[str, dict[str, Any]] = {"neutral": {"knocking": {}}, "calibration": HALF, "virtual-heads": HALF}
 """Case -> mechanisms."""
-STATUS = Path("/proc/self/status")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class Synthetic:
     def copy(self) -> float:
         """Seconds of `cp -r`."""
         out, start = self._fresh("copy"), time.perf_counter()
-        _run(["cp", "-r", str(self.source), str(out)])
+        run_child(["cp", "-r", str(self.source), str(out)], "cp", ConversionError)
         seconds = time.perf_counter() - start
         self._fresh("copy")
         return seconds
@@ -114,9 +113,10 @@ class Synthetic:
             "mixers": MIXERS[name],
             "threads": torch.get_num_threads(),
         }
-        figures: dict[str, float] = json.loads(_run([sys.executable, "-P", "-m", __name__, json.dumps(job)]))
+        command = [sys.executable, "-P", "-m", __name__, json.dumps(job)]
+        output = run_child(command, Path(sys.executable).name, ConversionError)
         self._fresh("out")
-        return figures
+        return json.loads(output)
 
     def _fresh(self, name: str) -> Path:
         """A path in the folder, after removing what it contained."""
@@ -140,21 +140,6 @@ def _random(entry: Entry) -> torch.Tensor:
     return torch.empty(entry.shape, dtype=torch.bfloat16).normal_(0, 0.02, generator=generator)
 
 
-def _run(command: list[str]) -> bytes:
-    """Run a process and return its stdout."""
-    # In its own process group, so that Ctrl-C reaches only this process, which then kills the other one.
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0) as process:
-        try:
-            stdout, stderr = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode:
-        reason = (stderr.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
-        raise ConversionError(f"{Path(command[0]).name} ended with status {process.returncode}: {reason}")
-    return stdout
-
-
 def main(job: dict[str, Any]) -> dict[str, float]:
     """Run one job: a conversion, or its calibration."""
     torch.set_num_threads(job["threads"])
@@ -171,13 +156,8 @@ def main(job: dict[str, Any]) -> dict[str, float]:
     else:
         options: dict[str, Any] = {"calibration": saved} if job["name"] == "virtual-heads" else {}
         convert(job["source"], job["out"], job["mixers"], verify=False, **options)
-    return {"seconds": time.perf_counter() - start, "peak_bytes": _peak()}
-
-
-def _peak() -> int:
-    """Peak resident memory of this process; `getrusage` would include the parent's memory before `exec`."""
-    lines = STATUS.read_text(encoding="utf-8").splitlines() if STATUS.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    # `getrusage` would include the parent's memory before `exec`.
+    return {"seconds": time.perf_counter() - start, "peak_bytes": memory_status("VmHWM")}
 
 
 if __name__ == "__main__":

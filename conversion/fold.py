@@ -91,6 +91,8 @@ def fold(
 class FoldRequest(Request):
     """A conversion of a crosshead model to a stock checkpoint, which needs no calibration."""
 
+    command: str = "fold"
+    cached_bytes: int = 0
     prepared: Plan
     """Made by `resolve` to check the request."""
 
@@ -124,12 +126,10 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     if wide is not None and mixed.layout_of_layer(0).key_norm_eps is not None:
         allowed = replace(allowed, logits=None)  # scalars that are as small as the norm's eps
     return FoldRequest(
-        command="fold",
         source=source,
         source_config=mixed,
         options={"keep_cache": True} if keep_cache else {},
         minimum_bytes=plan.size,
-        cached_bytes=0,
         computes=bool(rewrites.layers),
         tolerance=allowed,
         prepared=plan,
@@ -143,12 +143,10 @@ def copied(source: Source) -> FoldRequest:
     dropped = check_source(source.store, shapes, tied_tensors(stock))
     plan = make_plan(source.store, stock, shapes, dropped, LayerRewrites({}, lambda layer: {}))
     return FoldRequest(
-        command="fold",
         source=source,
         source_config=stock,
         options={},
         minimum_bytes=plan.size,
-        cached_bytes=0,
         computes=False,
         tolerance=tolerance(stock, ()),
         prepared=plan,

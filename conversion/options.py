@@ -6,6 +6,7 @@ how they are parsed. Options that only a conversion has (`method`, `shared`) are
 
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -229,10 +230,8 @@ def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
 def _number(text: Any) -> Any:
     """A string as an int or a float, if it is one."""
     for number in (int, float) if isinstance(text, str) else ():
-        try:
+        with suppress(ValueError):
             return number(text)
-        except ValueError:
-            continue
     return text
 
 

@@ -103,8 +103,7 @@ def parameter_count(opened: Opened, auto_class: Any = AutoModelForCausalLM) -> i
     """The number of parameters, without loading the weights."""
     with torch.device("meta"):
         model = auto_class.from_config(deepcopy(opened.config), trust_remote_code=opened.trust_remote_code)
-    count: int = model.num_parameters()
-    return count
+    return model.num_parameters()
 
 
 def from_pretrained(auto_class: Any, name: str, part: str, trust_remote_code: bool, **options: Any) -> Any:

@@ -181,8 +181,7 @@ def published_recipe(recipe: Recipe) -> dict[str, Any]:
     for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
         if source["kind"] == "hub" and (place := Path(expand_home(source["path"]))).is_dir():
             source["path"] = f"./{place.name}"
-    shortened: dict[str, Any] = without_folders(content)
-    return shortened
+    return without_folders(content)
 
 
 def without_folders(value: Any) -> Any:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from math import prod
@@ -191,14 +192,15 @@ def _recorded(
     for layer, module in model.layers():
         attention: Any = model.attention(module)
         observed = observers.of_layer(layer) if known is None else {}
-        handles = [attention.register_forward_pre_hook(partial(_observe, [*observed.values()]), with_kwargs=True)]
         solves = observers.solves(layer)
         calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if solves]  # type: ignore[arg-type]
-        handles += [attention.register_forward_hook(each, with_kwargs=True) for each in calls]
-        if observers.kinds - {"router"}:
-            _step(model, module, hidden)
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            record = partial(_observe, observed.values())
+            hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
+            for each in calls:
+                hooks.enter_context(attention.register_forward_hook(each, with_kwargs=True))
+            if observers.kinds - {"router"}:
+                _step(model, module, hidden)
         tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
         tensors |= {} if known is None else known.layer(layer)
         compressed = [Tensors() for _ in converted]
@@ -219,9 +221,8 @@ def _recorded(
 
 def _step(model: StreamedModel, module: nn.Module, hidden: torch.Tensor) -> None:
     """Replace a layer's inputs by its outputs."""
-    for window in hidden.split(1):
-        with fast_products():
-            window.copy_(model.call(module, window))
+    with fast_products():
+        model.step(module, hidden)
 
 
 def _route(model: StreamedModel, module: Any, hidden: torch.Tensor, routing: Routing | None, heads: int) -> Tensors:

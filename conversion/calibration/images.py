@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import ConversionError
-from crosshead.common.images import image_of_shape, open_processor
+from crosshead.common.images import IMAGE_SUFFIXES, image_of_shape, open_processor
 from crosshead.common.progress import Progress
 from crosshead.modeling.encoder import image_shape
 
@@ -18,7 +18,6 @@ from ..sources.resolve import Source
 from .streamed_model import StreamedModel
 from .text import SEED, Text
 
-SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 IMAGES = 256
 """Maximum number of images for calibration."""
 RANDOM_NAME = f"random pixel values of a normal distribution, seed {SEED}"
@@ -33,9 +32,9 @@ def image_files(folder: Path) -> list[Path]:
     """The images in a folder and its subfolders; `ConversionError` if there are none."""
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder: this model reads images, give a folder of them")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
     if not files:
-        raise ConversionError(f"{folder} has no images: give a folder with {', '.join(sorted(SUFFIXES))} files")
+        raise ConversionError(f"{folder} has no images: give a folder with {', '.join(IMAGE_SUFFIXES)} files")
     return files
 
 

@@ -56,12 +56,6 @@ class StreamedEncoder(StreamedModel):
                 hidden = mapping(hidden)
         return hidden
 
-    def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each layer with its weights, which are freed when the next layer is requested."""
-        for index, layer in enumerate(self._layers()):
-            with self._weights(layer):
-                yield index, layer
-
     def _layers(self) -> list[Any]:
         encoder, count = self._base.encoder, self.config.num_hidden_layers
         if hasattr(encoder, "layer"):

@@ -5,7 +5,7 @@ hidden states that the caller keeps. The modules are those of transformers and c
 those of the model loaded as a whole.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -62,10 +62,13 @@ class StreamedModel:
         return functional.embedding(tokens.cpu(), rows).to(self.device, self._dtype)
 
     def layers(self) -> Iterator[tuple[int, nn.Module]]:
-        """Each decoder layer with its weights, which are freed when the next layer is requested."""
-        for index, layer in enumerate(self._model.model.layers):
+        """Each layer with its weights, which are freed when the next layer is requested."""
+        for index, layer in enumerate(self._layers()):
             with self._weights(layer):
                 yield index, layer
+
+    def _layers(self) -> Iterable[Any]:
+        return self._model.model.layers
 
     def attention(self, layer: Any) -> Any:
         """The attention of one of `layers`."""
@@ -127,15 +130,11 @@ class StreamedModel:
     def _weights_during_calls(self, module: nn.Module) -> Iterator[None]:
         """Load a module's weights before each call, and free them after it."""
         loaded = ExitStack()
-        handles = [
+        with (
             module.register_forward_pre_hook(lambda *_: loaded.enter_context(self._weights(module))),
             module.register_forward_hook(lambda *_: loaded.close(), always_call=True),
-        ]
-        try:
+        ):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def _weights(self, module: nn.Module) -> Iterator[None]:

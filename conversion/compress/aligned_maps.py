@@ -16,6 +16,7 @@ from itertools import combinations
 import torch
 
 from .aligned_frame import Errors, Frame, refine, roots, simplex
+from .head_groups import Group
 
 FLOOR = 0.03
 """Minimum singular value of maps that are inverted, relative to the largest."""
@@ -24,7 +25,6 @@ KEY_STEPS = 120
 EXACT = 0.1
 """The search starts from combinations without maps if their error is below this part of the other start's."""
 
-Group = tuple[int, ...]
 Start = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Components as factors of heads (h', h, d / 2), factors of maps (h, d / 2), scalars (h, h')."""
 

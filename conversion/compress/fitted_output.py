@@ -53,7 +53,7 @@ class AttentionCalls:
 def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) -> torch.Tensor:
     """The change of `o_proj.weight` (hidden, heads d), given stock tensors equivalent to the compressed ones."""
     heads: list[torch.Tensor] = []
-    handle = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
+    recorded = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
 
     def missing_outputs() -> Iterator[Pair]:
         for hidden, expected in zip(calls.inputs, calls.outputs, strict=True):
@@ -61,10 +61,8 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
                 output = attention(hidden_states=hidden.to(attention.o_proj.weight), **calls.arguments)[0]
             yield heads.pop().float().flatten(0, 1), (expected.float() - output.float()).flatten(0, 1)
 
-    with substituted(attention, compressed), full_products():
-        change = ridge_map(missing_outputs(), RIDGE)
-    handle.remove()
-    return change.cpu()
+    with recorded, substituted(attention, compressed), full_products():
+        return ridge_map(missing_outputs(), RIDGE).cpu()
 
 
 def ridge_map(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:

@@ -65,13 +65,11 @@ class HeadOutputs:
     @contextmanager
     def recording(self, attention: Any) -> Iterator[None]:
         """A context in which the layer is recorded."""
-        handles = [
+        with (
             attention.register_forward_pre_hook(self._record_input, with_kwargs=True),
             attention.o_proj.register_forward_pre_hook(self._record_heads),
-        ]
-        yield
-        for handle in handles:
-            handle.remove()
+        ):
+            yield
 
     def _record_input(self, module: nn.Module, args: Any, inputs: dict[str, Any]) -> None:
         self._count += 1
@@ -141,11 +139,9 @@ def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iter
     def select(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         return (args[0] * masks.pop().repeat_interleave(size, -1).to(args[0]),)
 
-    handles = [
+    with (
         attention.register_forward_pre_hook(route, with_kwargs=True),
         attention.o_proj.register_forward_pre_hook(select),
-    ]
-    with substituted(attention, {"o_proj.weight": attention.o_proj.weight + change}):
+        substituted(attention, {"o_proj.weight": attention.o_proj.weight + change}),
+    ):
         yield
-    for handle in handles:
-        handle.remove()

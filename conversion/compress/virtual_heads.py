@@ -125,7 +125,8 @@ def rewrite(
         new |= _split(compressed.components.flatten(0, 1), tensors, PROJECTIONS[side])
         new[f"mixers.explicit.{side}.weight"] = compressed.blocks(counts.groups).to(tensors["q_proj.weight"])
         if compressed.maps is not None:
-            new |= _ABSORB[side](tensors, compressed.maps)
+            absorb = _absorb_key_maps if side == "key" else _absorb_value_maps
+            new |= absorb(tensors, compressed.maps)
     if method == "aligned" and statistics is not None:
         fitted = {part: statistics.sums.get(fitted_name(counts, part)) for part in fitted_parts(layout, counts)}
         new |= {part: tensor.to(tensors["q_proj.weight"]) for part, tensor in fitted.items() if tensor is not None}
@@ -275,9 +276,6 @@ def _absorb_value_maps(tensors: Tensors, maps: torch.Tensor) -> Tensors:
     weight = tensors["o_proj.weight"].to(maps).unflatten(1, (len(maps), -1, maps.shape[-1]))
     absorbed = torch.einsum("nhga,hab->nhgb", weight, maps).flatten(1)
     return {"o_proj.weight": absorbed.to(tensors["o_proj.weight"])}
-
-
-_ABSORB = {"key": _absorb_key_maps, "value": _absorb_value_maps}
 
 
 def _names(projection: str) -> list[str]:

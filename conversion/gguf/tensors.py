@@ -129,10 +129,9 @@ class StockTensor:
                 count = min(step, rows - row)
                 raw = torch.empty(count, packed, dtype=torch.uint8)
                 fill(raw.numpy().data.cast("B"), descriptor, self.source.path, start + row * packed)
-                yield self._in_stock_order(dequantise(raw, self.source.format)).view(count, *entry.shape[1:])
-
-    def _in_stock_order(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self.head_rows is None else _swapped(rows, self.head_rows // 2, 2)
+                block = dequantise(raw, self.source.format)
+                block = block if self.head_rows is None else _swapped(block, self.head_rows // 2, 2)
+                yield block.view(count, *entry.shape[1:])
 
 
 def interleaved(rows: torch.Tensor, head_rows: int) -> torch.Tensor:

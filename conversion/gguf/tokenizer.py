@@ -62,7 +62,7 @@ def tokenizer_metadata(tokenizer: Any, config: Any, name: str) -> Metadata:
     if model["byte_fallback"]:
         kind["tokenizer.ggml.scores"] = _scores(tokens, model["merges"])
     else:
-        kind["tokenizer.ggml.merges"] = [" ".join(pair) for pair in _pairs(model["merges"])]
+        kind["tokenizer.ggml.merges"] = [" ".join(pair) for pair in model["merges"]]
     ids = {key: getattr(tokenizer, field) for key, field in _SPECIAL.items()}
     ids |= {key: getattr(config, field) for key, field in TOKENS.items() if ids[key] is None}
     return {
@@ -99,7 +99,7 @@ def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
     content = json.loads(path.read_text(encoding="utf-8"))
     vocabulary, tokens = content["model"]["vocab"], lists["tokenizer.ggml.tokens"]
     names = {index: name for name, index in vocabulary.items()}
-    merged = {"".join(pair) for pair in _pairs(content["model"]["merges"])}
+    merged = {"".join(pair) for pair in content["model"]["merges"]}
     added = {token["id"]: token for token in content["added_tokens"] if token["id"] < len(tokens)}
     for index, (token, kind) in enumerate(zip(tokens, lists.get("tokenizer.ggml.token_type", ()), strict=False)):
         if kind in (_CONTROL, _USER_DEFINED) and index not in added and names.get(index) not in merged:
@@ -172,19 +172,13 @@ def _vocabulary(content: Mapping[str, Any], tokenizer: Any, size: int, name: str
     return tokens, types
 
 
-def _pairs(merges: Sequence[Any]) -> list[tuple[str, str]]:
-    """Merges as pairs; older files have strings."""
-    pairs = (merge.split(" ") if isinstance(merge, str) else merge for merge in merges)
-    return [(first, second) for first, second in pairs]
-
-
-def _scores(tokens: Sequence[str], merges: Sequence[Any]) -> list[float]:
+def _scores(tokens: Sequence[str], merges: Sequence[Sequence[str]]) -> list[float]:
     """Scores that give the order of the merges: llama.cpp first merges the pair whose result has the highest score.
 
     Tokens that are no result of a merge come last.
     """
     ranks: dict[str, int] = {}
-    for rank, pair in enumerate(_pairs(merges)):
+    for rank, pair in enumerate(merges):
         ranks.setdefault("".join(pair), rank)
     return [-float(ranks.get(token, len(merges) + index)) for index, token in enumerate(tokens)]
 

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from crosshead.common.errors import ConversionError
+from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -31,8 +32,6 @@ INTEGERS: dict[str, torch.dtype] = {
 }
 """The dtypes of buffers such as position ids, which are copied unchanged."""
 STORED = DTYPES | INTEGERS
-EXPERT_BIAS = "e_score_correction_bias"
-"""The end of the names of tensors that keep their dtype: small differences between them choose experts."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -57,6 +56,7 @@ class Entry:
 
     def dtype_in(self, dtype: str | None) -> str:
         """Its dtype in a checkpoint whose weights are cast to `dtype`; None keeps the dtypes."""
+        # Small differences between the biases of a router choose experts.
         return self.dtype if dtype is None or self.is_integer or self.name.endswith(EXPERT_BIAS) else dtype
 
 

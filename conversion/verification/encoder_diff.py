@@ -14,7 +14,7 @@ from ..calibration.streamed_model import StreamedModel
 
 @torch.no_grad()
 def compare_encoders(
-    source: StreamedModel, target: StreamedModel, inputs: torch.Tensor, advance: Advance = lambda done, total: None
+    source: StreamedModel, target: StreamedModel, inputs: torch.Tensor, advance: Advance
 ) -> dict[str, Any]:
     """Run both models, one after the other, on windows of tokens (B, T) or on pixel values, and compare the outputs.
 

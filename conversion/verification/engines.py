@@ -12,7 +12,9 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from crosshead.common.errors import ConversionError
@@ -57,13 +59,10 @@ def verify_in_engine(
     """
     if engine not in ENGINES:
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
-    places = {"source": source, "model": model}
     with tempfile.TemporaryDirectory() as scratch:
         opened = {
-            role: open_source(
-                place, revision if role == "source" else None, scratch=Path(scratch, role), also=["*.py"]
-            )
-            for role, place in places.items()
+            "source": open_source(source, revision, scratch=Path(scratch, "source"), also=["*.py"]),
+            "model": open_source(model, scratch=Path(scratch, "model"), also=["*.py"]),
         }
         _check_decoder(opened["source"], engine)
         sample = read_sample(opened["source"], None if text is None else expanded(text))
@@ -101,13 +100,12 @@ def _check_decoder(source: Source, engine: str) -> None:
 def compared(results: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The measurements of both models side by side."""
     report: dict[str, Any] = {"version": results["model"]["version"]}
+    logprobs = {role: [*chain.from_iterable(result["logprobs"])] for role, result in results.items()}
     for role, result in results.items():
-        logprobs = [value for values in result["logprobs"] for value in values]
         numbers = {name: result[name] for name in ("kv_bytes_per_token", "kv_cache_tokens", "tokens_per_second")}
-        report[role] = {"loss": -sum(logprobs) / len(logprobs), **numbers, "greedy_text": result["greedy_text"]}
-    logprobs = [[value for values in result["logprobs"] for value in values] for result in results.values()]
+        report[role] = {"loss": -fmean(logprobs[role]), **numbers, "greedy_text": result["greedy_text"]}
     return report | {
-        "greatest_logprob_difference": max(abs(one - other) for one, other in zip(*logprobs, strict=True)),
+        "greatest_logprob_difference": max(abs(one - other) for one, other in zip(*logprobs.values(), strict=True)),
         "greedy_agreement": agreement(*(result["tokens"] for result in results.values())),
     }
 

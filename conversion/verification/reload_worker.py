@@ -21,8 +21,7 @@ LOADING = {"output_loading_info": True, "ignore_mismatched_sizes": True}
 
 def load_weights(auto_class: Any, folder: Path, trusted: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """The model in float32, and the loading info of transformers."""
-    loaded: Any = auto_class.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
-    return loaded
+    return auto_class.from_pretrained(folder, dtype=torch.float32, **trusted, **LOADING)
 
 
 def load_shapes(
@@ -94,11 +93,8 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
     if tokens.is_floating_point():
         outputs = [model(image[None]) for image in tokens]
     else:
-        inputs, run = (
-            [model_inputs(model.config, each[None]) for each in tokens],
-            model if generates else model.base_model,
-        )
-        outputs = [run(**each) for each in inputs]
+        run = model if generates else model.base_model
+        outputs = [run(**model_inputs(model.config, each[None])) for each in tokens]
     save_file({"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits)
     if not generates:
         return {}

@@ -133,7 +133,7 @@ def verify(
 
 
 def verify_folder(
-    source: Source, folder: Path, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str = "cpu"
+    source: Source, folder: Path, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str
 ) -> dict[str, Any]:
     """Compare a finished folder with its source; `ConversionError` if it differs by more than the tolerance."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -144,7 +144,7 @@ def verify_folder(
 
 
 def measure(
-    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str = "cpu"
+    source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str
 ) -> dict[str, Any]:
     """All measurements of a model and its source; the tolerance is not applied."""
     (before, _), (after, tensors) = checked(source), checked(model)
@@ -221,10 +221,9 @@ def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
     if not decodes(config):
         return 0
     stored = next(entry.dtype for name, entry in entries.items() if name.endswith(KEY_PROJECTIONS))
-    mixed = (
-        config if hasattr(config, "mixers") else family_of(config).mixed.from_dict(config.to_dict() | {"mixers": {}})
-    )
-    return cache_bytes(mixed, DTYPES[stored])
+    if not hasattr(config, "mixers"):
+        config = family_of(config).mixed.from_dict(config.to_dict() | {"mixers": {}})
+    return cache_bytes(config, DTYPES[stored])
 
 
 def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Tensor) -> dict[str, Any]:
@@ -247,11 +246,11 @@ def _reload(source: StreamedModel, model: Source, config: Any, prompts: torch.Te
             f"{name} computes other outputs in a clean process: they differ by up to {difference:.3g}, the largest "
             f"is {largest:.3g}; please report this"
         )
-    continuations, texts = report.pop("continuations", None), report.pop("texts", None)
-    if continuations is not None and texts is not None:
+    if "continuations" in report:
         with source.whole() as whole:
-            report["greedy_text_agreement"] = agreement(continue_greedily(whole, prompts, NEW_TOKENS), continuations)
-        report["greedy_text"] = texts[0]
+            expected_tokens = continue_greedily(whole, prompts, NEW_TOKENS)
+        report["greedy_text_agreement"] = agreement(expected_tokens, report.pop("continuations"))
+        report["greedy_text"] = report.pop("texts")[0]
     return report
 
 

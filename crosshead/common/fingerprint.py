@@ -1,8 +1,8 @@
-"""The fingerprint of a model directory: a digest that changes when its configuration or its weights change."""
+"""Digests of files, and the fingerprint of a model directory, which changes with its configuration or its weights."""
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from .errors import EvalError
@@ -10,6 +10,15 @@ from .errors import EvalError
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 SAMPLE = 4096
 """The bytes read of each tensor: all bytes would take minutes, and training changes these too."""
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """A sha256 of the digests of files, in their order."""
+    found = hashlib.sha256()
+    for file in files:
+        with file.open("rb") as content:
+            found.update(hashlib.file_digest(content, "sha256").digest())
+    return found.hexdigest()
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -9,6 +9,8 @@ from transformers.models.auto.image_processing_auto import AutoImageProcessor  #
 from .errors import ConversionError, one_line
 from .model_places import placed
 
+IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+"""Of the names of image files, in small letters."""
 MODES = {1: "L", 3: "RGB"}
 """The channels of a model -> Pillow's name for such images."""
 

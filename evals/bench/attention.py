@@ -137,7 +137,7 @@ def _decoding_mask(kind: str, tokens: int, batch: int) -> Tensor | None:
 
 
 def uncached_layers(
-    batch: int, heads: int, tokens: int, head_dim: int, baseline_heads: int, by_token: bool = False
+    batch: int, heads: int, tokens: int, head_dim: int, baseline_heads: int, by_token: bool
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Keys and values of many layers in a cycle, so that those of the next layer are never in the processor's cache.
 
@@ -171,7 +171,7 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | No
     return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None).transpose(1, 2)
 
 
-def stock_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def stock_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
     """The sdpa attention of a stock model, in which query heads may share keys.
 
     Without a mask, the kernel shares the keys, which is slow on a CPU. With a mask and one query, the heads that share
@@ -189,7 +189,7 @@ def build_mechanism(name: str, layout: HeadLayout, **options: Any) -> Mechanism:
 def mechanism_attention(
     mechanism: Mechanism,
     state: AttentionState,
-    mask: Tensor | None = None,
+    mask: Tensor | None,
     implementation: str = "sdpa",
     function: Callable[..., tuple[Tensor, Tensor | None]] | None = None,
 ) -> Tensor:

@@ -8,17 +8,16 @@ In the child process, glibc returns freed memory to the system at once; otherwis
 import gc
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from crosshead.common.child_process import STATUS, memory_status, run_child
 from crosshead.common.errors import EvalError
 from crosshead.common.posix import require_posix
 
@@ -26,7 +25,6 @@ from .case import MEMORY, Case, on_device
 
 WARM_UP = {"tokens": 128}
 """The shape of a run before the measurement, which loads libraries."""
-STATUS = Path("/proc/self/status")
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """From this size on, glibc maps an allocation and unmaps it when it is freed."""
 Counter = tuple[Callable[[], int], Callable[[], int]]
@@ -63,35 +61,19 @@ def _peak_of_child(case: Case, ours: bool) -> int:
     job = {"module": case.make.__module__, "maker": case.make.__name__, "shape": dict(case.shape), "ours": ours}
     job |= {"measured": case.measured, "threads": torch.get_num_threads()}
     command = [sys.executable, "-P", "-m", __name__, json.dumps(job)]
-    # In its own process group, so that Ctrl-C reaches only this process, which then kills the child.
-    pipe, environment = subprocess.PIPE, os.environ | MALLOC_ENVIRONMENT
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=environment, process_group=0) as process:
-        try:
-            output, errors = process.communicate()
-        finally:
-            process.kill()
-            process.wait()
-    if process.returncode:
-        reason = (errors.decode(errors="replace").strip().splitlines() or ["out of memory?"])[-1]
-        raise EvalError(f"{case.name}: its process ended with status {process.returncode}: {reason}")
-    return int(output)
+    return int(run_child(command, f"{case.name}: its process", EvalError, os.environ | MALLOC_ENVIRONMENT))
 
 
 def system_counter() -> Counter:
     """Resident memory as the system counts it; without /proc, only its peak is known."""
     if STATUS.exists():
-        return partial(_status, "VmRSS"), partial(_status, "VmHWM")
+        return partial(memory_status, "VmRSS"), partial(memory_status, "VmHWM")
     import resource  # Windows has no such module
 
     def peak() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     return peak, peak
-
-
-def _status(name: str) -> int:
-    lines = STATUS.read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:"))
 
 
 def main(job: dict[str, Any]) -> int:

@@ -37,8 +37,7 @@ class DiTConfig:
 
     def layouts(self) -> list[HeadLayout]:
         """The shape of attention in each block."""
-        shapes: list[HeadLayout] = self.on_meta().layouts()
-        return shapes
+        return self.on_meta().layouts()
 
     @property
     def tokens(self) -> int:

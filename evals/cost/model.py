@@ -110,8 +110,7 @@ Angles = tuple[torch.Tensor, ...] | torch.Tensor
 
 def position_embeddings(rotary: Any) -> Angles:
     """The position embeddings of one token, from the model's rotary module."""
-    made: Angles = type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
-    return made
+    return type(rotary)(config=rotary.config)(torch.empty(1, 1, 1), torch.zeros(1, 1, dtype=torch.long))
 
 
 def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, int, int]:

@@ -29,9 +29,8 @@ def seq2seq_cost(model: Any, length: int) -> Cost:
     options = {"encoder_outputs": encoded, "past_key_values": cache, "use_cache": True}
     decode = multiplications(lambda: model(decoder_input_ids=first, **options))
     counts = parameter_counts(model)
-    if not getattr(
-        model.config, "scale_decoder_outputs", True
-    ):  # T5 1.1 and FLAN-T5 store a head; a new model does not
+    # T5 1.1 and FLAN-T5 store a head; a new model does not.
+    if not getattr(model.config, "scale_decoder_outputs", True):
         for name in ("parameters", "active_parameters"):
             counts[name] += model.lm_head.weight.numel()
     return Cost(

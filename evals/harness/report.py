@@ -12,9 +12,8 @@ def eval_lines(report: Report) -> Iterator[str]:
     """Scores with standard errors, truncated items, missing benchmarks, and the comparisons."""
     yield from _scores(report)
     for model in report["models"]:
-        cut = {
-            row["name"]: row for row in model["scores"] if row["items_cut"]
-        }  # metrics of a task have the same items
+        # By name, since all metrics of a task have the same items.
+        cut = {row["name"]: row for row in model["scores"] if row["items_cut"]}
         for row in cut.values():
             part = "end" if "data" in report else "beginning"
             yield (

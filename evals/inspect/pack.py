@@ -20,12 +20,12 @@ DIGITS = 5
 def pack_numbers(values: torch.Tensor) -> dict[str, Any]:
     """Any tensor, in 16 bits."""
     scale = _maximum(values) / NUMBER_LEVELS or 1.0
-    return _packed((values.double() / scale).round().to(torch.int16), values.shape, scale)
+    return _packed((values.double() / scale).round().to(torch.int16), scale)
 
 
 def pack_indices(indices: torch.Tensor) -> dict[str, Any]:
     """Integers below 32768, without a scale."""
-    return _packed(indices.to(torch.int16), indices.shape, 1)
+    return _packed(indices.to(torch.int16), 1)
 
 
 def pack_maps(weights: torch.Tensor, smallest_scale: float = 1.0) -> dict[str, Any]:
@@ -33,12 +33,12 @@ def pack_maps(weights: torch.Tensor, smallest_scale: float = 1.0) -> dict[str, A
     scale = max(smallest_scale, _maximum(weights)) or 1.0
     shares = weights.double() / scale
     levels = (shares.sign() * shares.abs().sqrt() * MAP_LEVELS).round()
-    return _packed(levels.to(torch.int8), weights.shape, scale)
+    return _packed(levels.to(torch.int8), scale)
 
 
 def pack_picture(colours: torch.Tensor) -> dict[str, Any]:
     """Colours (height, width, channels) from 0 to 1, as unsigned numbers of 8 bits."""
-    return _packed((colours * PICTURE_LEVELS).round().to(torch.uint8), colours.shape, 1 / PICTURE_LEVELS)
+    return _packed((colours * PICTURE_LEVELS).round().to(torch.uint8), 1 / PICTURE_LEVELS)
 
 
 def plain(values: torch.Tensor) -> list[Any]:
@@ -55,7 +55,7 @@ def _maximum(values: torch.Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
-def _packed(integers: torch.Tensor, shape: torch.Size, scale: float) -> dict[str, Any]:
+def _packed(integers: torch.Tensor, scale: float) -> dict[str, Any]:
     raw = integers.contiguous().numpy()
-    data = compress(raw.astype(raw.dtype.newbyteorder("<")).tobytes(), 9)
-    return {"shape": list(shape), "bits": raw.itemsize * 8, "scale": scale, "data": b64encode(data).decode("ascii")}
+    data = b64encode(compress(raw.astype(raw.dtype.newbyteorder("<")).tobytes(), 9))
+    return {"shape": list(raw.shape), "bits": raw.itemsize * 8, "scale": scale, "data": data.decode("ascii")}

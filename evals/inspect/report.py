@@ -16,7 +16,6 @@ from transformers.utils.hub import cached_file
 from crosshead.common.checked_json import parse_object
 from crosshead.common.model_places import split_revision
 from crosshead.common.progress import Progress
-from crosshead.modeling.mechanisms.base import Mechanism
 
 from ..open_model import Opened, load_model, open_config, open_tokenizer
 from .backbones import (
@@ -72,7 +71,7 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
     progress(stage, 0, total)
     run = partial(layer_records, model, backbone, places, advance=lambda: progress(stage, next(done), total))
     texts = [sample.record | run(sample) for sample in samples]
-    mechanisms = [(place, *each) for place in places for each in _mechanisms(place.attention)]
+    mechanisms = [(place, *each) for place in places for each in getattr(place.attention, "mixers", {}).items()]
     return {
         "name": opened.label,
         "model_type": config.model_type,
@@ -96,9 +95,8 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
 
 def recorded_drift(name: str) -> dict[str, float]:
     """The distance of each mechanism from its start, as recorded by `crosshead train`; empty without a record."""
-    ignored = ("missing_entries", "connection_errors")
     place, revision = split_revision(name)
-    flags = {f"_raise_exceptions_for_{error}": False for error in ignored}
+    flags = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     path = cached_file(place, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
     found = metrics.items() if isinstance(metrics, dict) else ()
@@ -116,23 +114,14 @@ def _load(opened: Opened) -> Any:
 def attention_places(model: Any, backbone: Backbone) -> list[Place]:
     """The attention modules of a model, part by part."""
     modules = list(getattr(model, "base_model", model).named_modules())
-    return [
-        Place(part, module, [])
-        for part in backbone.parts
-        for name, module in modules
-        if re.fullmatch(part.modules, name)
-    ]
+    found = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
+    return [Place(part, module, []) for part, module in found]
 
 
 def part_record(part: Part, places: Sequence[Place]) -> dict[str, Any]:
     """The name of a part, its queries and keys, and the number of its layers."""
     layers = sum(len(place.layers) for place in places if place.part is part)
     return {"name": part.name, "rows": part.rows, "columns": part.columns, "causal": part.causal, "layers": layers}
-
-
-def _mechanisms(attention: Any) -> list[tuple[str, Mechanism]]:
-    """The mechanisms of an attention module, by name; a stock module has none."""
-    return list(getattr(attention, "mixers", {}).items())
 
 
 @torch.no_grad()

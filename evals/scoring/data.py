@@ -1,12 +1,13 @@
 """Base class of the four kinds of evaluation data: it runs the items in batches and scores the results."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from crosshead.common.errors import EvalError, one_line
 
@@ -80,16 +81,15 @@ class Data(ABC):
             order = order[size:]
 
 
-def padded(rows: Sequence[Sequence[int]], value: int) -> Tensor:
+def padded(rows: Iterable[Sequence[int]], value: int) -> Tensor:
     """Rows of numbers (B, T), filled up at the end."""
-    length = max(map(len, rows))
-    return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows])
+    return pad_sequence([torch.tensor(row) for row in rows], batch_first=True, padding_value=value)
 
 
 def text_inputs(rows: Sequence[Mapping[str, Sequence[int]]], padding: int, model: Any) -> dict[str, Tensor]:
     """The inputs of a model for encoded texts, on its device."""
     values = {"input_ids": padding}
-    return {name: padded([row[name] for row in rows], values.get(name, 0)).to(model.device) for name in rows[0]}
+    return {name: padded((row[name] for row in rows), values.get(name, 0)).to(model.device) for name in rows[0]}
 
 
 def label_outcomes(logits: Tensor, labels: Sequence[int], top: int) -> Tensor:

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError
+from crosshead.common.fingerprint import files_digest
 
 from ..harness.evaluate import check_options, model_fields, score_all, versions
 from ..harness.lm_eval_model import quiet
 from ..harness.scores import Items, Row
 from ..open_model import Opened, load_model, open_config, open_tokenizer, parameter_count
 from .data import Data
-from .files import digest
 from .images import LabelledImages
 from .metrics import Score
 from .sequences import LabelledRows
@@ -63,7 +63,7 @@ def score_data(
         name = path.resolve().name
         report = {
             "suite": {"name": data[0].title, "source": name, "missing": []},
-            "data": {"name": name, "sha256": digest(data[0].files)},
+            "data": {"name": name, "sha256": files_digest(data[0].files)},
             "limit": limit,
             "batch_size": batch_size,
             "backend": "hf",

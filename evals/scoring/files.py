@@ -1,11 +1,10 @@
 """Reads the files of a user: rows with labels, plain text, and folders of images; errors name the file and the row."""
 
-from collections.abc import Sequence
-from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.errors import EvalError, nearest
+from crosshead.common.images import IMAGE_SUFFIXES
 from crosshead.common.plain_text import check_characters, json_object, read_text
 
 TEXT_COLUMNS = (
@@ -19,7 +18,6 @@ TEXT_COLUMNS = (
 """The texts of a row in the tasks of GLUE, in its own files and in those of the Hub; the first ones found count."""
 LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 SUFFIXES = (".tsv", ".jsonl", ".json")
-IMAGES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp"}
 TOLD = 4
 """The names of classes in a message."""
 Row = tuple[str, tuple[str, ...], Any]
@@ -84,13 +82,16 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
         raise EvalError(
             f"{path} is not a folder: an image classifier reads a folder with one subfolder for each class"
         )
-    loose = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGES)
+    loose = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if loose:
         raise EvalError(f"{loose[0]} lies in no subfolder: put each image into the subfolder of its class")
     folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
-    files = {folder: sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGES) for folder in folders}
+    files = {
+        folder: sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
+        for folder in folders
+    }
     if not any(files.values()):
-        raise EvalError(f"{path} has no images in subfolders: give {', '.join(sorted(IMAGES))} files")
+        raise EvalError(f"{path} has no images in subfolders: give {', '.join(IMAGE_SUFFIXES)} files")
     return {folder: images for folder, images in files.items() if images}
 
 
@@ -113,12 +114,3 @@ def class_of(config: Any, label: Any, where: str) -> int:
             f"{nearest(str(label), names.values())}"
         )
     return found[0]
-
-
-def digest(files: Sequence[Path]) -> str:
-    """A sha256 of the digests of files, in their order."""
-    found = sha256()
-    for file in files:
-        with file.open("rb") as content:
-            found.update(file_digest(content, "sha256").digest())
-    return found.hexdigest()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +71,8 @@ class MaskedWindows(Windows):
         generator = Generator().manual_seed(SEED)
         self.places, self.encoded = [], []
         for window in self.tokens:
-            chosen = (
-                torch.randperm(len(window), generator=generator)[: max(1, round(RATE * len(window)))].sort().values
-            )
+            count = max(1, round(RATE * len(window)))
+            chosen = torch.randperm(len(window), generator=generator)[:count].sort().values
             ids = torch.tensor([*start, *window, *end])
             ids[chosen + len(start)] = mask
             self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
@@ -154,8 +152,7 @@ def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
 def _parts(total: int, count: int, generator: Generator) -> list[int]:
     """Random positive numbers with a sum; every choice of them is equally likely."""
     inner = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
-    bounds = [0, *inner.tolist(), total]
-    return [after - before for before, after in pairwise(bounds)]
+    return torch.diff(inner, prepend=torch.tensor([0]), append=torch.tensor([total])).tolist()
 
 
 def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int) -> Pair:

@@ -74,9 +74,8 @@ class Augmentation:
         if self.flip and draws.random() < 0.5:
             image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
         for _ in range(self.operations):
-            image = changed(
-                image, OPERATIONS[draws.integers(len(OPERATIONS))], self.magnitude / HIGHEST_MAGNITUDE, draws
-            )
+            operation = OPERATIONS[draws.integers(len(OPERATIONS))]
+            image = changed(image, operation, self.magnitude / HIGHEST_MAGNITUDE, draws)
         return image
 
     def pixels(self, pixels: torch.Tensor, draws: Draws) -> torch.Tensor:

@@ -6,7 +6,6 @@ the sample: a resumed run sees the same samples.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -155,7 +154,7 @@ class SpanCorruption(Corruption):
 def random_sizes(total: int, count: int, draws: np.random.Generator) -> Tokens:
     """The sizes of `count` pieces of at least one, all divisions of `total` equally likely."""
     cuts = np.sort(draws.choice(total - 1, count - 1, replace=False)) + 1
-    return np.array([stop - start for start, stop in pairwise([0, *cuts, total])], np.int64)
+    return np.diff(cuts, prepend=0, append=total)
 
 
 def span_sizes(options: Spans, length: int) -> tuple[int, int, int]:

@@ -19,14 +19,13 @@ from typing import Any, Protocol
 from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
-from crosshead.common.images import MODES
-from crosshead.common.progress import Counter, Progress, silent
+from crosshead.common.images import IMAGE_SUFFIXES, MODES
+from crosshead.common.progress import Counter, Progress
 
 from ..schema.sections import DataSource
 from .readers import expand_home, file_states, files_in, missing_column
 from .token_cache import locked
 
-SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 BLOCK = 1024
 """Images that are read at a time when a source is checked."""
 FORMAT = 1
@@ -67,10 +66,10 @@ class ClassFolders:
         self.labels: list[int] = []
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
-            found = files_in(folder, (*SUFFIXES, *(suffix.upper() for suffix in SUFFIXES)))
+            found = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
             if not found:
                 raise RecipeError(
-                    f"the class folder {folder} has no images: add some ({', '.join(SUFFIXES)}), or remove it"
+                    f"the class folder {folder} has no images: add some ({', '.join(IMAGE_SUFFIXES)}), or remove it"
                 )
             self._files += found
             self.labels += [label] * len(found)
@@ -130,8 +129,7 @@ class DatasetImages:
         value = self._rows[index][self._image]
         if value is None:
             raise ValueError("there is no image")
-        found: bytes = Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
-        return found
+        return Path(value["path"]).read_bytes() if value["bytes"] is None else value["bytes"]
 
     def place(self, index: int) -> str:
         """The number of the row, counted from 1."""
@@ -165,7 +163,7 @@ def decoded(source: ImageSource, index: int, channels: int, content: bytes | Non
         ) from error
 
 
-def digests(source: ImageSource, name: str, root: Path, progress: Progress = silent) -> list[str]:
+def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> list[str]:
     """The digest of each image's content, from the cache folder or written there; each image can be decoded."""
     try:
         key = json.dumps([FORMAT, source.state()])

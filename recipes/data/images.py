@@ -41,8 +41,7 @@ class ImageInputs:
 
     def pixels(self, image: Any, **options: Any) -> torch.Tensor:
         """Pixel values (channels, height, width)."""
-        values: torch.Tensor = self.processor(image, return_tensors="pt", **options)["pixel_values"][0]
-        return values.float()
+        return self.processor(image, return_tensors="pt", **options)["pixel_values"][0].float()
 
     def save_pretrained(self, folder: str) -> None:
         """Save the image processor."""
@@ -148,7 +147,7 @@ def open_images(
     return read_images(options, inputs, progress).prepared(Augmented(inputs, augmentation), Plain(inputs))
 
 
-def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress = silent) -> TrainingData:
+def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -> TrainingData:
     """Read the sources: all images are decoded once, unless the cache shows that they have been."""
     root = Path(expand_home(options.cache))
     training, evaluation, content = [], [], []

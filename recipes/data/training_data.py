@@ -75,8 +75,7 @@ class RunSamples(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         source, window = self._order.sample(range(self._count)[index])
-        sample: Sample = self._sources[source][window]
-        return sample
+        return self._sources[source][window]
 
 
 Draws = np.random.Generator

@@ -8,6 +8,7 @@ Those with stages, which have a width for each stage, are measured as they are.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import dataclass
 from math import lcm
@@ -165,13 +166,13 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
         mark()
         read.append(arguments[0])
 
-    handles = [layer.register_forward_pre_hook(before) for layer in model_layers(model)]
-    handles += [layer.register_forward_hook(mark) for layer in model_layers(model)]
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(**inputs)
+    with ExitStack() as hooks:
+        for layer in model_layers(model):
+            hooks.enter_context(layer.register_forward_pre_hook(before))
+            hooks.enter_context(layer.register_forward_hook(mark))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast), saved_tensors_hooks(pack, lambda tensor: tensor):
+            model(**inputs)
     mark()
-    for handle in handles:
-        handle.remove()
     *bounds, total = marks
     layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
     return [*layers, total - sum(layers)], read

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from crosshead.common.errors import RecipeError, one_line
-from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, on_meta
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, on_meta, parameter_counts
 from crosshead.evals.cost.model import model_cost, usual_length
 
 from ..data.readers import expand_home
@@ -134,9 +134,8 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
         inputs = {name: part.to("meta") if isinstance(part, torch.Tensor) else part for name, part in example.items()}
         flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
         flops //= recipe.data.length if recipe.counts_tokens else 1
-        sizes = {name: part.numel() for name, part in model.named_parameters()}
-        counts = {"parameters": sum(sizes.values())}
-        counts |= {"new_parameters": sum(size for name, size in sizes.items() if is_mechanism(name))}
+        counted = parameter_counts(model)
+        counts = {key: counted[key] for key in ("parameters", "new_parameters")}
     return counts | {f"training_flops_per_{unit}": flops, "training_flops": flops * amount}
 
 

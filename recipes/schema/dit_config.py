@@ -1,7 +1,7 @@
 """The configuration of a diffusion transformer in a recipe: the fields of DiT, and `mixers`."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from crosshead.common.errors import RecipeError
@@ -57,10 +57,6 @@ class DiTFields:
         """The shape of attention in each block."""
         heads, size = self.num_attention_heads, self.attention_head_dim
         return [HeadLayout(heads * size, heads, heads, size, layer_index=block) for block in range(self.num_layers)]
-
-    def content(self) -> dict[str, Any]:
-        """The arguments of the model."""
-        return asdict(self)
 
 
 def dit_config(content: Mapping[str, Any]) -> DiTFields:

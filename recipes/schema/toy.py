@@ -35,7 +35,6 @@ LENGTH = 64
 SEQUENCES = 4
 HELD_OUT = 0.1
 END = "<end>"
-NO_TOKENS: Mapping[str, Any] = {}
 SPECIAL_TOKENS: dict[str, Mapping[str, Any]] = {
     "masked_tokens": {"pad_token": "<pad>", "cls_token": "<cls>", "sep_token": "<sep>", "mask_token": "<mask>"},
     "spans": {"pad_token": "<pad>", "extra_special_tokens": [f"<extra_id_{number}>" for number in range(LENGTH)]},
@@ -75,7 +74,7 @@ def toy(recipe: Recipe, folder: Path) -> Recipe:
     if isinstance(recipe.objective, Noise):
         return _small_run(recipe, folder, _toy_diffusion(recipe, folder))
     objective, tokenizer = recipe.objective, folder / "tokenizer" if recipe.counts_tokens else None
-    words = write_tokenizer(tokenizer, SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
+    words = write_tokenizer(tokenizer, **SPECIAL_TOKENS.get(objective.name, {})) if tokenizer else 0
     config = toy_config(recipe.model.config, words, objective)
     path, distillation = None, recipe.distillation
     if recipe.model.path is not None:
@@ -203,7 +202,7 @@ def _toy_train(train: TrainOptions) -> TrainOptions:
     )
 
 
-def write_tokenizer(folder: Path, special: Mapping[str, Any] = NO_TOKENS) -> int:
+def write_tokenizer(folder: Path, **special: Any) -> int:
     """A token for each byte and one for the end of a document; returns the number of tokens.
 
     `special` are further tokens by their role, as an argument of the library's class.

@@ -13,7 +13,7 @@ from crosshead.common.errors import RecipeError, one_line
 
 from .checkpoints import PARTIAL, publish, step_of, writing
 from .dit_model import save_model, save_weights
-from .parameters import has_lora, merged_model
+from .parameters import has_lora
 
 
 class CheckpointTrainer(Trainer):
@@ -58,7 +58,7 @@ class CheckpointTrainer(Trainer):
         """Save the trained model alone, for `from_pretrained`."""
         if has_lora(self.model):
             if self.args.should_save:
-                merged_model(self.model).save_pretrained(str(folder))
+                self.model.merge_and_unload().save_pretrained(str(folder))
             return
         if self._is_dit:
             if self.args.should_save:

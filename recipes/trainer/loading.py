@@ -1,11 +1,11 @@
 """Loads the tokenizer of a recipe and stored configurations, and explains failures."""
 
-import hashlib
 from pathlib import Path
 from typing import Any
 
 from crosshead.common.access_tokens import without_tokens
 from crosshead.common.errors import RecipeError, one_line
+from crosshead.common.fingerprint import files_digest
 from crosshead.common.model_places import LOADER_STATE, check_layers, placed
 
 from ..schema.recipe import Recipe
@@ -58,11 +58,7 @@ def weights_identity(name: str, config: Any) -> str:
     folder = Path(name)
     if not folder.is_dir():
         return str(getattr(config, "_commit_hash", None))
-    digest = hashlib.sha256()
-    for path in sorted(path for path in folder.glob("*.safetensors") if path.is_file()):  # no device
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()[:16]
+    return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]  # no device
 
 
 def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:

@@ -21,6 +21,8 @@ from .parameters import ATTENTION, attention_layers, set_trainable
 COPIED_FILES = ("conversion.json", *LICENCE_FILES)
 """Files of the initial model that also hold for the result."""
 USE_ITS_SOURCE = "use the model that this one was converted from"
+ANY_VALUE = {"transformers_version", "dtype", "architectures", "label2id"}
+"""Keys in which the model may differ from the recipe."""
 OMITTED = {"expert_bias": False}
 """Keys that a configuration does not store with this value."""
 TEACHER_WITH_ZERO3 = (
@@ -215,9 +217,5 @@ def check_expected(found: Any, expected: Any) -> None:
     if len(wanted.pop("id2label", found.id2label)) != found.num_labels:
         raise RecipeError(f"model.path has num_labels={found.num_labels}, but model.config has {expected.num_labels}")
     for key, value in wanted.items():
-        if (
-            key in actual
-            and actual[key] != value
-            and key not in ("transformers_version", "dtype", "architectures", "label2id")
-        ):
+        if key not in ANY_VALUE and actual.get(key, value) != value:
             raise RecipeError(f"model.path has {key}={actual[key]!r}, but model.config has {value!r}")

@@ -56,8 +56,7 @@ class NoiseLoss:
 
     def noisy(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """The inputs of the model."""
-        found: Tensor = self._schedule.add_noise(clean, noise, times)
-        return found
+        return self._schedule.add_noise(clean, noise, times)
 
     def __call__(self, prediction: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """A loss for each image (B) of images (B, channels, height, width)."""

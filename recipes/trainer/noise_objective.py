@@ -1,5 +1,6 @@
 """The objective of diffusion models: a DiT predicts the noise in images, or in their latents."""
 
+from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
 from typing import Any
 
@@ -51,7 +52,7 @@ class Noise(Objective):
         """A DiT with the initial values of its paper."""
         from crosshead.modeling.dit import CrossheadDiTTransformer2DModel
 
-        model: nn.Module = CrossheadDiTTransformer2DModel(**config.content())
+        model: nn.Module = CrossheadDiTTransformer2DModel(**asdict(config))
         initialise(model)
         share_embeddings(model)
         return model
@@ -116,8 +117,7 @@ class Noise(Objective):
             return pixels
         with torch.autocast(pixels.device.type, enabled=False):
             found = self._vae.to(pixels.device).encode(pixels).latent_dist
-        latents: torch.Tensor = found.mean + found.std * inputs[LATENT_NOISE]
-        return latents * self._vae.config.scaling_factor
+        return (found.mean + found.std * inputs[LATENT_NOISE]) * self._vae.config.scaling_factor
 
     @cached_property
     def _config(self) -> DiTFields:

@@ -72,10 +72,7 @@ class Objective(ABC):
 
     def new_model(self, config: Any) -> nn.Module:
         """A model with random initial values."""
-        model: nn.Module = getattr(transformers, self.recipe.objective.auto_class).from_config(
-            config, dtype=torch.float32
-        )
-        return model
+        return getattr(transformers, self.recipe.objective.auto_class).from_config(config, dtype=torch.float32)
 
     def new_head(self, processor: Any) -> dict[str, Any]:
         """Changes to the configuration of a model that is continued with a new head; none if it keeps its own."""

@@ -66,11 +66,6 @@ def has_lora(model: Any) -> bool:
     return hasattr(model, "merge_and_unload")
 
 
-def merged_model(model: Any) -> Any:
-    """The model without peft's wrapper, LoRA merged into its weights."""
-    return model.merge_and_unload() if has_lora(model) else model
-
-
 def separate_mechanisms(
     optimizer: Optimizer, model: nn.Module, decaying: Collection[str], options: TrainOptions
 ) -> None:

@@ -103,8 +103,7 @@ class RunTrainer(CheckpointTrainer):
             super().save_result(folder)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
-        remaining: Any = range(self.first_step * self.recipe.batch_size, len(self.train_dataset))
-        return remaining
+        return range(self.first_step * self.recipe.batch_size, len(self.train_dataset))  # type: ignore[return-value]
 
     def create_optimizer(self, model: Any = None) -> Any:
         """The library's, with groups for mechanisms."""

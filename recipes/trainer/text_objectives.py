@@ -58,8 +58,7 @@ def excess_expert_loss(model: nn.Module, outputs: Any, share: torch.Tensor) -> t
     config: Any = getattr(model, "module", model).config
     if outputs.get("aux_loss") is None or hasattr(config, "mixers"):
         return 0.0
-    excess: torch.Tensor = config.router_aux_loss_coef * outputs["aux_loss"] * (1 - share)
-    return excess
+    return config.router_aux_loss_coef * outputs["aux_loss"] * (1 - share)
 
 
 class NextToken(TextObjective):

@@ -73,15 +73,15 @@ def test_conversions_are_those_that_are_named(checkpoint, monkeypatch):
 @pytest.mark.slow
 def test_a_copy_is_whole(checkpoint, monkeypatch):
     copied = []
-    run_process = bench_convert._run
+    run_process = bench_convert.run_child
 
-    def note(command):
-        said = run_process(command)
+    def note(command, *given):
+        said = run_process(command, *given)
         out = Path(command[-1])
         copied.append({path.name: path.read_bytes() for path in out.iterdir()})
         return said
 
-    monkeypatch.setattr(bench_convert, "_run", note)
+    monkeypatch.setattr(bench_convert, "run_child", note)
     checkpoint.copy()
     assert copied == [{path.name: path.read_bytes() for path in checkpoint.source.iterdir()}]
 
@@ -116,7 +116,7 @@ def test_a_process_that_fails_is_one_clear_line(checkpoint):
         checkpoint.convert("neutral")
 
 
-def run_here(command):
+def run_here(command, *_):
     """In place of a process for each conversion."""
     if command[0] == "cp":
         return subprocess.run(command, check=True, capture_output=True).stdout
@@ -126,7 +126,7 @@ def run_here(command):
 @pytest.mark.parametrize("process", first(["this one", "one for each conversion"]))
 def test_the_command(process, checkpoint, tmp_path, monkeypatch, capfd):
     if process == "this one":
-        monkeypatch.setattr(bench_convert, "_run", run_here)
+        monkeypatch.setattr(bench_convert, "run_child", run_here)
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from crosshead.common.errors import RecipeError
 from crosshead.recipes.schema.sections import LoraOptions, TrainOptions
-from crosshead.recipes.trainer.parameters import PROJECTIONS, merged_model, set_trainable
+from crosshead.recipes.trainer.parameters import PROJECTIONS, set_trainable
 from tiers import grid
 from toy_training import LORA, MIXTURE, metrics, toy_run, train, weights
 from toys import BACKBONES, CASES, lopsided, mixed_model, stock_model, tokens
@@ -114,7 +114,7 @@ def test_every_mechanism_moves_beside_low_rank_changes(case, backbone):
                 parameter.add_(0.01 * torch.ones_like(parameter))
     changed = wrapped(ids).logits
     assert not torch.allclose(changed, expected)
-    whole = merged_model(wrapped)
+    whole = wrapped.merge_and_unload()
     assert dict(whole.named_parameters()).keys() == names.keys()
     torch.testing.assert_close(whole(ids).logits, changed, rtol=1e-4, atol=1e-4)
 
