@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from crosshead.common.errors import ConversionError
 from crosshead.common.model_places import expanded
+from crosshead.common.torch_state import check_device
 from crosshead.common.validation import explained
-from crosshead.common.yaml_text import parse_yaml
+from crosshead.common.yaml_text import read_yaml
 from crosshead.modeling.configuration import LAYERS
 from crosshead.modeling.mechanisms import MECHANISMS, RULES
 from crosshead.modeling.mechanisms.base import HeadLayout
@@ -40,14 +40,6 @@ PATHS = ("calibration", "save_calibration")
 def is_dataset(given: str | Path) -> bool:
     """Whether a calibration is the name of a dataset."""
     return str(given).startswith(DATASET)
-
-
-def check_device(device: str) -> None:
-    """`ConversionError` if this machine has no such device."""
-    if device not in ("cpu", "cuda"):
-        raise ConversionError(f"--device {device} is not allowed: use cpu or cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ConversionError("--device cuda: no CUDA device is available; use --device cpu")
 
 
 class Options(BaseModel):
@@ -97,7 +89,7 @@ class Options(BaseModel):
     def _check(self) -> Self:
         if (self.layers is None) != (self.budget is None):
             raise ValueError("--layers auto and --budget must be given together: give both or neither")
-        check_device(self.device or "cpu")
+        check_device(self.device or "cpu", ConversionError)
         saved = self.save_calibration
         if saved is not None and (saved.suffix != CALIBRATION_SUFFIX or not saved.parent.is_dir() or saved.is_dir()):
             raise ValueError(
@@ -271,12 +263,7 @@ def with_recipe(
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The mechanisms and options of a recipe; relative paths start at the recipe's folder."""
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConversionError(f"--recipe {path} cannot be read: {error}") from None
-    except ValueError as error:
-        raise ConversionError(f"--recipe {path} is {error}") from None
+    content = read_yaml(path, f"--recipe {path}", ConversionError)
     if not isinstance(content, dict):
         raise ConversionError(f"--recipe {path} has no options: use `mixers:` and options, one per line")
     mixers = content.pop("mixers", None) or {}

@@ -21,10 +21,11 @@ MAX_EXPERTS = 100_000
 
 def check_fields(content: dict[str, Any], config_class: type[Any], where: str) -> None:
     """`ConversionError` for values that transformers does not check; `config_class` is the one with mechanisms."""
-    for field, maximum in ((field, maximum) for maximum, fields in MAXIMA.items() for field in fields.split()):
-        value = content.get(field)
-        if value is not None and not (is_whole(value) and 1 <= value <= maximum):
-            raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
+    for maximum, fields in MAXIMA.items():
+        for field in fields.split():
+            value = content.get(field)
+            if value is not None and not (is_whole(value) and 1 <= value <= maximum):
+                raise ConversionError(f"{where} has {field}={shown(value)}: use an integer from 1 to {maximum}")
     layers = content.get("num_hidden_layers") or 1
     for field in ("num_experts", "num_local_experts", "n_routed_experts"):
         if layers * (content.get(field) or 1) > MAX_EXPERTS:

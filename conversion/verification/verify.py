@@ -14,7 +14,7 @@ from crosshead.common.errors import ConversionError
 from crosshead.common.model_places import expanded
 from crosshead.common.plain_text import read_text
 from crosshead.common.progress import Counter, Progress, silent
-from crosshead.common.torch_state import default_torch_state
+from crosshead.common.torch_state import check_device, default_torch_state
 
 from ..architectures.families import auto_class, family_of, kind_of, read_config, tensor_shapes, tied_tensors
 from ..architectures.mixer_tensors import cache_bytes
@@ -23,7 +23,6 @@ from ..calibration.images import RANDOM_NAME, random_pixels, read_pixels
 from ..calibration.streamed import stream
 from ..calibration.streamed_model import StreamedModel
 from ..calibration.text import DEFAULT_NAME, held_out_text, load_tokenizer, windows, within_context
-from ..options import check_device
 from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,
@@ -106,7 +105,7 @@ def verify(
     `ConversionError` if the two differ although they should be equal: after a neutral conversion or a fold, without
     training since.
     """
-    check_device(device)
+    check_device(device, ConversionError)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as model_scratch:
         origin = open_source(source, revision, scratch=Path(scratch))
         converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])

@@ -225,11 +225,12 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.common.atomic_write import check_targets
-    from crosshead.evals.bench.case import check_device
+    from crosshead.common.errors import EvalError
+    from crosshead.common.torch_state import check_device
     from crosshead.evals.bench.machine import keep_memory
     from crosshead.recipes.bench_train import bench_train, bench_train_lines
 
-    check_device(device)
+    check_device(device, EvalError)
     check_targets([out] if out else [], overwrite=True)
     keep_memory()
     disable_progress_bar()

@@ -1,9 +1,17 @@
-"""torch's own settings inside a call, whatever the calling process has set."""
+"""The check of a device, and torch's own settings inside a call, whatever the calling process has set."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
+
+
+def check_device(device: str, error_type: type[ValueError]) -> None:
+    """An error of the given type if this machine has no such device."""
+    if device not in ("cpu", "cuda"):
+        raise error_type(f"--device {device} is not allowed: use cpu or cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise error_type("--device cuda: no CUDA device is available; use --device cpu")
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,6 +33,16 @@ def parse_yaml(text: str) -> Any:
         return _unshared(yaml.load(text, Loader=_TextLoader), count(1))
     except (yaml.YAMLError, RecursionError) as error:
         raise ValueError(f"not YAML: {one_line(error)}") from None
+
+
+def read_yaml(path: Path, name: str, error_type: type[ValueError]) -> Any:
+    """`parse_yaml` of a file; an error of the given type, which begins with the name, if that is impossible."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise error_type(f"{name} cannot be read: {one_line(error)}") from None
+    except ValueError as error:
+        raise error_type(f"{name} is {error}") from None
 
 
 def _unshared(content: Any, number: Iterator[int]) -> Any:

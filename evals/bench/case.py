@@ -65,12 +65,6 @@ def choose_cases(cases: Sequence[Case], names: Sequence[str], command: str) -> l
     return [known[name] for name in dict.fromkeys(names or known)]
 
 
-def check_device(device: str) -> None:
-    """`EvalError` if the device is not available."""
-    if device == "cuda" and not torch.cuda.is_available():
-        raise EvalError("--device cuda: no CUDA device is available; use --device cpu")
-
-
 @contextmanager
 def on_device(device: str) -> Iterator[None]:
     """New tensors are created on this device, in its dtype."""

@@ -6,7 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from .case import DTYPES, TIME, Case, check_device, on_device
+from crosshead.common.errors import EvalError
+from crosshead.common.torch_state import check_device
+
+from .case import DTYPES, TIME, Case, on_device
 from .machine import machine
 from .memory import peak_bytes
 from .pairs import Reading, in_turn, timed
@@ -23,7 +26,7 @@ def bench(
     cases: Sequence[Case], rounds: int, device: str = "cpu", progress: Callable[..., object] = lambda *_: None
 ) -> dict[str, Any]:
     """The figures of each case, and the machine; `progress` is called with a stage, rounds, all rounds and a case."""
-    check_device(device)
+    check_device(device, EvalError)
     counts = [min(rounds, MAXIMUM_MEMORY_ROUNDS) if case.measures_memory else rounds for case in cases]
     done, total, start = 0, sum(counts), time.perf_counter()
     results = {}

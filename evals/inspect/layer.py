@@ -5,7 +5,7 @@ one after them. In a stock layer, hooks record the output of the value projectio
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,33 +82,29 @@ def record_states(attention: Any, backbone: Backbone, receive: Callable[[LayerSt
     def record_outputs(joined: torch.Tensor) -> None:
         before.outputs = after.outputs = joined.unflatten(-1, (config.num_attention_heads, -1))
 
-    mixers = getattr(attention, "mixers", None)
-    if mixers is None:
-        hooks = [getattr(attention, backbone.value).register_forward_hook(record_values)]
-        if backbone.output:
-            projection = getattr(attention, backbone.output)
-            hooks.append(projection.register_forward_pre_hook(lambda _, arguments: record_outputs(arguments[0])))
+    with ExitStack() as stack:
+        add = stack.enter_context
+        mixers = getattr(attention, "mixers", None)
+        if mixers is None:
+            add(getattr(attention, backbone.value).register_forward_hook(record_values))
+            if backbone.output:
+                projection = getattr(attention, backbone.output)
+                add(projection.register_forward_pre_hook(lambda _, arguments: record_outputs(arguments[0])))
+            else:
+                add(attention.register_forward_hook(lambda _, arguments, result: record_outputs(result[0])))
         else:
-            hooks.append(attention.register_forward_hook(lambda _, arguments, result: record_outputs(result[0])))
-    else:
-        hooks = []
-        if "mixture" in mixers:
-            hooks.append(mixers["mixture"].register_forward_hook(record_routing))
-        order = attention.output_order
-        first = 0
-        if "differential" in mixers:
-            hooks.append(mixers["differential"].register_forward_hook(record_subtracted))
-            first = mixers["differential"].version - 1  # version 2 subtracts outputs
-        attention.output_order = [*order[:first], "before", *order[first:], "after"]
-        attention.mixers = nn.ModuleDict({"before": before, **mixers, "after": after})
-    hooks.append(attention.register_forward_hook(finish))
-    try:
+            order, first = attention.output_order, 0
+            stack.callback(setattr, attention, "mixers", mixers)
+            stack.callback(setattr, attention, "output_order", order)
+            if "mixture" in mixers:
+                add(mixers["mixture"].register_forward_hook(record_routing))
+            if "differential" in mixers:
+                add(mixers["differential"].register_forward_hook(record_subtracted))
+                first = mixers["differential"].version - 1  # version 2 subtracts outputs
+            attention.output_order = [*order[:first], "before", *order[first:], "after"]
+            attention.mixers = nn.ModuleDict({"before": before, **mixers, "after": after})
+        add(attention.register_forward_hook(finish))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        if mixers is not None:
-            attention.mixers, attention.output_order = mixers, order
 
 
 def layer_record(states: LayerStates, positions: torch.Tensor | None, causal: bool) -> dict[str, Any]:

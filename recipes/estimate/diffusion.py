@@ -3,12 +3,12 @@
 import torch
 
 from crosshead.common.errors import RecipeError
-from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications
+from crosshead.evals.cost.counting import FLOPS, TRAINING_PASSES, multiplications, parameter_counts
 
 from ..schema.model_config import model_config, named_model_config
 from ..schema.recipe import Recipe
 from ..trainer.objectives import objective_of
-from ..trainer.parameters import is_mechanism, set_trainable
+from ..trainer.parameters import set_trainable
 from .memory import ALONE, COPIES, FLOAT32, MOMENTS, Memory, Sharding
 
 
@@ -21,8 +21,8 @@ def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, in
         model = objective.new_model(config)
         inputs = objective.example(config, 1)
     flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
-    sizes = {name: part.numel() for name, part in model.named_parameters()}
-    stored = sum(sizes.values())
+    counted = parameter_counts(model)
+    stored = counted["parameters"]
     kept = {name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad}
     trained = {name: part.numel() for name, part in kept.items()}
     total = sum(trained.values()) * FLOAT32
@@ -31,7 +31,7 @@ def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, in
         trained,
         {
             "parameters": stored,
-            "new_parameters": sum(size for name, size in sizes.items() if is_mechanism(name)),
+            "new_parameters": counted["new_parameters"],
             "training_flops_per_sample": flops,
             "training_flops": flops * recipe.steps * recipe.per_step,
         },

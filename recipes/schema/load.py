@@ -8,8 +8,8 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from crosshead.common.errors import RecipeError, one_line
-from crosshead.common.yaml_text import NULL, parse_yaml
+from crosshead.common.errors import RecipeError
+from crosshead.common.yaml_text import NULL, parse_yaml, read_yaml
 from crosshead.modeling.options import unknown
 
 from .objectives import OBJECTIVES
@@ -36,12 +36,7 @@ def shipped_recipes() -> dict[str, Path]:
 def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
     """The recipe in a file, or the shipped one of that name; `changes` are `section.key=value`."""
     path = _find(str(name))
-    try:
-        content = parse_yaml(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the recipe {path} cannot be read: {one_line(error)}") from None
-    except ValueError as error:
-        raise RecipeError(f"the recipe {path} is {error}") from None
+    content = read_yaml(path, f"the recipe {path}", RecipeError)
     for change in changes:
         _change(content, change)
     try:
