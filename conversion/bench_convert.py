@@ -119,7 +119,7 @@ class Synthetic:
         return json.loads(output)
 
     def _fresh(self, name: str) -> Path:
-        """A path in the folder, after removing what it contained."""
+        """A path in the folder, after its earlier content was removed."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         return self.folder / name
 

@@ -12,7 +12,7 @@ from crosshead.common.errors import ConversionError, one_line
 from crosshead.common.progress import Progress, silent
 from crosshead.common.torch_state import default_torch_state
 
-from .architectures.encoder_limits import Asked, check_limits
+from .architectures.encoder_limits import RequestedConversion, check_limits
 from .architectures.families import (
     FAMILIES,
     PREFIX,
@@ -150,7 +150,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     if not any(each.mixers for each in request.by_part) and given.vocab_size is None:
         raise ConversionError("no mechanism was given: name one with --mixer, such as --mixer knocking")
     device, chooses = given.device or "cpu", (given.budget, given.active) != (None, None)
-    check_limits(Asked(stock, request, given))
+    check_limits(RequestedConversion(stock, request, given))
     check_auto(request, given.budget, given.active)
     if given.active is not None:
         all_heads = request.mixers["mixture"] | {"active_heads": stock.num_attention_heads}
@@ -160,7 +160,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
     text = calibration_input(given.calibration, source)
     auto = AutoLayers(given.budget, given.active, source, stock, target, request, text, device) if chooses else None
     wanted = needed_observations(target, request, given.budget is not None)
-    check_limits(Asked(stock, request, given, wanted))
+    check_limits(RequestedConversion(stock, request, given, wanted))
     runs_source = bool(wanted) or auto is not None
     _check_calibration(given, text, bool(wanted), runs_source)
     if auto is not None:

@@ -78,10 +78,10 @@ def _run(recipe: Recipe, arguments: Any, progress: Progress) -> Outcome:
     if is_main_process():
         shutil.rmtree(output / checkpoints.PARTIAL, ignore_errors=True)
     if not (output / checkpoints.MODEL / RESULT).is_file():
-        if recipe.match_steps >= recipe.steps and is_main_process():
+        if recipe.attention_loss_steps >= recipe.steps and is_main_process():
             logger.warning(
                 "distillation.transfer_steps and match_steps are %d steps of %d: the loss on the data is not trained",
-                recipe.match_steps,
+                recipe.attention_loss_steps,
                 recipe.steps,
             )
         newest = _newest_checkpoint(output)

@@ -9,7 +9,7 @@ import oracles
 import toys
 from crosshead.evals.inspect.backbones import BACKBONES
 from crosshead.evals.inspect.inputs import Sample
-from crosshead.evals.inspect.report import attention_places, layer_records
+from crosshead.evals.inspect.report import attention_modules, layer_records
 from oracle_arithmetic import LayerShape
 from oracle_layers import oracle_view
 
@@ -49,7 +49,7 @@ def sample_of(backbone):
 def shown_and_called(backbone, mixers):
     """The model, the records of its layers, and for each the attention module, its index and its inputs."""
     model, family = toy(backbone, mixers), BACKBONES[snake(backbone)]
-    places, calls = attention_places(model, family), {}
+    places, calls = attention_modules(model, family), {}
 
     def listen(part):
         def record(module, arguments, named):

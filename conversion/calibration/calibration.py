@@ -56,10 +56,10 @@ class Observers:
     """The heads of each layer's mixture, for the kind "router"; None without a mixture that selects heads."""
 
     @property
-    def converted(self) -> int:
-        """How many sets of hidden states are kept: one for each number of groups that is fitted."""
-        solves = max((len(self.solves(layer)) for layer in range(len(self.layouts))), default=0)
-        return max(solves, int("router" in self.kinds))
+    def hidden_state_sets(self) -> int:
+        """The number of copies of the hidden states: one for each number of groups that is fitted."""
+        fits = max((len(self.fitted_counts(layer)) for layer in range(len(self.layouts))), default=0)
+        return max(fits, int("router" in self.kinds))
 
     def of_layer(self, layer: int) -> dict[str, Observer]:
         """New observers, by kind."""
@@ -75,7 +75,7 @@ class Observers:
         """The heads for which a layer's router is fitted."""
         return self.routings[layer] if "router" in self.kinds else None
 
-    def solves(self, layer: int) -> list[Counts]:
+    def fitted_counts(self, layer: int) -> list[Counts]:
         """The component heads that are fitted in a layer."""
         if "statistics" not in self.kinds or not self.candidates:
             return []
@@ -102,7 +102,7 @@ class Observers:
         """The names and shapes of the fitted tensors in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
-            for counts in self.solves(layer):
+            for counts in self.fitted_counts(layer):
                 of_layer = shapes_of_solved(layout, counts, self.biased)
                 shapes |= {f"{layer}.statistics.{name}": shape for name, shape in of_layer.items()}
         return shapes
@@ -174,7 +174,7 @@ def calibrate(
 ) -> None:
     """Run windows of tokens (B, T) through the source and write the statistics, with the model's fingerprint.
 
-    Statistics that are `known` are copied; only what follows from them is computed.
+    `known` statistics are copied; the tensors that are fitted to them are computed.
     """
     partial_file = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
@@ -188,12 +188,12 @@ def _recorded(
 ) -> Iterator[Tensors]:
     """The statistics, one layer at a time."""
     hidden = model.embed(tokens)
-    converted = [hidden.clone() for _ in range(observers.converted)]
+    converted = [hidden.clone() for _ in range(observers.hidden_state_sets)]
     for layer, module in model.layers():
         attention: Any = model.attention(module)
         observed = observers.of_layer(layer) if known is None else {}
-        solves = observers.solves(layer)
-        calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if solves]  # type: ignore[arg-type]
+        fitted_counts = observers.fitted_counts(layer)
+        calls = [AttentionCalls(module.input_layernorm, hidden, states) for states in converted if fitted_counts]  # type: ignore[arg-type]
         with ExitStack() as hooks:
             record = partial(_observe, observed.values())
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
@@ -205,11 +205,11 @@ def _recorded(
         tensors |= {} if known is None else known.layer(layer)
         compressed = [Tensors() for _ in converted]
         heads = observers.layouts[layer].query_heads
-        if solves:
+        if fitted_counts:
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
             is_routed = observers.routing(layer) is not None
             compressed = [
-                solve_layer(attention, statistics, *each, is_routed) for each in zip(calls, solves, strict=True)
+                solve_layer(attention, statistics, *each, is_routed) for each in zip(calls, fitted_counts, strict=True)
             ]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
@@ -257,7 +257,7 @@ def observe(
     known: Calibration | None = None,
     device: str = "cpu",
 ) -> Calibration:
-    """The saved calibration, or that of an unfinished run in `cached`, or a new one there, without what is `known`."""
+    """The saved calibration, or that of an unfinished run in `cached`, or a new one there from `known` statistics."""
     if text.given is not None and text.is_saved:
         calibration = Calibration(text.given)
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))

@@ -72,5 +72,5 @@ class Images(Text):
 
 
 def calibration_input(given: Path | None, source: Source) -> Text:
-    """What a source runs on for calibration: text, or images where it reads them."""
+    """The input of a calibration: text, or images if the source reads them."""
     return Images(given) if FAMILIES[source.config["model_type"]].reads_images else Text.of(given, source)

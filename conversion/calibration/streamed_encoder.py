@@ -82,7 +82,7 @@ FEATURES: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "deit": lambda hidden: hidden[:, 0],
     "dinov2": lambda hidden: torch.cat([hidden[:, 0], hidden[:, 1:].mean(1)], dim=-1),
 }
-"""The stock `model_type` -> what its classifier reads of the hidden states (B, T, hidden)."""
+"""The stock `model_type` -> a function from the hidden states (B, T, hidden) to the features of its classifier."""
 
 
 JOINT, JOINT_PARTS = "mlp.weights_in.", ("mlp.gate_proj.", "mlp.up_proj.")

@@ -89,9 +89,9 @@ class StreamedModel:
             use_cache=False,
         )
 
-    def step(self, layer: nn.Module, hidden: torch.Tensor, together: int = 1) -> None:
-        """Run one of `layers` on hidden states (B, T, hidden), in place, `together` sequences in a call."""
-        for sequences in hidden.split(together):
+    def step(self, layer: nn.Module, hidden: torch.Tensor, batch_size: int = 1) -> None:
+        """Run one of `layers` on hidden states (B, T, hidden), in place, `batch_size` sequences in a call."""
+        for sequences in hidden.split(batch_size):
             sequences.copy_(self.call(layer, sequences))
 
     def run(self, tokens: torch.Tensor, advance: Callable[[], None] = lambda: None) -> torch.Tensor:

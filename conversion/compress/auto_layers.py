@@ -66,10 +66,10 @@ class AutoLayers:
         """`ConversionError` for a budget that is too small for this model, before anything is measured."""
         layouts, trials = self.target.layouts(), list[Trial]()
         if self.cache is not None:
-            kept = component_counts(self.target, self.request)
+            unchanged = component_counts(self.target, self.request)
             for layout, side in product(layouts, PROJECTIONS):
                 layer = layout.layer_index
-                counts = counts_to_try(layout.key_value_heads, kept[layer].groups)
+                counts = counts_to_try(layout.key_value_heads, unchanged[layer].groups)
                 trials += [(layer, side, count) for count in counts]
         if self.active is not None:
             for layout in layouts:
@@ -121,8 +121,8 @@ class AutoLayers:
         progress: Progress,
     ) -> Iterator[Variants]:
         if self.cache is not None:
-            kept, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
-            yield component_variants(self.source.store, self.stock, layouts, kept, calibration, method)
+            unchanged, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
+            yield component_variants(self.source.store, self.stock, layouts, unchanged, calibration, method)
         if self.active is not None:
             yield active_variants(model, self.text.tokens(self.source, model, folder, progress))
 

@@ -44,7 +44,7 @@ Trial = tuple[int, str, int]
 """Layer, side, heads."""
 Variants = Callable[[int, Any], Iterator[tuple[str, int, AbstractContextManager[None]]]]
 """The trials of a layer, given its index and its module: side, heads, and a context in which the module has them."""
-Pair = tuple[int, int]
+KeyValueCounts = tuple[int, int]
 """Component heads of a layer's keys and of its values."""
 Losses = dict[Trial, float]
 LossFunction = Callable[[int, torch.Tensor, torch.Tensor], float]
@@ -73,16 +73,16 @@ def measure_losses(
     model: StreamedModel, variants: Variants, tokens: torch.Tensor, advance: Advance, loss: LossFunction = divergence
 ) -> Losses:
     """The loss of each trial, the mean over windows of tokens (B, T)."""
-    hidden, together = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
+    hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
     trials: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
         for states in trials.values():
-            model.step(module, states, together)
+            model.step(module, states, batch_size)
         for side, count, context in variants(layer, module):
             states = trials[layer, side, count] = hidden.clone()
             with context:
-                model.step(module, states, together)
-        model.step(module, hidden, together)
+                model.step(module, states, batch_size)
+        model.step(module, hidden, batch_size)
         advance(layer + 1, model.config.num_hidden_layers)
     losses = dict.fromkeys(trials, 0.0)
     with model.head() as head:
@@ -97,20 +97,20 @@ def component_variants(
     store: TensorStore,
     config: Any,
     layouts: list[HeadLayout],
-    kept: list[Counts],
+    unchanged: list[Counts],
     calibration: Calibration | None,
     method: str,
 ) -> Variants:
-    """Fewer component heads; `kept` are the counts of the other side."""
+    """Fewer component heads of one side; the other side has those of `unchanged`, the counts of each layer."""
 
     def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
         layout, statistics = layouts[layer], None
         tensors = read_attention(store, attention_names(config, layer))
         if calibration is not None:
             statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
-        for count in counts_to_try(layout.key_value_heads, kept[layer].groups):
+        for count in counts_to_try(layout.key_value_heads, unchanged[layer].groups):
             for side in PROJECTIONS:
-                other = kept[layer]
+                other = unchanged[layer]
                 counts = replace(other, key=count) if side == "key" else replace(other, value=count)
                 changed = approximate(tensors, statistics, layout, counts, method)
                 changed = {name: each for name, each in changed.items() if not each.equal(tensors[name])}
@@ -142,7 +142,7 @@ def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
 class Choice:
     """Component heads for a budget."""
 
-    pairs: list[Pair]
+    pairs: list[KeyValueCounts]
     """For each layer."""
     cache: float
     """The KV cache, as a part of the source's."""
@@ -205,7 +205,7 @@ def _cheapest(
     return price, loss, picks
 
 
-def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, Pair]]:
+def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, KeyValueCounts]]:
     """Cached numbers per token, loss, and counts, for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
     of_side = {

@@ -39,7 +39,7 @@ def _is_aligned(config: Any, request: MixerRequest, layer: int) -> bool:
     return _choices(config, request, layer).get("explicit", {}).get("method") == "aligned"
 
 
-def _combines(config: Any, layer: int) -> bool:
+def _has_fewer_components(config: Any, layer: int) -> bool:
     """Whether keys or values of the target have fewer components than heads."""
     has_components = "explicit" in config.mixers_of_layer(layer)
     return has_components and min(component_heads(config, layer)) < config.num_key_value_heads
@@ -92,7 +92,7 @@ def convert_layers(
 
 def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
     names, parts = attention_names(config, layer), list[str]()
-    if _combines(config, layer):
+    if _has_fewer_components(config, layer):
         method = _choices(config, request, layer)["explicit"]["method"]
         parts += rewritten_names(config.layout_of_layer(layer), _counts(config, request, layer), method)
     if _reorders(config, request, layer):
@@ -111,7 +111,7 @@ def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: in
 def _rewritten(
     store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
 ) -> Tensors:
-    combines, reorders = _combines(config, layer), _reorders(config, request, layer)
+    combines, reorders = _has_fewer_components(config, layer), _reorders(config, request, layer)
     routing, is_bilinear = _routing(config, request, layer), "bilinear" in config.mixers_of_layer(layer)
     if not (combines or reorders or routing or is_bilinear):
         return {}
@@ -138,7 +138,7 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
     """
     layers = attention_layers(config)
     aligned = [layer for layer in layers if _is_aligned(config, request, layer)]
-    needed = {"statistics"} if any(chooses or _combines(config, layer) for layer in aligned) else set()
+    needed = {"statistics"} if any(chooses or _has_fewer_components(config, layer) for layer in aligned) else set()
     needed |= {"use"} if any(_reorders(config, request, layer) for layer in layers) else set()
     return needed | ({"router"} if any(routings(config, request)) else set())
 
@@ -170,7 +170,7 @@ def _groups_to_try(config: Any, request: MixerRequest) -> list[int | None]:
     explicit, choices = request.mixers.get("explicit", {}), request.choices
     fits = choices.get("explicit", {}).get("method") == "aligned" and "mixture" not in request.mixers
     layers = attention_layers(config)
-    if "groups" in explicit or not fits or not any(_combines(config, layer) for layer in layers):
+    if "groups" in explicit or not fits or not any(_has_fewer_components(config, layer) for layer in layers):
         return [None]
     counts = [component_heads(config, layer) for layer in layers]
     common = gcd(config.num_key_value_heads, *(count for pair in counts for count in pair))
@@ -182,7 +182,7 @@ def choose_groups(
 ) -> tuple[MixerRequest, dict[str, Any]]:
     """The request with the most groups whose fitted error is within the tolerance; and the groups and the errors."""
     ratios: dict[int, list[float]] = {}
-    for layer in filter(lambda layer: _combines(config, layer), attention_layers(config)):
+    for layer in filter(lambda layer: _has_fewer_components(config, layer), attention_layers(config)):
         layout = config.layout_of_layer(layer)
         statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
         errors = {counts.groups: fitted_error(statistics, layout, counts) for counts in candidates[layer]}

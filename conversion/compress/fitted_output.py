@@ -15,7 +15,8 @@ from torch import nn
 from ..calibration.head_statistics import fast_dtype, fast_products, full_products
 from .layer_rewrites import Tensors, substituted
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+FitData = tuple[torch.Tensor, torch.Tensor]
+"""Inputs (T, m) and targets (T, n) of a linear map, of one window."""
 RIDGE = 0.2
 """Relative to a head feature's mean square."""
 MAX_TOKENS = 32 * 1024
@@ -39,7 +40,7 @@ class AttentionCalls:
         """Positions and mask, the same for all calls."""
 
     def __call__(self, attention: nn.Module, args: Any, inputs: dict[str, Any], output: Any) -> None:
-        """Add the source's output to what is wanted, or skip the window."""
+        """Add the source's output to the targets, or skip the window."""
         index, rest = divmod(self._count, self._every)
         self._count += 1
         if rest == 0:
@@ -55,7 +56,7 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
     heads: list[torch.Tensor] = []
     recorded = attention.o_proj.register_forward_pre_hook(lambda module, args: heads.append(args[0]))
 
-    def missing_outputs() -> Iterator[Pair]:
+    def missing_outputs() -> Iterator[FitData]:
         for hidden, expected in zip(calls.inputs, calls.outputs, strict=True):
             with fast_products():
                 output = attention(hidden_states=hidden.to(attention.o_proj.weight), **calls.arguments)[0]
@@ -65,7 +66,7 @@ def output_change(attention: Any, calls: AttentionCalls, compressed: Tensors) ->
         return ridge_map(missing_outputs(), RIDGE).cpu()
 
 
-def ridge_map(pairs: Iterator[Pair], ridge: float) -> torch.Tensor:
+def ridge_map(pairs: Iterator[FitData], ridge: float) -> torch.Tensor:
     """The linear map (n, m) from x (T, m) to y (T, n) by least squares; `ridge` is relative to x's mean square."""
     gram, product = torch.zeros(()), torch.zeros(())
     for x, y in pairs:

@@ -18,7 +18,7 @@ from crosshead.modeling.mechanisms.base import HeadLayout
 
 from ..architectures.families import Shapes
 from ..calibration.head_statistics import fast_dtype, full_products
-from .fitted_output import MAX_TOKENS, RIDGE, Pair, ridge_map
+from .fitted_output import MAX_TOKENS, RIDGE, FitData, ridge_map
 from .layer_rewrites import Tensors, substituted
 
 ROUTER_RIDGE = 0.01
@@ -103,7 +103,7 @@ def fit_scores(outputs: HeadOutputs, weight: torch.Tensor, shared: int, size: in
         squares = torch.einsum("thd,hde,the->th", heads, metric, heads)
         return squares.clamp_min(torch.finfo(torch.float32).tiny).log()[:, shared:] / 2
 
-    def logarithms() -> Iterator[Pair]:
+    def logarithms() -> Iterator[FitData]:
         for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
             yield x.double(), contributions(heads)
 
@@ -117,7 +117,7 @@ def fit_output(
 ) -> Tensors:
     """The router's weight, and the change of the output projection for these active heads."""
 
-    def missing_outputs() -> Iterator[Pair]:
+    def missing_outputs() -> Iterator[FitData]:
         for x, heads in zip(outputs.inputs, outputs.heads, strict=True):
             active = heads.double() * routing.mask(x, scores).repeat_interleave(size, -1)
             yield active, (heads.double() - active) @ weight.double().mT
@@ -129,7 +129,7 @@ def fit_output(
 
 @contextmanager
 def routed(attention: Any, fitted: Tensors, routing: Routing, size: int) -> Iterator[None]:
-    """A context in which a stock attention layer computes what the fitted mixture computes."""
+    """A context in which a stock attention layer has the outputs of the fitted mixture."""
     scores, change = (fitted[name] for name in routing.names())
     masks: list[torch.Tensor] = []
 

@@ -24,8 +24,8 @@ STEPS, BATCH = 40, 2
 RATE = 0.003
 """The first step's size relative to a tensor's root mean square; it falls to zero."""
 BETAS = (0.9, 0.95)
-EVERY = 4
-"""The part of the windows that decides whether the steps were of use."""
+VALIDATION_STRIDE = 4
+"""Every fourth window is used to decide whether the steps reduced the error."""
 MIN_ERROR = 1e-4
 """A smaller error is about the rounding of `fast_products`, and a fit to it would be one to noise."""
 SEED = 0
@@ -34,7 +34,7 @@ SEED = 0
 def solve_layer(
     attention: nn.Module, statistics: HeadStatistics, calls: AttentionCalls, counts: Counts, as_written: bool = False
 ) -> Tensors:
-    """Add what is fitted for these component heads to the statistics; returns equivalent stock tensors.
+    """Add the tensors that are fitted for these component heads to the statistics; returns equivalent stock tensors.
 
     `as_written` keeps the output projection that will be written, to which a router can be fitted.
     """
@@ -66,7 +66,7 @@ def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts:
         return ((output.float() - expected).square().mean(-1) / calls.sizes[index]).mean()
 
     def mean_error(of: Tensors) -> float:
-        return fmean(float(error(of, index)) for index in range(0, len(calls.inputs), EVERY))
+        return fmean(float(error(of, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
 
     rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
     optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)

@@ -100,11 +100,11 @@ def _measured(
     device: str = "cpu",
     progress: Progress = silent,
 ) -> tuple[dict[str, Any], Losses, Any]:
-    """What a report says of the model and the text; the increases of the loss; and the configuration."""
+    """The report on the model and the text, the increases of the loss, and the configuration."""
     _check_method(method, active, calibration)
     with tempfile.TemporaryDirectory() as scratch:
         checkpoint = open_source(source, revision, scratch=Path(scratch))
-        stock = _checked(checkpoint, length, active)
+        stock = _checked_config(checkpoint, length, active)
         if text is None:
             tokens = Text(None).windows(checkpoint, length, count, stock.vocab_size, documentation=TRIAL_DOCUMENTATION)
         else:
@@ -123,8 +123,8 @@ def _measured(
                 observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
                 cached = Path(scratch, "calibration.safetensors")
                 statistics = observe(checkpoint, stock, fitted_to, observers, cached, progress, device=device)
-            kept = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
-            variants = component_variants(checkpoint.store, stock, layouts, kept, statistics, method)
+            unchanged = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
+            variants = component_variants(checkpoint.store, stock, layouts, unchanged, statistics, method)
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -155,7 +155,7 @@ def _check_method(method: str, active: bool, calibration: Path | None) -> None:
         raise ConversionError(f"--method {method} is for component heads: leave it out with --active")
 
 
-def _checked(checkpoint: Source, length: int, active: bool) -> Any:
+def _checked_config(checkpoint: Source, length: int, active: bool) -> Any:
     """The configuration of a causal language model whose heads can be fewer."""
     name = checkpoint.origin["name"]
     stock = read_config(checkpoint.config, "stock", name)

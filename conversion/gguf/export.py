@@ -54,7 +54,7 @@ class _Export:
     plan: Plan
     type: str
     description: Description
-    further: Metadata
+    file_metadata: Metadata
     targets: Sequence[Target]
 
     @property
@@ -103,7 +103,9 @@ def run_gguf(
         sample = read_sample(request.source, None) if verify else None
         check_free(path.parent, out, export.size)
         store = request.source.store
-        digests = write_gguf(path, export.description, export.further, export.targets, export.plan, store, progress)
+        digests = write_gguf(
+            path, export.description, export.file_metadata, export.targets, export.plan, store, progress
+        )
         content = record(export.request, export.plan, digests.planned) | {"gguf": export.report()}
         if sample is not None:
             content["verification"] = _verify(export, path, digests, sample, progress)
@@ -120,7 +122,7 @@ def _prepare(request: Request, type: str | None) -> _Export:
     plan = replace(plan, dropped=dropped, shards=shards)
     type = type or default_type(plan)
     description = describe(plan.config)
-    further: Metadata = {
+    file_metadata: Metadata = {
         "general.type": "model",
         "general.name": Path(source.origin["name"]).name,
         "general.file_type": FILE_TYPES[type],
@@ -128,9 +130,11 @@ def _prepare(request: Request, type: str | None) -> _Export:
     }
     targets = plan_targets(plan, description, type)
     if not {target.format for target in targets} <= DTYPES.keys():
-        further["general.quantization_version"] = _QUANTISATION_VERSION
+        file_metadata["general.quantization_version"] = _QUANTISATION_VERSION
     request = replace(request, options={**request.options, "type": type}, tolerance=_tolerance(plan, targets))
-    return _Export(request=request, plan=plan, type=type, description=description, further=further, targets=targets)
+    return _Export(
+        request=request, plan=plan, type=type, description=description, file_metadata=file_metadata, targets=targets
+    )
 
 
 def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:

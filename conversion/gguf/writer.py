@@ -122,17 +122,17 @@ def unblocked(targets: Iterable[Target], type: str) -> list[str]:
 def write_gguf(
     path: Path,
     description: Description,
-    further: Metadata,
+    file_metadata: Metadata,
     targets: Sequence[Target],
     plan: Plan,
     store: TensorStore,
     progress: Progress,
 ) -> Digests:
-    """Write the file; `further` is metadata about the file and its tokenizer."""
+    """Write the file; `file_metadata` is metadata about the file and its tokenizer."""
     import gguf
 
     writer = gguf.GGUFWriter(None, description.architecture)
-    _add_metadata(writer, further | description.keys)
+    _add_metadata(writer, file_metadata | description.keys)
     factors = description.rope_factors
     if factors is not None:
         writer.add_tensor_info(ROPE_FACTORS, (len(factors),), np.dtype(np.float32), 4 * len(factors))

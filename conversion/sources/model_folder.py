@@ -111,7 +111,7 @@ def copy_files(files: list[Path], folder: Path) -> None:
             shutil.copyfile(file, folder / file.name)
 
 
-def forget_loading(folder: Path) -> None:
+def remove_loading_arguments(folder: Path) -> None:
     """Remove loading arguments that transformers saved in tokenizer_config.json: they would apply to every user.
 
     Also the references to code of the tokenizer's own, which is not copied.
@@ -144,7 +144,7 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
     return {file: names for file, names in removed.items() if names}
 
 
-def named_code(folder: Path) -> list[str]:
+def code_references(folder: Path) -> list[str]:
     """The references to code in a folder's settings: loading it would run this code, from the folder or elsewhere."""
     found = []
     for name in (CONFIG, "tokenizer_config.json", IMAGE_PROCESSOR, "processor_config.json"):
@@ -154,8 +154,8 @@ def named_code(folder: Path) -> list[str]:
 
 
 def foreign_code(folder: Path) -> str | None:
-    """The first Python file, or reference to code, in a folder that is not what this crosshead writes there."""
-    files, named = sorted(folder.rglob("*.py")), named_code(folder)
+    """The first Python file, or reference to code, in a folder that differs from this crosshead's own code."""
+    files, named = sorted(folder.rglob("*.py")), code_references(folder)
     content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or named else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "mixed" else {}
     for file in files:

@@ -64,10 +64,12 @@ class Source:
     """Tensors of a GGUF file that are not in `store` -> the reason."""
 
 
-def open_source(source: str | Path, revision: str | None = None, *, scratch: Path, also: Sequence[str] = ()) -> Source:
+def open_source(
+    source: str | Path, revision: str | None = None, *, scratch: Path, further_files: Sequence[str] = ()
+) -> Source:
     """Open a folder, a GGUF file, a folder with one GGUF file, or a model on the Hub.
 
-    Files made from a GGUF file are written to `scratch`. `also` names further files to download from the Hub.
+    Files made from a GGUF file are written to `scratch`. `further_files` names more files to download.
     """
     require_posix("reading a checkpoint to convert or verify it")
     path = expanded(source)
@@ -80,7 +82,7 @@ def open_source(source: str | Path, revision: str | None = None, *, scratch: Pat
     if isinstance(source, Path) or _looks_like_path(source):
         raise ConversionError(f"{shown(str(source))} does not exist: give a folder, a GGUF file or a name on the Hub")
     in_folders = [f"{name}/*{ending}" for name, ending in FOLDERS.items()]
-    folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, *in_folders, *also])
+    folder, commit = _download(source, revision, [*PLAIN_SIDE_FILES, *in_folders, *further_files])
     return _open_folder(folder, source, {"kind": "hub", "name": source, "revision": commit})
 
 

@@ -61,8 +61,8 @@ def verify_in_engine(
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
     with tempfile.TemporaryDirectory() as scratch:
         opened = {
-            "source": open_source(source, revision, scratch=Path(scratch, "source"), also=["*.py"]),
-            "model": open_source(model, scratch=Path(scratch, "model"), also=["*.py"]),
+            "source": open_source(source, revision, scratch=Path(scratch, "source"), further_files=["*.py"]),
+            "model": open_source(model, scratch=Path(scratch, "model"), further_files=["*.py"]),
         }
         _check_decoder(opened["source"], engine)
         sample = read_sample(opened["source"], None if text is None else expanded(text))

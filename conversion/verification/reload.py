@@ -17,7 +17,7 @@ from transformers.utils.hub import HF_MODULES_CACHE
 from crosshead.common.errors import ConversionError
 from crosshead.common.free_memory import fits_in_memory
 
-from ..sources.model_folder import named_code
+from ..sources.model_folder import code_references
 from ..sources.safetensors_store import SafetensorsStore
 
 WORKER = Path(__file__).with_name("reload_worker.py")
@@ -44,7 +44,7 @@ def reload_check(
         job = {
             "folder": str(folder.resolve()),
             "auto_class": auto_class,
-            "remote_code": bool(named_code(folder)),
+            "remote_code": bool(code_references(folder)),
             "shapes": None if fits else shapes,
             "inputs": str(inputs),
             "new_tokens": NEW_TOKENS,

@@ -52,7 +52,7 @@ def unloaded(model: Any) -> list[str]:
 
 
 def model_inputs(config: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a model reads of sequences (B, T): an encoder and a decoder half each, the latter from its start token."""
+    """Inputs for sequences (B, T): an encoder and a decoder read half each, the latter from its start token."""
     if not getattr(config, "is_encoder_decoder", False):
         return {"input_ids": tokens}
     half = tokens.shape[1] // 2

@@ -75,9 +75,9 @@ def tolerance(config: Any, rounded_to: Iterable[str]) -> Tolerance:
 
 def recorded_tolerance(record: Mapping[str, Any]) -> Tolerance:
     """The tolerance in a model's own record, which allows no more than the coarsest of this crosshead."""
-    most, found = ROUNDING["BF16"], Tolerance(**record)
-    logits = found.logits if found.logits is None else min(found.logits, most.logits or inf)
-    return Tolerance(logits, min(found.divergence, most.divergence))
+    coarsest, recorded = ROUNDING["BF16"], Tolerance(**record)
+    logits = recorded.logits if recorded.logits is None else min(recorded.logits, coarsest.logits or inf)
+    return Tolerance(logits, min(recorded.divergence, coarsest.divergence))
 
 
 def check_equal(measured: Mapping[str, Any], limit: Tolerance | None) -> None:

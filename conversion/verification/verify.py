@@ -27,8 +27,8 @@ from ..plan import check_source
 from ..sources.model_folder import (
     RECORD,
     Advance,
+    code_references,
     foreign_code,
-    named_code,
     read_record,
     record_file,
     store_digest,
@@ -108,7 +108,7 @@ def verify(
     check_device(device, ConversionError)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as model_scratch:
         origin = open_source(source, revision, scratch=Path(scratch))
-        converted = open_source(model, scratch=Path(model_scratch), also=["*.py", RECORD])
+        converted = open_source(model, scratch=Path(model_scratch), further_files=["*.py", RECORD])
         if not trust_remote_code:
             refuse_foreign_code(converted)
         sample = read_sample(origin, None if text is None else expanded(text))
@@ -146,7 +146,7 @@ def measure(
     source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress, device: str
 ) -> dict[str, Any]:
     """All measurements of a model and its source; the tolerance is not applied."""
-    (before, _), (after, tensors) = checked(source), checked(model)
+    (before, _), (after, tensors) = checked_model(source), checked_model(model)
     streamed = _streamed(source, before, model, after, device)
     on_cpu, _ = _streamed(source, before, model, after)  # as the clean process computes
     return _compared(streamed, tensors, sample, tolerance, progress) | {
@@ -160,14 +160,14 @@ def measure_logits(
     source: Source, model: Source, sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
     """The measurements that need no folder; the tolerance is not applied."""
-    (before, _), (after, tensors) = checked(source), checked(model)
+    (before, _), (after, tensors) = checked_model(source), checked_model(model)
     return _compared(_streamed(source, before, model, after), tensors, sample, tolerance, progress)
 
 
-_Pair = tuple[StreamedModel, StreamedModel]
+_StreamedPair = tuple[StreamedModel, StreamedModel]
 
 
-def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _Pair:
+def _streamed(source: Source, before: Any, model: Source, after: Any, device: str = "cpu") -> _StreamedPair:
     attention = "eager" if _needs_eager(before) or _needs_eager(after) else "sdpa"
     return (
         stream(source.store, before, attn_implementation=attention, device=device),
@@ -176,7 +176,7 @@ def _streamed(source: Source, before: Any, model: Source, after: Any, device: st
 
 
 def _compared(
-    streamed: _Pair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
+    streamed: _StreamedPair, tensors: dict[str, int], sample: Sample, tolerance: Tolerance | None, progress: Progress
 ) -> dict[str, Any]:
     advance = partial(progress, "comparing")
     if predicts_tokens(streamed[0].config):
@@ -199,7 +199,7 @@ def folder_of(checkpoint: Source) -> Path | None:
 def refuse_foreign_code(model: Source) -> None:
     """`ConversionError` if verification would run code that this crosshead did not write."""
     folder = folder_of(model)
-    file = foreign_code(folder) if folder is not None and named_code(folder) else None
+    file = foreign_code(folder) if folder is not None and code_references(folder) else None
     if file is not None:
         raise ConversionError(
             f"{model.origin['name']} contains code that this crosshead did not write ({file}), and verification would "
@@ -207,7 +207,7 @@ def refuse_foreign_code(model: Source) -> None:
         )
 
 
-def checked(checkpoint: Source) -> tuple[Any, dict[str, int]]:
+def checked_model(checkpoint: Source) -> tuple[Any, dict[str, int]]:
     """The configuration of a checkpoint, and the number of its tensors; `ConversionError` for wrong tensors."""
     config = read_config(checkpoint.config, kind_of(checkpoint.config), checkpoint.origin["name"])
     shapes = tensor_shapes(config, checkpoint.store.entries)

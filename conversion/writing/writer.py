@@ -11,7 +11,7 @@ from crosshead.common.progress import Counter, Progress
 
 from ..compress.layer_rewrites import LayerRewrites
 from ..plan import Plan, Step
-from ..sources.model_folder import CONFIG, add_older_names, copy_files, drop_tokens, forget_loading
+from ..sources.model_folder import CONFIG, add_older_names, copy_files, drop_tokens, remove_loading_arguments
 from ..sources.resolve import Source
 from ..sources.safetensors_store import WEIGHTS
 from ..sources.tensor_store import DTYPES, Entry, TensorStore
@@ -29,7 +29,7 @@ def write_model(
     output.expect({file: [step.entry for step in steps] for file, steps in plan.shards.items()})
     digests = write_weights(source.store, plan, output, progress)
     copy_files(source.files, output.folder)
-    forget_loading(output.folder)
+    remove_loading_arguments(output.folder)
     plan.config.save_pretrained(output.folder)
     left_out = drop_tokens(source.config, output.folder)
     if plan.is_stock:

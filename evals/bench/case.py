@@ -16,8 +16,8 @@ DTYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
 SEED = 0
 """Of weights and inputs."""
 TIME, MEMORY, TOTAL_MEMORY, RESULT = "time", "memory", "total memory", "result"
-"""What a case measures: the time of a run; the peak memory of a run beyond its inputs, or with them; the number that
-the run returns."""
+"""Values of `Case.measured`: the time of a run; the peak memory of a run beyond its inputs, or with them; the number
+that the run returns."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ WARM_UP = {"tokens": 128}
 """The shape of a run before the measurement, which loads libraries."""
 MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(2**17)}
 """From this size on, glibc maps an allocation and unmaps it when it is freed."""
-Counter = tuple[Callable[[], int], Callable[[], int]]
+MemoryCounter = tuple[Callable[[], int], Callable[[], int]]
 """Return the bytes of this process, now and at their peak."""
 
 
@@ -41,7 +41,7 @@ def peak_bytes(case: Case, ours: bool, device: str) -> int:
         return added_bytes(case, ours, (torch.cuda.memory_allocated, torch.cuda.max_memory_allocated))
 
 
-def added_bytes(case: Case, ours: bool, counter: Counter) -> int:
+def added_bytes(case: Case, ours: bool, counter: MemoryCounter) -> int:
     """Like `peak_bytes`, by a counter whose peak is at most its present value when the run starts."""
     replace(case, shape={**case.shape, **WARM_UP}).side(ours)()
     gc.collect()
@@ -64,7 +64,7 @@ def _peak_of_child(case: Case, ours: bool) -> int:
     return int(run_child(command, f"{case.name}: its process", EvalError, os.environ | MALLOC_ENVIRONMENT))
 
 
-def system_counter() -> Counter:
+def system_counter() -> MemoryCounter:
     """Resident memory as the system counts it; without /proc, only its peak is known."""
     if STATUS.exists():
         return partial(memory_status, "VmRSS"), partial(memory_status, "VmHWM")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 WARM_UPS = 2
-LEAST_SECONDS = 0.2
+MIN_SECONDS = 0.2
 """A shorter run is repeated for about this long, because the clock is not precise enough."""
 Run = Callable[[], object]
 Reading = Callable[[], float]
@@ -22,7 +22,7 @@ Reading = Callable[[], float]
 def timed(run: Run) -> Reading:
     """A clock for a run, after warm-up; a short run is repeated and the mean taken."""
     last = [seconds(run) for _ in range(WARM_UPS)][-1]
-    times = max(1, ceil(LEAST_SECONDS / max(last, 1e-6)))
+    times = max(1, ceil(MIN_SECONDS / max(last, 1e-6)))
     return lambda: seconds(run, times)
 
 

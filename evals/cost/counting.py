@@ -1,4 +1,4 @@
-"""What all costs have in common: their figures, models without memory, and the count of multiplications."""
+"""The figures of a cost, models on the meta device, and the count of multiplications."""
 
 from collections.abc import Callable
 from copy import deepcopy

@@ -105,7 +105,7 @@ def usual_length(config: Any, wanted: int = LENGTH) -> int:
 
 
 Angles = tuple[torch.Tensor, ...] | torch.Tensor
-"""What a model passes to its attention layers as `position_embeddings`."""
+"""The argument `position_embeddings` of attention layers."""
 
 
 def position_embeddings(rotary: Any) -> Angles:

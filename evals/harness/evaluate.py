@@ -99,7 +99,7 @@ def score_all(
 
 
 def model_fields(opened: Opened, dtype: Any, device: Any) -> dict[str, Any]:
-    """What the report of a model says of the model itself."""
+    """The fields of a report that describe the model."""
     folder = Path(opened.name)
     return {
         "model": opened.name,

@@ -1,4 +1,4 @@
-"""Tables of the backbones: which attention layers they have, what they read, and the names in stock classes."""
+"""Tables of the backbones: their attention layers, their inputs, and the names in stock classes."""
 
 from dataclasses import dataclass, replace
 from math import ceil
@@ -14,7 +14,7 @@ from crosshead.modeling.encoder import image_shape
 from ..open_model import Opened, check_backbone
 
 TEXT, TARGET, IMAGE = "text", "target", "image"
-"""What a model reads; also the names of the options of `crosshead inspect`."""
+"""The inputs of a model; also the names of the options of `crosshead inspect`."""
 DIT = "dit"
 
 
@@ -41,7 +41,7 @@ class Backbone:
     classes: tuple[str, ...] = ()
     """Endings of the names of supported classes; all classes if empty."""
     arguments: tuple[tuple[str, Any], ...] = ()
-    """Of the forward pass, beside the inputs."""
+    """Further arguments of the forward pass."""
     value: str = "v_proj"
     """The projection in a stock attention module whose output ends with the values of each head."""
     value_size: str = ""

@@ -45,11 +45,11 @@ class Sample:
     record: dict[str, Any]
     """Its part of the report, without the layers."""
     positions: dict[str, torch.Tensor]
-    """Of the tokens, by what they are made of: (T, 1) in a text, (T, 2) in an image, where special tokens have nan."""
+    """Of the tokens of each input: (T, 1) in a text, (T, 2) in an image, where special tokens have nan."""
 
 
 def read_samples(opened: Opened, backbone: Backbone, inputs: Inputs) -> list[Sample]:
-    """What a model reads; `EvalError` where an option is missing, is of no use, or names what cannot be read."""
+    """The inputs of a model; `EvalError` for an option that is missing, has no use, or names an unreadable file."""
     check_options(opened, backbone, inputs)
     if IMAGE in backbone.reads:
         time = TIME if inputs.time is None else inputs.time

@@ -40,7 +40,7 @@ TRAINING, DRIFT = "training.json", "drift/"
 """The record of a training in a model's folder, and the beginning of its metrics of mechanisms."""
 
 
-class Place(NamedTuple):
+class AttentionModule(NamedTuple):
     """An attention module, its part of the model, and the layers that use it: several if they share weights."""
 
     part: Part
@@ -65,13 +65,13 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
     """One model: its sizes, the matrices of its mechanisms, and the states of its layers for each text or image."""
     model = _load(opened)
     config, done = opened.config, count(1)
-    places = attention_places(model, backbone)
-    calls = prod(getattr(config, name) for name in backbone.calls) if backbone.calls else len(places)
+    modules = attention_modules(model, backbone)
+    calls = prod(getattr(config, name) for name in backbone.calls) if backbone.calls else len(modules)
     stage, total = f"{opened.label}:", calls * len(samples)
     progress(stage, 0, total)
-    run = partial(layer_records, model, backbone, places, advance=lambda: progress(stage, next(done), total))
+    run = partial(layer_records, model, backbone, modules, advance=lambda: progress(stage, next(done), total))
     texts = [sample.record | run(sample) for sample in samples]
-    mechanisms = [(place, *each) for place in places for each in getattr(place.attention, "mixers", {}).items()]
+    mechanisms = [(module, *each) for module in modules for each in getattr(module.attention, "mixers", {}).items()]
     return {
         "name": opened.label,
         "model_type": config.model_type,
@@ -80,14 +80,14 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
         "drift": recorded_drift(opened.name),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "layers": calls,
-        "parts": [part_record(part, places) for part in backbone.parts],
+        "parts": [part_record(part, modules) for part in backbone.parts],
         "query_heads": query_heads(config),
         "key_value_heads": key_value_heads(config),
         "head_dim": head_size(config, backbone),
         "matrices": [
             record
-            for place, name, mechanism in mechanisms
-            for record in matrix_records(place.part.name, place.layers, name, mechanism)
+            for module, name, mechanism in mechanisms
+            for record in matrix_records(module.part.name, module.layers, name, mechanism)
         ],
         "texts": texts,
     }
@@ -95,9 +95,9 @@ def model_record(opened: Opened, backbone: Backbone, samples: Sequence[Sample], 
 
 def recorded_drift(name: str) -> dict[str, float]:
     """The distance of each mechanism from its start, as recorded by `crosshead train`; empty without a record."""
-    place, revision = split_revision(name)
+    repository, revision = split_revision(name)
     flags = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-    path = cached_file(place, TRAINING, revision=revision, **flags)
+    path = cached_file(repository, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
     found = metrics.items() if isinstance(metrics, dict) else ()
     return {key.removeprefix(DRIFT): each for key, each in found if key.startswith(DRIFT) and isinstance(each, float)}
@@ -111,41 +111,41 @@ def _load(opened: Opened) -> Any:
     return load_model(opened, model_class(opened.config), **options)
 
 
-def attention_places(model: Any, backbone: Backbone) -> list[Place]:
+def attention_modules(model: Any, backbone: Backbone) -> list[AttentionModule]:
     """The attention modules of a model, part by part."""
     modules = list(getattr(model, "base_model", model).named_modules())
     found = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
-    return [Place(part, module, []) for part, module in found]
+    return [AttentionModule(part, module, []) for part, module in found]
 
 
-def part_record(part: Part, places: Sequence[Place]) -> dict[str, Any]:
+def part_record(part: Part, modules: Sequence[AttentionModule]) -> dict[str, Any]:
     """The name of a part, its queries and keys, and the number of its layers."""
-    layers = sum(len(place.layers) for place in places if place.part is part)
+    layers = sum(len(module.layers) for module in modules if module.part is part)
     return {"name": part.name, "rows": part.rows, "columns": part.columns, "causal": part.causal, "layers": layers}
 
 
 @torch.no_grad()
 def layer_records(
-    model: Any, backbone: Backbone, places: Sequence[Place], sample: Sample, advance: Callable[[], None]
+    model: Any, backbone: Backbone, modules: Sequence[AttentionModule], sample: Sample, advance: Callable[[], None]
 ) -> dict[str, Any]:
     """The record of each layer for one sample, made while the model runs: only one layer's weights are in memory."""
     found: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
-    for place in places:
-        place.layers.clear()
+    for module in modules:
+        module.layers.clear()
 
-    def receive(place: Place, states: LayerStates) -> None:
-        part, layers = place.part, found[place.part.name]
+    def receive(module: AttentionModule, states: LayerStates) -> None:
+        part, layers = module.part, found[module.part.name]
         positions = sample.positions[part.rows] if part.rows == part.columns else None
-        place.layers.append(len(layers))
+        module.layers.append(len(layers))
         layers.append({"part": part.name, "layer": len(layers), **layer_record(states, positions, part.causal)})
         advance()
 
     with ExitStack() as stack:
-        for place in places:
+        for module in modules:
             if backbone is BACKBONES[DIT]:
-                stack.enter_context(record_block(place.attention, partial(receive, place)))
+                stack.enter_context(record_block(module.attention, partial(receive, module)))
             else:
-                stack.enter_context(record_states(place.attention, backbone, partial(receive, place)))
+                stack.enter_context(record_states(module.attention, backbone, partial(receive, module)))
         model(**sample.arguments, **dict(backbone.arguments))
     layers = [layer for of_part in found.values() for layer in of_part]
     similarity = {}

@@ -42,14 +42,14 @@ class Data(ABC):
 
     @abstractmethod
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """What the model does on some items: (B, numbers of this kind), float64, on the CPU."""
+        """The results of the model for some items: (B, numbers of this kind), float64, on the CPU."""
 
     @abstractmethod
     def scores(self, outcomes: Tensor) -> list[Score]:
         """The scores of the outcomes of all items."""
 
     def comparable(self) -> Any:
-        """What two models must have in common to be compared item by item."""
+        """Data that must be equal for two models whose items are compared."""
         return None
 
     def run(self, model: Any, batch_size: int | str) -> list[Score]:

@@ -18,10 +18,10 @@ TEXT_COLUMNS = (
 """The texts of a row in the tasks of GLUE, in its own files and in those of the Hub; the first ones found count."""
 LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
 SUFFIXES = (".tsv", ".jsonl", ".json")
-TOLD = 4
-"""The names of classes in a message."""
+LISTED_CLASSES = 4
+"""Maximum number of names of classes in a message."""
 Row = tuple[str, tuple[str, ...], Any]
-"""Where a row is, its texts, and its label."""
+"""File and line of a row, its texts, and its label."""
 
 
 def read_rows(path: Path, limit: int | None) -> list[Row]:
@@ -108,7 +108,7 @@ def class_of(config: Any, label: Any, where: str) -> int:
             f"{where}: the model has {len(found)} classes {label!r}: use the class's number, such as {found[0]}"
         )
     if not found:
-        classes = ", ".join(list(names.values())[:TOLD]) + (", ..." if len(names) > TOLD else "")
+        classes = ", ".join(list(names.values())[:LISTED_CLASSES]) + (", ..." if len(names) > LISTED_CLASSES else "")
         raise EvalError(
             f"{where}: unknown class {label!r}: the model has the classes 0 to {len(names) - 1}, named {classes}"
             f"{nearest(str(label), names.values())}"

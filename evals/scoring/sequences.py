@@ -17,8 +17,8 @@ from .data import Data, label_outcomes, text_inputs
 from .files import class_of, read_rows
 from .metrics import Score, class_scores, value_scores
 
-LEAST = 3
-"""The rows of a correlation with a standard error."""
+MIN_ROWS = 3
+"""Minimum number of rows for a correlation with a standard error."""
 
 
 class LabelledRows(Data):
@@ -38,8 +38,8 @@ class LabelledRows(Data):
         self.labels = [
             _value(label, where) if self.regression else class_of(config, label, where) for where, _, label in rows
         ]
-        if self.regression and (len(rows) < LEAST or len(set(self.labels)) == 1):
-            raise EvalError(f"{path}: a correlation needs {LEAST} rows or more with different labels")
+        if self.regression and (len(rows) < MIN_ROWS or len(set(self.labels)) == 1):
+            raise EvalError(f"{path}: a correlation needs {MIN_ROWS} rows or more with different labels")
         self.encoded = [dict(tokenizer(*texts, verbose=False)) for _, texts, _ in rows]
         for index, (_, texts, _) in enumerate(rows):
             if len(self.encoded[index]["input_ids"]) > context:

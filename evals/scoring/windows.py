@@ -23,7 +23,7 @@ RATE, SPAN = 0.15, 3
 LENGTH = 512
 """The tokens of a window, if the model's context is long enough."""
 IGNORED = -100
-"""Marks what is no label in transformers."""
+"""The label of a token without a loss, in transformers."""
 
 
 class Windows(Data):

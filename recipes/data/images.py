@@ -26,7 +26,7 @@ FOLDERS = "images"
 
 @dataclass(frozen=True)
 class ImageInputs:
-    """The sources of images, which are not read yet, and what makes pixel values of them."""
+    """The sources of images, which are not read yet, and their image processor."""
 
     processor: Any
     """An image processor of transformers."""

@@ -27,7 +27,7 @@ GZIP = b"\x1f\x8b"
 """The first bytes of a compressed file, never of text."""
 
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors put before a text in UTF-8."""
+"""Some editors write it before a text in UTF-8."""
 
 Document = Iterable[str]
 Row = tuple[dict[str, Any], str]
@@ -146,7 +146,7 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
 
 
 def file_states(files: list[Path]) -> list[Any]:
-    """What changes when a file is written."""
+    """Path, size and modification time of each file."""
     states = ((path, path.stat()) for path in files)
     return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 

@@ -37,7 +37,7 @@ FORMAT = 3
 RECORD = "cache.json"
 POSITION = np.dtype(np.int64)
 
-Progress = Callable[[int, int | None], object]
+OnTokens = Callable[[int, int | None], object]
 """Called with the tokenised amount and, if known, the total: bytes of files, or documents of a Hub dataset."""
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def open_cache(
     encoder: TokenEncoder,
     held_out: float,
     root: Path,
-    progress: Progress = lambda done, total: None,
+    progress: OnTokens = lambda done, total: None,
 ) -> TokenCache:
     """The tokens of a source, from the folder in `root` or written there."""
     try:
@@ -116,7 +116,7 @@ def _complete(folder: Path, encoder: TokenEncoder) -> TokenCache | None:
 
 
 def _build(
-    folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: Progress
+    folder: Path, key: dict[str, Any], source: DataSource, encoder: TokenEncoder, held_out: float, progress: OnTokens
 ) -> TokenCache:
     partial = folder.with_name(f".{folder.name}.{uuid4().hex}.partial")
     partial.mkdir()

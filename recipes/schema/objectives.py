@@ -1,4 +1,4 @@
-"""What a training teaches: the section `objective` of a recipe, one class for each value of its `name`.
+"""The section `objective` of a recipe: one class for each value of its `name`.
 
 Data, loss and scores of each objective are in `trainer/objectives.py`.
 """
@@ -19,11 +19,11 @@ Part = Annotated[float, Field(gt=0, lt=1)]
 
 @dataclass(frozen=True)
 class ObjectiveOptions(Section):
-    """What all objectives tell about themselves."""
+    """The properties of all objectives."""
 
     name: str
     unit: ClassVar[str] = TOKENS
-    """What the length of the training and a step's size are counted in."""
+    """The unit of the training's length and of a step's size."""
     kinds: ClassVar[tuple[str, ...]] = ("text", "jsonl", "parquet", "hub")
     """The kinds of sources that have its data."""
     loader: ClassVar[str] = ""

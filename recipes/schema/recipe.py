@@ -28,7 +28,7 @@ from .objectives import (
 class Recipe(sections.Section):
     """A whole training run."""
 
-    output: sections.Place
+    output: sections.PathOrId
     """The folder for checkpoints, metrics and, at the end, the model."""
     model: sections.ModelOptions
     data: sections.DataOptions
@@ -141,14 +141,14 @@ class Recipe(sections.Section):
         return round(warmup * self.steps) if warmup < 1 else int(warmup)
 
     @property
-    def match_steps(self) -> int:
-        """First steps with another loss: the distance from the teacher's attention outputs."""
+    def attention_loss_steps(self) -> int:
+        """The first steps, of transfer and of matching, whose loss compares attention outputs with the teacher's."""
         return self.distillation.transfer_steps + self.distillation.match_steps if self.distillation else 0
 
     @property
     def loss_changes(self) -> tuple[int, ...]:
         """The steps after which the loss is another one."""
-        return (self.distillation.transfer_steps, self.match_steps) if self.distillation else ()
+        return (self.distillation.transfer_steps, self.attention_loss_steps) if self.distillation else ()
 
     @property
     def evaluates(self) -> bool:

@@ -23,7 +23,7 @@ Decay = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[float, Field(gt=0)]
 NotNegative = Annotated[float, Field(ge=0)]
 Flag = Annotated[bool, BeforeValidator(typed), Strict()]
-Place = Annotated[str, AfterValidator(expanduser)]
+PathOrId = Annotated[str, AfterValidator(expanduser)]
 Json = Annotated[dict[str, Any], BeforeValidator(typed)]
 
 
@@ -122,15 +122,15 @@ class DataOptions(Section):
 class ModelOptions(Section):
     """The model to train: `path` to continue one; otherwise `config`, to start from scratch."""
 
-    path: Place | None = None
+    path: PathOrId | None = None
     """A crosshead or stock model: a folder, or a Hub id with or without a revision (`organisation/model@revision`)."""
     config: Json | None = None
     """As in config.json: `model_type`, sizes, `mixers`. With a path, the expected configuration."""
     convert: str | None = None
     """The command that makes the model in `path`."""
-    tokenizer: Place | None = None
+    tokenizer: PathOrId | None = None
     """A folder or a Hub id, as `path`; by default that of `path`."""
-    vae: Place | None = None
+    vae: PathOrId | None = None
     """For the objective `noise`, an autoencoder (AutoencoderKL) whose latents are learned: a folder or a Hub id."""
 
     def __post_init__(self) -> None:
@@ -225,9 +225,9 @@ class TrainOptions(Section):
 class Distillation(Section):
     """Distillation from the model that this one was converted from."""
 
-    teacher: Place | None = None
+    teacher: PathOrId | None = None
     """A folder or a Hub id, as `model.path`: a model that runs during the training."""
-    logits: Place | None = None
+    logits: PathOrId | None = None
     """Instead of a teacher, a folder with its highest logits for the same data."""
     weight: Share = 0.5
     """Weight w of the KL divergence from the teacher; the next-token loss has the weight 1 - w."""

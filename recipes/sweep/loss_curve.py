@@ -60,7 +60,7 @@ class ScalingLaw:
 
 def curve_start(run: Recipe) -> int:
     """The step after which the curve begins: after the warmup, and after the steps with another loss."""
-    return max(run.warmup_steps, run.match_steps)
+    return max(run.warmup_steps, run.attention_loss_steps)
 
 
 def loss_kind(recipe: Recipe) -> str:
@@ -98,7 +98,7 @@ def final_rise(run: Recipe) -> float:
     if not window:
         return 0.0
     averages = [mean(losses[end - window : end]) for end in range(len(losses), window - 1, -window)]
-    rise = averages[0] - MetricsFile.losses(Path(run.output), run.steps)[run.match_steps]
+    rise = averages[0] - MetricsFile.losses(Path(run.output), run.steps)[run.attention_loss_steps]
     if rise > MIN_DIVERGENCE:
         return rise
     rise, noise = averages[0] - min(averages[1:]), pstdev(losses[-window:]) * (2 / window) ** 0.5

@@ -42,8 +42,8 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
         if is_deepspeed_zero3_enabled():
             raise RecipeError(TEACHER_WITH_ZERO3)
         teacher = load_teacher(options.teacher, model.config.vocab_size, processor)
-        if recipe.match_steps:
-            check_layers_match(model, teacher, recipe.match_steps)
+        if recipe.attention_loss_steps:
+            check_layers_match(model, teacher, recipe.attention_loss_steps)
     if recipe.data.separate_documents and not is_deepspeed_zero3_enabled():
         for key, each in (("model", model), ("distillation.teacher", teacher)):
             if each is not None and not hasattr(each.config, "mixers"):  # our own keep documents apart

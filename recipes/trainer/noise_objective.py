@@ -79,11 +79,11 @@ class Noise(Objective):
         return {"hidden_states": images, "timestep": numbers, "class_labels": numbers}
 
     def logits(self, config: DiTFields) -> int:
-        """None."""
+        """0: a diffusion model has no logits."""
         return 0
 
     def predictions(self, outputs: Any, inputs: dict[str, Any]) -> list[Predictions]:
-        """None: noise is no class."""
+        """Empty: a diffusion model predicts no classes."""
         return []
 
     def loss(

@@ -1,4 +1,4 @@
-"""What differs between objectives, as methods with the usual answers; `objectives.py` has the table of all."""
+"""Base class of objectives: data, loss and scores, with default methods; `objectives.py` has the table of all."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -64,7 +64,7 @@ class Objective(ABC):
 
     @abstractmethod
     def load_processor(self) -> Any:
-        """What turns raw data into inputs, and is saved with the result: a tokenizer or an image processor."""
+        """The tokenizer or the image processor, which is saved with the result."""
 
     @abstractmethod
     def complete_config(self, config: Any, processor: Any) -> None:
@@ -88,19 +88,19 @@ class Objective(ABC):
 
     @property
     def collator(self) -> Any:
-        """What makes a batch of samples; None for transformers' own."""
+        """The data collator; None for that of transformers."""
         return None
 
     @abstractmethod
     def example(self, config: Any, rows: int) -> dict[str, Any]:
-        """What the model reads, in the shape of a micro batch with so many samples."""
+        """Inputs of the model, in the shape of a micro batch with so many samples."""
 
     @abstractmethod
     def logits(self, config: Any) -> int:
         """The numbers in the logits of a sample."""
 
     def model_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model reads."""
+        """The inputs of the model."""
         return {name: value for name, value in inputs.items() if name not in TARGETS}
 
     def loss(

@@ -34,7 +34,7 @@ def check_context(recipe: Recipe, config: Any) -> None:
 
 
 class TextObjective(Objective):
-    """What the objectives on text share."""
+    """Base class of the objectives on text."""
 
     def load_processor(self) -> Any:
         """The tokenizer."""
@@ -54,7 +54,7 @@ class TextObjective(Objective):
 
 
 def excess_expert_loss(model: nn.Module, outputs: Any, share: torch.Tensor) -> torch.Tensor | float:
-    """What a stock mixture of experts adds beyond this micro batch's share of the step; our models add the share."""
+    """The balance loss of a stock mixture of experts beyond this micro batch's share; our models add only that."""
     config: Any = getattr(model, "module", model).config
     if outputs.get("aux_loss") is None or hasattr(config, "mixers"):
         return 0.0
@@ -96,7 +96,7 @@ class NextToken(TextObjective):
 
 
 class CorruptionObjective(TextObjective):
-    """A text is corrupted, and what it was is predicted."""
+    """The model predicts the original of a corrupted text."""
 
     @abstractmethod
     def corruption(self, tokenizer: Any, config: Any) -> Corruption:

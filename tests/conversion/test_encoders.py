@@ -90,24 +90,24 @@ def test_a_fitted_router_is_better_than_the_papers(dtype, tmp_path, monkeypatch)
 
 PAPER = {"active_heads": 3, "method": "paper", "router": "query_norm", "gate": "binary"}
 ASKED = {
-    LIMITS[0].what: ("Bert", {"explicit": {}}, {"cache": "50%"}),
-    LIMITS[1].what: ("Bert", {"explicit": {"key_heads": 2, "norm": False}}, {}),
-    LIMITS[2].what: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
-    LIMITS[3].what: ("Albert", {"mixture": {"active_heads": 3}}, {}),
-    LIMITS[4].what: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
-    LIMITS[5].what: ("Bert", {"bilinear": {}}, {}),
-    LIMITS[6].what: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
+    LIMITS[0].conversion: ("Bert", {"explicit": {}}, {"cache": "50%"}),
+    LIMITS[1].conversion: ("Bert", {"explicit": {"key_heads": 2, "norm": False}}, {}),
+    LIMITS[2].conversion: ("Bert", {"mixture": PAPER | {"shared_heads": 1, "shared": "calibrated"}}, {}),
+    LIMITS[3].conversion: ("Albert", {"mixture": {"active_heads": 3}}, {}),
+    LIMITS[4].conversion: ("Bert", {"differential": {"half_values": True, "norm": False}}, {}),
+    LIMITS[5].conversion: ("Bert", {"bilinear": {}}, {}),
+    LIMITS[6].conversion: ("ViT", {"knocking": {}}, {"vocab_size": 99}),
 }
 
 
-@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.what)
+@pytest.mark.parametrize("limit", LIMITS, ids=lambda limit: limit.conversion)
 def test_limits(limit, tmp_path):
-    backbone, mixers, options = ASKED[limit.what]
+    backbone, mixers, options = ASKED[limit.conversion]
     write = write_image_model if backbone == "ViT" else write_encoder
     source = write(tmp_path / "source", backbone)
     with pytest.raises(ConversionError) as caught:
         crosshead.convert(source, tmp_path / "made", mixers, **options)
-    assert limit.what in str(caught.value) and limit.reason in str(caught.value)
+    assert limit.conversion in str(caught.value) and limit.reason in str(caught.value)
     assert not (tmp_path / "made").exists()
 
 

@@ -12,7 +12,7 @@ import toys
 from crosshead.common.errors import ConversionError
 from crosshead.conversion.calibration.streamed_model import StreamedModel
 from crosshead.conversion.sources.resolve import open_source
-from crosshead.conversion.verification.verify import checked
+from crosshead.conversion.verification.verify import checked_model
 from toy_checkpoints import MANY_SHARDS, write_model, write_stock
 
 MIXERS = {"knocking": {"form": "linear"}}
@@ -54,7 +54,7 @@ def test_others_are_refused_before_anything_is_written(tmp_path):
 
 def test_accounted_for_and_run_layer_by_layer(tmp_path):
     source = open_source(written(tmp_path / "model", 0.4), scratch=tmp_path)
-    config, tensors = checked(source)
+    config, tensors = checked_model(source)
     assert tensors == {"expected": len(source.store.entries), "missing": 0, "unexpected": 0}
     assert source.store.entries.keys() >= NAMES
     for dtype in (torch.float32, torch.bfloat16):

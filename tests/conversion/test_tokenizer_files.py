@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import crosshead
-from crosshead.conversion.sources.model_folder import forget_loading
+from crosshead.conversion.sources.model_folder import remove_loading_arguments
 from toy_checkpoints import write_stock
 
 CLEAN = """
@@ -35,7 +35,7 @@ def test_settings_say_nothing_of_the_loader(made, tmp_path):
     before = json.loads((made.parent / "source" / "tokenizer_config.json").read_text())
     assert said == {name: value for name, value in before.items() if name not in ("is_local", "local_files_only")}
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class":"X"}')
-    forget_loading(tmp_path)
+    remove_loading_arguments(tmp_path)
     assert (tmp_path / "tokenizer_config.json").read_text() == '{"tokenizer_class":"X"}'
 
 

@@ -113,7 +113,7 @@ def test_sides_are_made_on_the_device_before_either_runs(measured, monkeypatch):
         seen.append(("make", side, torch.empty(0)))
         return lambda: seen.append(("run", side, torch.empty(0))) or 0.25
 
-    monkeypatch.setattr(bench_pairs, "LEAST_SECONDS", 0)
+    monkeypatch.setattr(bench_pairs, "MIN_SECONDS", 0)
     bench([Case("a", "a", "b", make, {}, measured=measured)], 2, "meta")
     assert [(done, side) for done, side, _ in seen[:2]] == [("make", True), ("make", False)]
     assert {(done, x.device.type, x.dtype) for done, _, x in seen} == {

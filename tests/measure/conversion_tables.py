@@ -148,7 +148,7 @@ def transnext_table() -> str:
 def limits_table(limits: Iterable[Limit] = LIMITS) -> str:
     """The conversions that encoders do not support, or other ones."""
     lines = ["| conversion | reason |", "| --- | --- |"]
-    return "\n".join([*lines, *(f"| {limit.what} | {limit.reason} |" for limit in limits)]) + "\n"
+    return "\n".join([*lines, *(f"| {limit.conversion} | {limit.reason} |" for limit in limits)]) + "\n"
 
 
 def latent_limits_table() -> str:

@@ -99,7 +99,7 @@ def test_a_control_is_the_source_without_a_teacher_on_the_same(name, tmp_path):
     assert case.train == control.train == direct.train and case.data == control.data == direct.data
     assert control.model.path == str(tmp_path / "source") and case.model.path == direct.model.path
     assert control.distillation is None and len({each.output for each in (case, control, direct)}) == 3
-    assert direct.match_steps == 0 and direct.distillation.weight == case.distillation.weight
+    assert direct.attention_loss_steps == 0 and direct.distillation.weight == case.distillation.weight
 
 
 def test_conversions_have_the_nearest_numbers_of_heads():

@@ -75,7 +75,7 @@ def test_another_loss_is_not_compared_with_the_one_before():
 
 def test_a_transfer_is_not_compared_with_the_match_after_it():
     recipe = load_recipe("small/smollm2_explicit", ["distillation.transfer_steps=30", "distillation.match_steps=40"])
-    assert recipe.loss_changes == (30, 70) and recipe.match_steps == 70
+    assert recipe.loss_changes == (30, 70) and recipe.attention_loss_steps == 70
     assert load_recipe("small/smollm2_gating").loss_changes == ()
 
 
