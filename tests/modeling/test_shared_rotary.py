@@ -1,6 +1,7 @@
 """DeepSeek-V2, DeepSeek-V3 and GTA: the papers' loops in float64, the stock models, the cache, and what is refused."""
 
 import math
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,18 @@ def test_pairs_of_queries_over_one_tied_state() -> None:
 def test_sizes_that_cannot_work(backbone: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         mixed_config(backbone, {"knocking": {}}, **changes)
+
+
+@pytest.mark.parametrize("backbone", LATENT)
+@torch.no_grad()
+def test_a_replica_projects_with_its_own_modules(backbone: str) -> None:
+    """DataParallel makes one for each GPU, whose modules lie there."""
+    layer = SharedRotaryLayer(backbone, {"gating": {}}, q_lora_rank=10)
+    expected = layer.ours()
+    layer.attention = layer.attention._replicate_for_data_parallel()
+    layer.attention.q_b_proj = deepcopy(layer.attention.q_b_proj)
+    layer.attention.q_b_proj.weight.zero_()
+    assert (layer.ours() - expected).abs().max() > 0.01
 
 
 def test_scaling_has_the_factor_of_yarn() -> None:
