@@ -143,9 +143,14 @@ def _active_experts(config: Any) -> Fraction:
     """The part of the experts that a token selects."""
     counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts"))
     experts = next((count for count in counts if count), None)
-    if experts is not None and config.num_experts_per_tok > experts:
-        raise ValueError(f"num_experts_per_tok={config.num_experts_per_tok} is more than the {experts} experts")
-    return Fraction(1) if experts is None else Fraction(config.num_experts_per_tok, experts)
+    if experts is None or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
+        return Fraction(1)
+    if config.num_experts_per_tok is None or config.num_experts_per_tok > experts:
+        raise ValueError(
+            f"num_experts_per_tok={config.num_experts_per_tok} is not allowed: use a number from 1 to the {experts} "
+            "experts"
+        )
+    return Fraction(config.num_experts_per_tok, experts)
 
 
 def _parameters(model: Any, active: Fraction) -> dict[str, int]:

@@ -177,6 +177,14 @@ def test_latent_and_tied_states_are_what_a_model_does(backbone, case):
     assert cost.decode_flops - sum(attention.values()) == counted_without_attention(model)
 
 
+def test_latent_models_without_a_number_of_experts():
+    dense = toys.mixed_config("DeepseekV2", {}, num_experts_per_tok=None, first_k_dense_replace=2)
+    cost = model_cost(dense, LENGTH)
+    assert cost.active_parameters == cost.parameters
+    with pytest.raises(ValueError, match="num_experts_per_tok=None"):
+        model_cost(toys.mixed_config("DeepseekV2", {}, num_experts_per_tok=None), LENGTH)
+
+
 def counted_without_attention(model):
     """The FLOPs of the other layers and the head for one token: each weight of a matrix once, of selected experts."""
     config, total = model.config, model.lm_head.weight.numel()
