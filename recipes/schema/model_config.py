@@ -25,7 +25,8 @@ CLASSIFIERS, CLASS_COUNT = "AutoModelForImageClassification", "num_labels"
 SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "head_dim", "num_hidden_layers"),
     *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "sliding_window"),
-    *("num_experts", "num_experts_per_tok", "decoder_sparse_step"),
+    *("num_experts", "num_experts_per_tok", "decoder_sparse_step", "n_routed_experts", "n_group", "topk_group"),
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
     *("embedding_size", "type_vocab_size", "num_hidden_groups", "inner_group_num"),
     *("d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads"),
     *("hidden_sizes", "depths", "mlp_ratios", "sr_ratios", "patch_size", "num_channels", "num_labels"),
@@ -120,6 +121,9 @@ def _check_decoder(config: Any) -> None:
     size = getattr(config, "head_dim", heads.head_dim)
     if not size or size % 2:  # RoPE rotates pairs
         raise refuse("head_dim", size, "use an even number (the default is hidden_size / num_attention_heads)")
+    rotated = getattr(config, "qk_rope_head_dim", size)
+    if size != rotated:
+        raise refuse("head_dim", size, f"RoPE turns qk_rope_head_dim={rotated} features: leave it out")
     Choice(ROPE_TYPES).parse("rope_parameters.rope_type", config.rope_parameters.get("rope_type") or "", 0)
     for key in ROPE_NUMBERS:
         value = config.rope_parameters.get(key, 1)
@@ -127,9 +131,23 @@ def _check_decoder(config: Any) -> None:
             raise refuse(f"rope_parameters.{key}", value, "use a number above 0")
     for layer_type in getattr(config, "layer_types", None) or ():
         Choice(("full_attention", "sliding_attention")).parse("layer_types", layer_type, 0)
-    experts = getattr(config, "num_experts", None)
-    if experts is not None and config.num_experts_per_tok > experts:
-        raise refuse("num_experts_per_tok", config.num_experts_per_tok, f"use at most num_experts={experts}")
+    _check_experts(config)
+
+
+def _check_experts(config: Any) -> None:
+    field = "n_routed_experts" if hasattr(config, "n_routed_experts") else "num_experts"
+    experts = getattr(config, field, None)
+    if experts is None or getattr(config, "first_k_dense_replace", 0) >= config.num_hidden_layers:
+        return
+    selected, groups = config.num_experts_per_tok, getattr(config, "n_group", None)
+    if selected is None or selected > experts:
+        raise refuse("num_experts_per_tok", selected, f"use a number from 1 to {field}={experts}")
+    if groups is None:
+        return
+    if experts % groups:
+        raise refuse("n_group", groups, f"use a number that divides {field}={experts}")
+    if config.topk_group is None or config.topk_group > groups:
+        raise refuse("topk_group", config.topk_group, f"use a number from 1 to n_group={groups}")
 
 
 def _is_number(value: Any) -> bool:

@@ -28,6 +28,8 @@ SIZES = {
     "num_key_value_heads": 2,
 }
 MOE = {"model_type": "crosshead_qwen3_moe", "num_experts": 4, "moe_intermediate_size": 16}
+LATENT = {"model_type": "crosshead_deepseek_v3", "n_routed_experts": 8, "n_group": 2, "topk_group": 1}
+LATENT |= {"first_k_dense_replace": 1}
 VALUES = {
     "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers=0"),
     "fewer layers than none": ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
@@ -53,6 +55,13 @@ VALUES = {
         MOE | {"num_experts_per_tok": 5},
         "num_experts_per_tok=5",
     ),
+    "few experts of a latent model": (LATENT | {"num_experts_per_tok": 9}, "num_experts_per_tok=9"),
+    "no number of experts": ({"model_type": "crosshead_deepseek_v2"}, "num_experts_per_tok=None"),
+    "no routed experts": (LATENT | {"n_routed_experts": 0}, "n_routed_experts=0"),
+    "uneven groups of experts": (LATENT | {"n_group": 3}, "n_group=3"),
+    "few groups of experts": (LATENT | {"topk_group": 3}, "topk_group=3"),
+    "heads of a latent model": (LATENT | {"head_dim": 128}, "head_dim=128"),
+    "an empty latent vector": (LATENT | {"kv_lora_rank": 0}, "kv_lora_rank=0"),
     "an activation": ({"hidden_act": "nosuch"}, "hidden_act='nosuch'"),
     "a rope": (
         {"rope_parameters": {"rope_type": "nosuch"}},
@@ -144,6 +153,10 @@ def test_values_are_allowed(kind, values):
         pytest.skip("it needs fields of its own, and its sizes have other names")
     found = model_config(config(model_type=kind, **values)).to_dict()
     assert {key: found[key] for key in values} == values
+
+
+def test_dense_layers_need_no_number_of_experts():
+    model_config(config(model_type="crosshead_deepseek_v2", first_k_dense_replace=2))
 
 
 @pytest.mark.parametrize("option", ["", " --dry-run"])
