@@ -47,6 +47,10 @@ SYSTEM_ERROR = "(os error "
 HEAD_SIZE, SAMPLE_SIZE, WIDTH = 4, 8, 8
 """Of the diffusion models: features of a head, pixels or latents along a side, channels in the autoencoder."""
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+LATENT |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "first_k_dense_replace": 1}
+LATENT |= {"n_group": 2, "topk_group": 1, "head_dim": 4}  # in these configs, that of RoPE
+"""The largest values of a model with MLA."""
 
 
 def toy_in_own_folder(recipe: Recipe, folder: Path) -> Recipe:
@@ -121,9 +125,12 @@ def toy_config(
         return _toy_image_config(content, large)
     known, fields = known_keys(type(large)), type(large).attribute_map
     sizes = {fields.get(name, name): size for name, size in sizes.items() if fields.get(name, name) in known}
-    return (
-        dict(content) | sizes | (EXPERTS if "num_experts" in content else {}) | {"mixers": _toy_mixers(large, count)}
-    )
+    if "num_experts" in content:
+        sizes |= EXPERTS
+    if hasattr(large, "kv_lora_rank"):
+        given = {name: getattr(large, name) for name in LATENT}
+        sizes |= {name: min(value, LATENT[name]) for name, value in given.items() if value is not None}
+    return dict(content) | sizes | {"mixers": _toy_mixers(large, count)}
 
 
 def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import torch
 import transformers
 import typer
 import yaml
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from crosshead.conversion.options import read_mixers, split_argument
 from crosshead.recipes.schema.load import load_recipe, shipped_recipes
@@ -164,6 +164,18 @@ def test_toys_keep_which_layers_are_changed():
     assert small.mixers["explicit"]["key_heads"] == [32, 32, 32, 32]
     assert small.mixers["explicit"]["layers"] == [1, 2]
     assert small.mixers["knocking"]["layers"] == [2]
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_toys_of_latent_models_are_small(version):
+    content = {"model_type": f"crosshead_deepseek_v{version}", "num_experts_per_tok": 6, "mixers": {"knocking": {}}}
+    config = model_config(toy_config(content, 257))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert model.num_parameters() < 4_000_000
+    assert config.num_attention_heads == model_config(content).num_attention_heads
+    assert config.n_routed_experts == 8 and config.kv_lora_rank == 16
+    assert model.to_empty(device="cpu")(torch.ones(1, 3, dtype=torch.long)).logits.shape == (1, 3, 257)
 
 
 def test_toys_leave_random_numbers_alone(tmp_path):
