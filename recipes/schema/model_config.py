@@ -155,9 +155,9 @@ def _is_number(value: Any) -> bool:
 
 
 def check_expert_bias(config: Any, rate: float | None) -> None:
-    """`RecipeError` for a rate of biases that the model does not have."""
+    """`RecipeError` for a rate of biases that the training of this model does not move."""
     if rate is not None and not getattr(config, "expert_bias", False):
         raise RecipeError(
-            f"train.expert_bias_rate={rate:g}, but the model's routers have no biases: leave it out, or train a model "
-            "with expert_bias=true"
+            f"train.expert_bias_rate={rate:g}, but the model has no expert_bias=true: leave it out, or train a "
+            "Qwen3-MoE with it"
         )

@@ -12,6 +12,7 @@ from crosshead.modeling.backbones.qwen3_moe import EXPERT_BIAS
 from crosshead.recipes.estimate.dry_run import dry_run
 from crosshead.recipes.estimate.memory import ONE_GPU
 from crosshead.recipes.schema.load import load_recipe
+from crosshead.recipes.schema.model_config import check_expert_bias
 from crosshead.recipes.train import train
 from crosshead.recipes.trainer.load_balance import ExpertBalance, load_biases_everywhere
 from crosshead.recipes.trainer.models import check_expected
@@ -187,6 +188,14 @@ def test_a_rate_without_biases_is_refused(tmp_path):
     with pytest.raises(RecipeError, match=NONE):
         train(recipe)
     assert not Path(recipe.output).exists()
+
+
+def test_a_rate_for_the_biases_of_another_model_is_refused():
+    """A DeepSeek-V3 has biases, which stay as they are."""
+    config = SimpleNamespace(model_type="crosshead_deepseek_v3")
+    with pytest.raises(RecipeError, match=r"expert_bias_rate=0\.01.*Qwen3-MoE") as caught:
+        check_expert_bias(config, 0.01)
+    assert "no biases" not in str(caught.value)
 
 
 def test_other_refusals():
