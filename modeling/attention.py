@@ -1,5 +1,6 @@
 """The attention forward of all backbones: transformers' own, with the hooks of the mechanisms in between."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -31,8 +32,7 @@ class CrossheadAttention(nn.Module):
     is_causal: bool
     sliding_window: int | None = None
     rotate = staticmethod(apply_rotary_pos_emb)
-    q_proj: Any  # None where queries are compressed
-    compressed_query: Any
+    q_proj: Any
     k_proj: Any
     v_proj: Any
     o_proj: Any
@@ -82,7 +82,7 @@ class CrossheadAttention(nn.Module):
         """
         input_shape = hidden_states.shape[:-1]
         source = hidden_states if key_value_states is None else key_value_states
-        query = split_heads((self.q_proj or self.compressed_query)(hidden_states), self.head_dim)
+        query = split_heads(self.q_proj(hidden_states), self.head_dim)
         key = split_heads(self.k_proj(source), self.key_dim)
         value = split_heads(self.v_proj(source), self.value_dim)
         state = AttentionState(hidden_states, source, query, key, value, position_bias)
@@ -103,8 +103,10 @@ class CrossheadAttention(nn.Module):
         for name in self.output_order:
             mechanisms[name].after_cache(state)
 
-        attend: Any = ALL_ATTENTION_FUNCTIONS.get_interface(implementation or "eager", eager_attention_forward)
-        attn_output, attn_weights = attend(
+        attention_interface: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
+            implementation or "eager", eager_attention_forward
+        )
+        attn_output, attn_weights = attention_interface(
             self,
             state.query,
             state.key,

@@ -101,6 +101,13 @@ class LatentAttention(CrossheadAttention):
         self.kv_a_layernorm = HeadRMSNorm(self.kv_lora_rank, self.kv_a_layernorm.variance_epsilon)
         if self.q_lora_rank is not None:
             self.q_a_layernorm = HeadRMSNorm(self.q_lora_rank, self.q_a_layernorm.variance_epsilon)
+            self.q_proj = self.compressed_query  # the stock class has None
+
+    def _replicate_for_data_parallel(self) -> Any:
+        replica: Any = super()._replicate_for_data_parallel()
+        if self.q_lora_rank is not None:
+            replica.q_proj = replica.compressed_query  # or it would call the original's modules
+        return replica
 
     def compressed_query(self, x: Tensor) -> Tensor:
         """Queries by way of a low rank."""
