@@ -105,6 +105,8 @@ def verify(
     `ConversionError` if the two differ although they should be equal: after a neutral conversion or a fold, without
     training since.
     """
+    if device not in ("cpu", "cuda"):
+        raise ConversionError(f"--device {device} is not allowed: use cpu or cuda")
     check_device(device, ConversionError)
     with tempfile.TemporaryDirectory() as scratch, tempfile.TemporaryDirectory() as model_scratch:
         origin = open_source(source, revision, scratch=Path(scratch))

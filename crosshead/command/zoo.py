@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,7 +93,7 @@ def _counted(recipe: Any) -> Any:
 
     config = model_config(recipe.model.config, recipe.objective)
     if recipe.objective.name == "noise":
-        return DiTConfig.read(config.content())
+        return DiTConfig.read(asdict(config))
     config.dtype = DTYPE
     config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
     return config
