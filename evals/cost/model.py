@@ -43,7 +43,7 @@ def model_cost(config: Any, length: int) -> Cost:
     model = on_meta(config)
     if hasattr(model, "decoder"):
         return seq2seq_cost(model, length)
-    if hasattr(model.base_model, ROTARY):
+    if model.can_generate() or hasattr(model.base_model, ROTARY):  # a decoder with any head, or without one
         return _decoder_cost(model, length)
     return encoder_cost(model, length)
 
