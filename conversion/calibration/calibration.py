@@ -25,7 +25,7 @@ from ..compress.fitted_steps import solve_layer
 from ..compress.head_groups import Counts
 from ..compress.layer_rewrites import Tensors, substituted
 from ..compress.reorder_heads import HeadUse
-from ..compress.virtual_heads import shapes_of_solved
+from ..compress.virtual_heads import ComponentHeads
 from ..sources.resolve import Source
 from ..sources.tensor_store import TensorStore
 from ..writing.shard_writer import digest_of, write_growing
@@ -103,7 +103,7 @@ class Observers:
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             for counts in self.fitted_counts(layer):
-                of_layer = shapes_of_solved(layout, counts, self.biased)
+                of_layer = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
                 shapes |= {f"{layer}.statistics.{name}": shape for name, shape in of_layer.items()}
         return shapes
 

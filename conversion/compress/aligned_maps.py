@@ -56,7 +56,7 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     heads, _, size, _ = errors.metric.shape
     root, inverse = roots(errors.pooled[0])  # each head in coordinates in which its metric is the identity
     even = errors.in_coordinates(root, inverse)
-    find = one_fewer if components == heads - 1 > 1 else grouped
+    find = one_fewer_values if components == heads - 1 > 1 else grouped_values
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
     start = find(even.pooled[1], heads, size, components)
     start = plain if _is_exact(plain, start, even) else start
@@ -64,7 +64,7 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse).with_even_maps()
 
 
-def grouped(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
+def grouped_values(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
     """One component for each group of heads: the group's principal directions, given all heads' Gram matrix."""
     blocks = _blocks(gram, heads, size)
 
@@ -82,7 +82,7 @@ def grouped(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame
     return Frame(_padded(combined.flatten(2), gram.shape[0]), membership(heads, groups), maps)
 
 
-def one_fewer(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
+def one_fewer_values(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
     """One component fewer than heads: maps from the null directions, after which the heads sum to zero."""
     count = heads * size
     null = torch.linalg.eigh(gram[:count, :count])[1][:, :size]
@@ -102,7 +102,7 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
     root, inverse = (pair_maps(torch.complex(x, torch.zeros_like(x))) for x in (weights, 1 / weights))
     even = errors.in_coordinates(root, inverse)
     pairs = _pairs(even.pooled[1], heads, size)
-    combined, factors, scalars = (_one_fewer if components == heads - 1 > 1 else _grouped)(pairs, components)
+    combined, factors, scalars = (one_fewer_keys if components == heads - 1 > 1 else grouped_keys)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
     if _is_exact(plain, start, even):
@@ -165,7 +165,7 @@ def _padded(components: torch.Tensor, features: int) -> torch.Tensor:
     return torch.nn.functional.pad(components, (0, features - components.shape[-1]))
 
 
-def _grouped(pairs: torch.Tensor, components: int) -> Start:
+def grouped_keys(pairs: torch.Tensor, components: int) -> Start:
     """One component for each group of heads: the group's principal directions."""
     heads = pairs.shape[-1]
 
@@ -181,7 +181,7 @@ def _grouped(pairs: torch.Tensor, components: int) -> Start:
     return combined, factors, membership(heads, groups)
 
 
-def _one_fewer(pairs: torch.Tensor, components: int) -> Start:
+def one_fewer_keys(pairs: torch.Tensor, components: int) -> Start:
     """One component fewer than heads: factors from the null directions, after which the heads sum to zero."""
     heads = pairs.shape[-1]
     null = torch.linalg.eigh(pairs)[1][:, :, 0].T  # sum_i conj(null_i) key_i is nearly zero: (h, d / 2)

@@ -1,8 +1,6 @@
 """`--layers auto`, `--cache` and `--active`: the heads of each layer, chosen within budgets by measured loss."""
 
 import json
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -22,15 +20,14 @@ from ..sources.resolve import Source
 from .budget_search import (
     ACTIVE,
     TRIAL_DOCUMENTATION,
+    ActiveTrials,
+    ComponentTrials,
     Losses,
     Trial,
-    Variants,
     active_to_try,
-    active_variants,
     by_layer,
     choose,
     choose_active,
-    component_variants,
     counts_to_try,
     measure_losses,
 )
@@ -103,28 +100,14 @@ class AutoLayers:
         )
         layouts = self.target.layouts()
         model = StreamedModel(self.source.store, self.stock, device=self.device)
-        variants = [*self._variants(model, layouts, calibration, folder, progress)]
-
-        def of_layer(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-            for each in variants:
-                yield from each(layer, module)
-
-        losses = measure_losses(model, of_layer, tokens, partial(progress, "choosing"))
-        return self.text.of_windows() | {"losses": by_layer(losses)} | self._choices(losses, layouts)
-
-    def _variants(
-        self,
-        model: StreamedModel,
-        layouts: list[HeadLayout],
-        calibration: Calibration | None,
-        folder: Path,
-        progress: Progress,
-    ) -> Iterator[Variants]:
+        trials = list[ComponentTrials | ActiveTrials]()
         if self.cache is not None:
             unchanged, method = component_counts(self.target, self.request), self.request.choices["explicit"]["method"]
-            yield component_variants(self.source.store, self.stock, layouts, unchanged, calibration, method)
+            trials.append(ComponentTrials(self.source.store, self.stock, layouts, unchanged, calibration, method))
         if self.active is not None:
-            yield active_variants(model, self.text.tokens(self.source, model, folder, progress))
+            trials.append(ActiveTrials(model, self.text.tokens(self.source, model, folder, progress)))
+        losses = measure_losses(model, trials, tokens, partial(progress, "choosing"))
+        return self.text.of_windows() | {"losses": by_layer(losses)} | self._choices(losses, layouts)
 
     def _choices(self, losses: Losses, layouts: list[HeadLayout]) -> dict[str, Any]:
         chosen: dict[str, Any] = {}

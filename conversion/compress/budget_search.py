@@ -6,10 +6,10 @@ is the KL divergence from the source's predictions, which needs much less text t
 Losses are assumed to add up over layers.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import chain, product
 from math import ceil, gcd, inf
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..sources.tensor_store import TensorStore
 from .fitted_router import HeadOutputs, Routing, fit_output, fit_scores, routed
 from .head_groups import Counts
 from .layer_rewrites import read_attention, substituted
-from .virtual_heads import PROJECTIONS, approximate
+from .virtual_heads import PROJECTIONS, ComponentHeads
 
 STRIDE = 2
 """Every second position is evaluated: logits are expensive, and neighbouring positions are similar."""
@@ -42,8 +42,8 @@ ACTIVE = "active"
 """The side of a trial with fewer active heads; the others are those of `PROJECTIONS`."""
 Trial = tuple[int, str, int]
 """Layer, side, heads."""
-Variants = Callable[[int, Any], Iterator[tuple[str, int, AbstractContextManager[None]]]]
-"""The trials of a layer, given its index and its module: side, heads, and a context in which the module has them."""
+LayerTrial = tuple[str, int, AbstractContextManager[None]]
+"""Side, heads, and a context in which the layer's module has them."""
 KeyValueCounts = tuple[int, int]
 """Component heads of a layer's keys and of its values."""
 Losses = dict[Trial, float]
@@ -68,74 +68,80 @@ def divergence(window: int, expected: torch.Tensor, logits: torch.Tensor) -> flo
     return float(functional.kl_div(after, before, reduction="batchmean", log_target=True))
 
 
-@torch.no_grad()
-def measure_losses(
-    model: StreamedModel, variants: Variants, tokens: torch.Tensor, advance: Advance, loss: LossFunction = divergence
-) -> Losses:
-    """The loss of each trial, the mean over windows of tokens (B, T)."""
-    hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
-    trials: dict[Trial, torch.Tensor] = {}
-    for layer, module in model.layers():
-        for states in trials.values():
-            model.step(module, states, batch_size)
-        for side, count, context in variants(layer, module):
-            states = trials[layer, side, count] = hidden.clone()
-            with context:
-                model.step(module, states, batch_size)
-        model.step(module, hidden, batch_size)
-        advance(layer + 1, model.config.num_hidden_layers)
-    losses = dict.fromkeys(trials, 0.0)
-    with model.head() as head:
-        for window in range(len(tokens)):  # the logits of all windows together would be gigabytes
-            expected = head(hidden[window, ::STRIDE])
-            for trial, states in trials.items():
-                losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
-    return losses
+@dataclass(frozen=True)
+class ComponentTrials:
+    """Fewer component heads of one side; the other side has those of `unchanged`."""
 
+    store: TensorStore
+    config: Any
+    layouts: list[HeadLayout]
+    unchanged: list[Counts]
+    """The counts of each layer."""
+    calibration: Calibration | None
+    method: str
 
-def component_variants(
-    store: TensorStore,
-    config: Any,
-    layouts: list[HeadLayout],
-    unchanged: list[Counts],
-    calibration: Calibration | None,
-    method: str,
-) -> Variants:
-    """Fewer component heads of one side; the other side has those of `unchanged`, the counts of each layer."""
-
-    def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-        layout, statistics = layouts[layer], None
-        tensors = read_attention(store, attention_names(config, layer))
-        if calibration is not None:
-            statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
-        for count in counts_to_try(layout.key_value_heads, unchanged[layer].groups):
+    def of_layer(self, layer: int, module: Any) -> Iterator[LayerTrial]:
+        """Every side and count that is tried."""
+        layout, unchanged, statistics = self.layouts[layer], self.unchanged[layer], None
+        tensors = read_attention(self.store, attention_names(self.config, layer))
+        if self.calibration is not None:
+            statistics = HeadStatistics(layout, self.calibration.layer(layer)["statistics"])
+        for count in counts_to_try(layout.key_value_heads, unchanged.groups):
             for side in PROJECTIONS:
-                other = unchanged[layer]
-                counts = replace(other, key=count) if side == "key" else replace(other, value=count)
-                changed = approximate(tensors, statistics, layout, counts, method)
-                changed = {name: each for name, each in changed.items() if not each.equal(tensors[name])}
+                counts = replace(unchanged, key=count) if side == "key" else replace(unchanged, value=count)
+                changed = ComponentHeads(layout, counts, self.method).approximate(tensors, statistics)
+                changed = {name: tensor for name, tensor in changed.items() if not tensor.equal(tensors[name])}
                 yield side, count, substituted(module.self_attn, changed)
 
-    return variants
 
-
-def active_variants(model: StreamedModel, tokens: torch.Tensor) -> Variants:
+class ActiveTrials:
     """Fewer active heads, by routers that are fitted on the source's outputs for some windows of tokens (B, T)."""
-    hidden = model.embed(tokens[:: -(-tokens.numel() // FIT_TOKENS)])
 
-    def variants(layer: int, module: Any) -> Iterator[tuple[str, int, AbstractContextManager[None]]]:
-        attention, outputs = model.attention(module), HeadOutputs(hidden)
+    def __init__(self, model: StreamedModel, tokens: torch.Tensor) -> None:
+        self.model = model
+        self.hidden = model.embed(tokens[:: -(-tokens.numel() // FIT_TOKENS)])
+
+    def of_layer(self, layer: int, module: Any) -> Iterator[LayerTrial]:
+        """Every number of active heads that is tried."""
+        attention, outputs = self.model.attention(module), HeadOutputs(self.hidden)
         with outputs.recording(attention):
-            model.step(module, hidden)
+            self.model.step(module, self.hidden)
         weight = attention.o_proj.weight
-        size = weight.shape[1] // model.config.num_attention_heads
+        size = weight.shape[1] // self.model.config.num_attention_heads
         scores = fit_scores(outputs, weight, 0, size)
         for count in active_to_try(len(scores)):
             routing = Routing(0, count)
             fitted = fit_output(outputs, weight, routing, scores, size)
             yield ACTIVE, count, routed(attention, fitted, routing, size)
 
-    return variants
+
+@torch.no_grad()
+def measure_losses(
+    model: StreamedModel,
+    trials: Sequence[ComponentTrials | ActiveTrials],
+    tokens: torch.Tensor,
+    advance: Advance,
+    loss: LossFunction = divergence,
+) -> Losses:
+    """The loss of each trial, the mean over windows of tokens (B, T)."""
+    hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
+    tried: dict[Trial, torch.Tensor] = {}
+    for layer, module in model.layers():
+        for states in tried.values():
+            model.step(module, states, batch_size)
+        for side, count, context in chain.from_iterable(kind.of_layer(layer, module) for kind in trials):
+            states = tried[layer, side, count] = hidden.clone()
+            with context:
+                model.step(module, states, batch_size)
+        model.step(module, hidden, batch_size)
+        advance(layer + 1, model.config.num_hidden_layers)
+    losses = dict.fromkeys(tried, 0.0)
+    with model.head() as head:
+        for window in range(len(tokens)):  # the logits of all windows together would be gigabytes
+            expected = head(hidden[window, ::STRIDE])
+            for trial, states in tried.items():
+                losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
+    return losses
 
 
 @dataclass(frozen=True)

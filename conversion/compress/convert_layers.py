@@ -1,12 +1,14 @@
 """Computes the attention tensors of a crosshead model from those of a stock checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import gcd
 from statistics import fmean
 from typing import Any
 
-from ..architectures.attention_names import attention_layers, attention_names
+from crosshead.modeling.mechanisms.base import HeadLayout
+
+from ..architectures.attention_names import AttentionNames, attention_layers, attention_names
 from ..architectures.families import Shapes
 from ..architectures.mixer_tensors import component_heads, layer_mixers, starting_values
 from ..architectures.stacks import places_of
@@ -20,7 +22,7 @@ from .head_groups import Counts
 from .layer_rewrites import LayerRewrites, Tensors, read_attention
 from .paired_heads import makes_pairs, pair_heads, paired_names
 from .reorder_heads import most_used_first, reorder
-from .virtual_heads import fitted_error, rewrite, rewritten_names
+from .virtual_heads import ComponentHeads
 
 GROUP_TOLERANCE = 0.1
 """How much the fitted error may rise, relative to that of one group, if a conversion chooses the number of groups."""
@@ -28,107 +30,122 @@ ORDER_FREE = {"explicit", "knocking", "gating"}
 """Mechanisms that a conversion can combine with any order of heads."""
 
 
-def _choices(config: Any, request: MixerRequest, layer: int) -> Mapping[str, Mapping[str, Any]]:
-    """The options of the conversion for one layer."""
-    places = places_of(config)
-    of_part = request.parts.get(places[layer][0]) if places else request
-    return of_part.choices if of_part else {}
+@dataclass(frozen=True)
+class LayerRequest:
+    """The mechanisms of one layer of the target, and how the conversion makes them."""
+
+    index: int
+    mixers: dict[str, dict[str, Any]]
+    """The mechanisms and their options in the target."""
+    choices: Mapping[str, Mapping[str, Any]]
+    """The options of the conversion alone, by mechanism."""
+    layout: HeadLayout
+    names: AttentionNames
+    components: tuple[int, int]
+    """The component heads of its keys and of its values."""
+
+    @property
+    def method(self) -> str | None:
+        """The method of `explicit`; None without it."""
+        return self.choices.get("explicit", {}).get("method")
+
+    @property
+    def has_fewer_components(self) -> bool:
+        """Whether its keys or values have fewer components than heads."""
+        return "explicit" in self.mixers and min(self.components) < self.layout.key_value_heads
+
+    def counts(self, groups: int | None = None) -> Counts:
+        """Its component heads; `aligned` assigns heads to groups where nothing depends on their order."""
+        groups = groups or self.mixers.get("explicit", {}).get("groups", 1)
+        reorders = self.method == "aligned" and groups > 1 and self.mixers.keys() <= ORDER_FREE
+        return Counts(*self.components, groups, reorders)
+
+    def component_heads(self) -> ComponentHeads:
+        """Its component heads with their method."""
+        return ComponentHeads(self.layout, self.counts(), self.choices["explicit"]["method"])
+
+    @property
+    def shares_most_used(self) -> bool:
+        """Whether its most used heads are to come first, as the shared heads of its mixture."""
+        shared = self.mixers.get("mixture", {}).get("shared_heads", 0)
+        return shared > 0 and self.choices.get("mixture", {}).get("shared") == "calibrated"
+
+    @property
+    def routing(self) -> Routing | None:
+        """The heads of a mixture whose router is fitted; None for other layers."""
+        mixture = self.mixers.get("mixture")
+        if mixture is None or self.choices["mixture"]["method"] != "calibrated":
+            return None
+        selects = mixture["active_heads"] < self.layout.query_heads
+        return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
+
+    def changed_parts(self) -> list[str]:
+        """The stock tensors that are computed, by part; includes possible biases."""
+        parts = list[str]()
+        if self.has_fewer_components:
+            parts += self.component_heads().rewritten_names()
+        if self.shares_most_used:
+            parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
+        if self.routing is not None:
+            parts.append("o_proj.weight")
+        if "bilinear" in self.mixers:
+            parts += ["q_proj.weight", "o_proj.weight"]
+        if makes_pairs(self.mixers.get("differential")):
+            parts += paired_names(self.mixers["differential"])
+        return parts
+
+    def rewritten(self, store: TensorStore, statistics: Mapping[str, Tensors]) -> Tensors:
+        """Its attention tensors by part, for all mechanisms that change stock tensors; {} if none does."""
+        routing, is_bilinear = self.routing, "bilinear" in self.mixers
+        if not (self.has_fewer_components or self.shares_most_used or routing or is_bilinear):
+            return {}
+        tensors, layout = read_attention(store, self.names), self.layout
+        if self.has_fewer_components:
+            heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
+            tensors = self.component_heads().rewrite(tensors, heads)
+        if routing is not None:  # fitted to the output projection after `rewrite`
+            scores, change = (statistics["router"][name] for name in routing.names())
+            tensors["mixers.mixture.routed.weight"] = scores
+            tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
+        if self.shares_most_used:
+            shared = self.mixers["mixture"]["shared_heads"]
+            order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
+            tensors = reorder(tensors, order, layout)
+        return multiply_projections(tensors, layout) if is_bilinear else tensors
 
 
-def _is_aligned(config: Any, request: MixerRequest, layer: int) -> bool:
-    return _choices(config, request, layer).get("explicit", {}).get("method") == "aligned"
-
-
-def _has_fewer_components(config: Any, layer: int) -> bool:
-    """Whether keys or values of the target have fewer components than heads."""
-    has_components = "explicit" in config.mixers_of_layer(layer)
-    return has_components and min(component_heads(config, layer)) < config.num_key_value_heads
-
-
-def _counts(config: Any, request: MixerRequest, layer: int, groups: int | None = None) -> Counts:
-    """The component heads of a layer; `aligned` assigns heads to groups where nothing depends on their order."""
-    mixers = config.mixers_of_layer(layer)
-    groups = groups or mixers.get("explicit", {}).get("groups", 1)
-    reorders = _is_aligned(config, request, layer) and groups > 1 and mixers.keys() <= ORDER_FREE
-    return Counts(*component_heads(config, layer), groups, reorders)
-
-
-def _reorders(config: Any, request: MixerRequest, layer: int) -> bool:
-    """Whether the most used heads are to come first."""
-    shared = config.mixers_of_layer(layer).get("mixture", {}).get("shared_heads", 0)
-    return shared > 0 and _choices(config, request, layer).get("mixture", {}).get("shared") == "calibrated"
-
-
-def _routing(config: Any, request: MixerRequest, layer: int) -> Routing | None:
-    """The heads of a mixture whose router is fitted; None for other layers."""
-    mixture = config.mixers_of_layer(layer).get("mixture")
-    if mixture is None or _choices(config, request, layer)["mixture"]["method"] != "calibrated":
-        return None
-    selects = mixture["active_heads"] < config.num_attention_heads
-    return Routing(mixture["shared_heads"], mixture["active_heads"]) if selects else None
+def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
+    """The request for each attention layer of the target."""
+    places, layers = places_of(config), list[LayerRequest]()
+    for layer in attention_layers(config):
+        of_part = request.parts.get(places[layer][0]) if places else request
+        mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
+        names, components = attention_names(config, layer), component_heads(config, layer)
+        layers.append(LayerRequest(layer, mixers, of_part.choices if of_part else {}, layout, names, components))
+    return layers
 
 
 def convert_layers(
     store: TensorStore, config: Any, shapes: Shapes, request: MixerRequest, calibration: Calibration | None, seed: int
 ) -> LayerRewrites:
     """The rewrites that add the mechanisms to every layer; `config` and `shapes` are the target's."""
+    requests = layer_requests(config, request)
     layers: dict[str, int] = {}
-    for layer in attention_layers(config):
-        layers |= dict.fromkeys(_changed_names(config, shapes, request, layer), layer)
+    for layer in requests:
+        changed = {layer.names.stored(part) for part in layer.changed_parts()} & shapes.keys()
+        created = {name for name in shapes if name.startswith(layer.names.stored("mixers."))}
+        layers |= dict.fromkeys(created | changed, layer.index)
 
-    def compute(layer: int) -> Tensors:
-        statistics = calibration.layer(layer) if calibration is not None else {}
-        names, tensors = attention_names(config, layer), starting_values(config, layer, seed)
-        if makes_pairs(config.mixers_of_layer(layer).get("differential")):
-            layout = config.layout_of_layer(layer)
-            mechanism: Any = layer_mixers(config, layer)["differential"]
-            tensors |= pair_heads(read_attention(store, names), tensors, layout, mechanism)
+    def compute(index: int) -> Tensors:
+        layer, tensors = requests[index], starting_values(config, index, seed)
+        if makes_pairs(layer.mixers.get("differential")):
+            mechanism: Any = layer_mixers(config, index)["differential"]
+            tensors |= pair_heads(read_attention(store, layer.names), tensors, layer.layout, mechanism)
         else:
-            tensors |= _rewritten(store, config, request, statistics, layer)
-        return {names.stored(part): tensor for part, tensor in tensors.items()}
+            tensors |= layer.rewritten(store, calibration.layer(index) if calibration is not None else {})
+        return {layer.names.stored(part): tensor for part, tensor in tensors.items()}
 
     return LayerRewrites(layers, compute)
-
-
-def _changed_names(config: Any, shapes: Shapes, request: MixerRequest, layer: int) -> set[str]:
-    names, parts = attention_names(config, layer), list[str]()
-    if _has_fewer_components(config, layer):
-        method = _choices(config, request, layer)["explicit"]["method"]
-        parts += rewritten_names(config.layout_of_layer(layer), _counts(config, request, layer), method)
-    if _reorders(config, request, layer):
-        parts += ["o_proj.weight", *(f"{name}_proj.{part}" for name in "qkv" for part in ("weight", "bias"))]
-    if _routing(config, request, layer) is not None:
-        parts.append("o_proj.weight")
-    if "bilinear" in config.mixers_of_layer(layer):
-        parts += ["q_proj.weight", "o_proj.weight"]
-    differential = config.mixers_of_layer(layer).get("differential")
-    if makes_pairs(differential):
-        parts += paired_names(differential)
-    created = {name for name in shapes if name.startswith(names.stored("mixers."))}
-    return created | ({names.stored(part) for part in parts} & shapes.keys())
-
-
-def _rewritten(
-    store: TensorStore, config: Any, request: MixerRequest, statistics: dict[str, Tensors], layer: int
-) -> Tensors:
-    combines, reorders = _has_fewer_components(config, layer), _reorders(config, request, layer)
-    routing, is_bilinear = _routing(config, request, layer), "bilinear" in config.mixers_of_layer(layer)
-    if not (combines or reorders or routing or is_bilinear):
-        return {}
-    tensors, layout = read_attention(store, attention_names(config, layer)), config.layout_of_layer(layer)
-    if combines:
-        heads = HeadStatistics(layout, statistics["statistics"]) if "statistics" in statistics else None
-        method = _choices(config, request, layer)["explicit"]["method"]
-        tensors = rewrite(tensors, heads, layout, _counts(config, request, layer), method)
-    if routing is not None:  # fitted to the output projection after `rewrite`
-        scores, change = (statistics["router"][name] for name in routing.names())
-        tensors["mixers.mixture.routed.weight"] = scores
-        tensors["o_proj.weight"] = tensors["o_proj.weight"] + change
-    if reorders:
-        shared = config.mixers_of_layer(layer)["mixture"]["shared_heads"]
-        order = most_used_first(statistics["use"]["counts"], layout.key_value_heads, shared)
-        tensors = reorder(tensors, order, layout)
-    return multiply_projections(tensors, layout) if is_bilinear else tensors
 
 
 def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> set[str]:
@@ -136,16 +153,16 @@ def needed_observations(config: Any, request: MixerRequest, chooses: bool) -> se
 
     `chooses` is true if `--layers auto` is still to choose the component heads.
     """
-    layers = attention_layers(config)
-    aligned = [layer for layer in layers if _is_aligned(config, request, layer)]
-    needed = {"statistics"} if any(chooses or _has_fewer_components(config, layer) for layer in aligned) else set()
-    needed |= {"use"} if any(_reorders(config, request, layer) for layer in layers) else set()
-    return needed | ({"router"} if any(routings(config, request)) else set())
+    layers = layer_requests(config, request)
+    aligned = [layer for layer in layers if layer.method == "aligned"]
+    needed = {"statistics"} if any(chooses or layer.has_fewer_components for layer in aligned) else set()
+    needed |= {"use"} if any(layer.shares_most_used for layer in layers) else set()
+    return needed | ({"router"} if any(layer.routing for layer in layers) else set())
 
 
 def routings(config: Any, request: MixerRequest) -> list[Routing | None]:
     """The heads of each layer's mixture for which a router is fitted."""
-    return [_routing(config, request, layer) for layer in attention_layers(config)]
+    return [layer.routing for layer in layer_requests(config, request)]
 
 
 def active_heads(config: Any) -> list[int]:
@@ -156,25 +173,22 @@ def active_heads(config: Any) -> list[int]:
 
 def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
     """The component heads of each layer's keys and values."""
-    return [_counts(config, request, layer) for layer in attention_layers(config)]
+    return [layer.counts() for layer in layer_requests(config, request)]
 
 
 def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
     """The component heads of each layer, for every number of groups that a conversion chooses from, the most first."""
-    tried, layers = _groups_to_try(config, request), attention_layers(config)
-    return [[_counts(config, request, layer, groups) for groups in tried] for layer in layers]
-
-
-def _groups_to_try(config: Any, request: MixerRequest) -> list[int | None]:
-    """The numbers of groups that are possible in all layers; only None, the configured one, if it is not chosen."""
-    explicit, choices = request.mixers.get("explicit", {}), request.choices
-    fits = choices.get("explicit", {}).get("method") == "aligned" and "mixture" not in request.mixers
-    layers = attention_layers(config)
-    if "groups" in explicit or not fits or not any(_has_fewer_components(config, layer) for layer in layers):
-        return [None]
-    counts = [component_heads(config, layer) for layer in layers]
-    common = gcd(config.num_key_value_heads, *(count for pair in counts for count in pair))
-    return [groups for groups in range(common, 0, -1) if common % groups == 0]
+    layers = layer_requests(config, request)
+    tried: list[int | None] = [None]  # the configured number
+    if (
+        request.choices.get("explicit", {}).get("method") == "aligned"
+        and "groups" not in request.mixers["explicit"]
+        and "mixture" not in request.mixers
+        and any(layer.has_fewer_components for layer in layers)
+    ):
+        common = gcd(layers[0].layout.key_value_heads, *(count for layer in layers for count in layer.components))
+        tried = [groups for groups in range(common, 0, -1) if common % groups == 0]
+    return [[layer.counts(groups) for groups in tried] for layer in layers]
 
 
 def choose_groups(
@@ -182,10 +196,12 @@ def choose_groups(
 ) -> tuple[MixerRequest, dict[str, Any]]:
     """The request with the most groups whose fitted error is within the tolerance; and the groups and the errors."""
     ratios: dict[int, list[float]] = {}
-    for layer in filter(lambda layer: _has_fewer_components(config, layer), attention_layers(config)):
-        layout = config.layout_of_layer(layer)
-        statistics = HeadStatistics(layout, calibration.layer(layer)["statistics"])
-        errors = {counts.groups: fitted_error(statistics, layout, counts) for counts in candidates[layer]}
+    for layer in layer_requests(config, request):
+        if not layer.has_fewer_components:
+            continue
+        statistics = HeadStatistics(layer.layout, calibration.layer(layer.index)["statistics"])
+        tried = [ComponentHeads(layer.layout, counts) for counts in candidates[layer.index]]
+        errors = {heads.counts.groups: heads.fitted_error(statistics) for heads in tried}
         for groups, error in errors.items():
             ratios.setdefault(groups, []).append(error / errors[1])
     means = {groups: fmean(of_layers) for groups, of_layers in ratios.items()}

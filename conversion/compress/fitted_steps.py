@@ -17,7 +17,7 @@ from ..calibration.head_statistics import HeadStatistics, fast_products
 from .fitted_output import AttentionCalls, output_change
 from .head_groups import Counts
 from .layer_rewrites import Tensors, as_stock
-from .virtual_heads import approximate, fitted_name, fitted_parts, output_name, rewrite, solved
+from .virtual_heads import ComponentHeads
 
 STEPS, BATCH = 40, 2
 """A step takes the mean error of so many windows."""
@@ -38,16 +38,17 @@ def solve_layer(
 
     `as_written` keeps the output projection that will be written, to which a router can be fitted.
     """
-    layout, tensors = statistics.layout, {name: each.cpu() for name, each in attention.state_dict().items()}
-    statistics.sums |= solved(statistics, layout, counts)
-    compressed = approximate(tensors, statistics, layout, counts, "aligned")
+    heads = ComponentHeads(statistics.layout, counts)
+    tensors = {name: tensor.cpu() for name, tensor in attention.state_dict().items()}
+    statistics.sums |= heads.solved(statistics)
+    compressed = heads.approximate(tensors, statistics)
     changed = {name: compressed[name] for name in compressed if not compressed[name].equal(tensors[name])}
-    statistics.sums[output_name(counts)] = output_change(attention, calls, changed)
-    rewritten = rewrite(tensors, statistics, layout, counts, "aligned")
-    fitted = fit_by_steps(attention, calls, rewritten, fitted_parts(layout, counts), counts.groups)
-    statistics.sums |= {fitted_name(counts, part): tensor for part, tensor in fitted.items()}
+    statistics.sums[heads.output_name] = output_change(attention, calls, changed)
+    rewritten = heads.rewrite(tensors, statistics)
+    fitted = fit_by_steps(attention, calls, rewritten, heads.fitted_parts(), counts.groups)
+    statistics.sums |= {heads.fitted_name(part): tensor for part, tensor in fitted.items()}
     if not as_written and all(tensor.equal(rewritten[part]) for part, tensor in fitted.items()):
-        return approximate(tensors, statistics, layout, counts, "aligned")  # rounds as the source does
+        return heads.approximate(tensors, statistics)  # rounds as the source does
     return as_stock(rewritten | fitted, counts.groups)
 
 

@@ -27,12 +27,12 @@ from ..sources.resolve import Source, open_source
 from .budget_search import (
     STRIDE,
     TRIAL_DOCUMENTATION,
+    ActiveTrials,
+    ComponentTrials,
     Losses,
-    active_variants,
     by_layer,
     choose,
     choose_active,
-    component_variants,
     divergence,
     measure_losses,
 )
@@ -116,7 +116,9 @@ def _measured(
         if active and fitted_to.is_saved:
             raise ConversionError(f"--active fits routers to a text: name one instead of --calibration {calibration}")
         if active:
-            variants = active_variants(model, fitted_to.tokens(checkpoint, model, Path(scratch), progress))
+            trials: ComponentTrials | ActiveTrials = ActiveTrials(
+                model, fitted_to.tokens(checkpoint, model, Path(scratch), progress)
+            )
         else:
             statistics = None
             if method == "aligned":
@@ -124,7 +126,7 @@ def _measured(
                 cached = Path(scratch, "calibration.safetensors")
                 statistics = observe(checkpoint, stock, fitted_to, observers, cached, progress, device=device)
             unchanged = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
-            variants = component_variants(checkpoint.store, stock, layouts, unchanged, statistics, method)
+            trials = ComponentTrials(checkpoint.store, stock, layouts, unchanged, statistics, method)
         source_losses: dict[int, float] = {}
 
         def rise(window: int, expected: torch.Tensor, logits: torch.Tensor) -> float:
@@ -134,7 +136,7 @@ def _measured(
                 return divergence(window, expected, logits)
             return _loss(logits, tokens[window]) - source_losses[window]
 
-        rises = measure_losses(model, variants, tokens, partial(progress, "measuring"), rise)
+        rises = measure_losses(model, [trials], tokens, partial(progress, "measuring"), rise)
     report = {
         "source": checkpoint.origin,
         "method": "calibrated" if active else method,

@@ -237,11 +237,11 @@ def check_target(target: Path, overwrite: bool) -> None:
         return
     is_folder = target.is_dir() and not target.is_symlink()
     names = sorted(set(os.listdir(target)) - _IGNORED) if is_folder else []
-    if not overwrite and (names or not is_folder):
-        raise ConversionError(f"{target} is already there: choose another place, or replace it with --overwrite")
     fault = _not_a_model(target, names) if is_folder else "is a file or a link"
     if fault:
         raise ConversionError(f"{target} {fault}: it is not overwritten, choose another place")
+    if names and not overwrite:
+        raise ConversionError(f"{target} is already there: choose another place, or replace it with --overwrite")
     if not os.access(target, os.W_OK | os.X_OK):
         raise ConversionError(f"{target} cannot be written: make it writable, or choose another place")
 

@@ -7,9 +7,9 @@ from crosshead.conversion.compress.aligned_maps import (
     aligned_keys,
     aligned_values,
     cheapest_groups,
-    grouped,
+    grouped_values,
     mixed_keys,
-    one_fewer,
+    one_fewer_values,
     pair_maps,
 )
 from tiers import grid
@@ -41,7 +41,7 @@ def same_for_all(gram, heads):
 def test_values_reach_the_best_of_any_rank(heads, components, monkeypatch):
     monkeypatch.setattr(values_module, "FLOOR", 0.0)
     gram = positive(heads * D, seed=2)
-    make = one_fewer if components == heads - 1 > 1 else grouped
+    make = one_fewer_values if components == heads - 1 > 1 else grouped_values
     frame = make(gram, heads, D, components)
     difference = frame.heads().flatten(0, 1) - torch.eye(heads * D).double()
     lost = float(torch.trace(difference @ gram @ difference.T))

@@ -15,11 +15,11 @@ from crosshead.conversion.calibration.text import Text
 from crosshead.conversion.compress import fitted_router
 from crosshead.conversion.compress.budget_search import (
     ACTIVE,
+    ActiveTrials,
+    ComponentTrials,
     active_to_try,
-    active_variants,
     choose,
     choose_active,
-    component_variants,
     counts_to_try,
     measure_losses,
 )
@@ -126,8 +126,8 @@ def test_a_trials_loss_is_that_of_the_compressed_model(backbone, groups, tmp_pat
     tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     kept = [Counts(4, 4, groups)] * 2
-    variants = component_variants(source.store, stock, target.layouts(), kept, None, "svd")
-    losses = measure_losses(model, variants, tokens, lambda *done: None)
+    trials = ComponentTrials(source.store, stock, target.layouts(), kept, None, "svd")
+    losses = measure_losses(model, [trials], tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("key", "value"), (1, 2, 3) if groups == 1 else (2,)))
     expected = toys.STOCK[backbone][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
     for (layer, side, count), loss in losses.items():
@@ -208,7 +208,7 @@ def test_a_trials_loss_is_that_of_the_model_with_fewer_active_heads(text, tmp_pa
     tokens = Text(None).windows(source, 64, 3, stock.vocab_size)
     model = StreamedModel(source.store, stock)
     fitted = Text(text).to_calibrate_on(source, model, lambda *done: None)
-    losses = measure_losses(model, active_variants(model, fitted), tokens, lambda *done: None)
+    losses = measure_losses(model, [ActiveTrials(model, fitted)], tokens, lambda *done: None)
     assert losses.keys() == set(product(range(2), ("active",), (1, 2, 3)))
     expected = toys.STOCK["Llama"][1].from_pretrained(folder)(tokens).logits[:, ::2].log_softmax(-1)
     for (layer, _, count), loss in losses.items():

@@ -11,7 +11,7 @@ from crosshead.conversion.compress.fitted_output import AttentionCalls
 from crosshead.conversion.compress.fitted_steps import fit_by_steps, solve_layer
 from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.compress.layer_rewrites import as_stock
-from crosshead.conversion.compress.virtual_heads import approximate, fitted_parts, rewrite, shapes_of_solved
+from crosshead.conversion.compress.virtual_heads import ComponentHeads
 
 SIZES = {"num_attention_heads": 8, "num_key_value_heads": 4, "hidden_size": 32}
 BACKBONES = ["Llama", "Qwen2", "Qwen3"]
@@ -62,19 +62,17 @@ def error(attention, tensors, calls, converted, after):
 def test_the_error_falls_and_the_calibration_holds_what_gives_it(backbone, counts):
     attention, statistics, calls, converted, after = recorded(backbone)
     layout, source = statistics.layout, {name: t.clone() for name, t in attention.state_dict().items()}
-    stock = solve_layer(attention, statistics, calls, counts)
+    heads, stock = ComponentHeads(layout, counts), solve_layer(attention, statistics, calls, counts)
     assert all(torch.equal(source[name], tensor) for name, tensor in attention.state_dict().items())
     assert {name: tuple(statistics.sums[name].shape) for name in statistics.sums if name.startswith("fitted")} == {
-        name: shape
-        for name, shape in shapes_of_solved(layout, counts, backbone == "Qwen2").items()
-        if name.startswith("fitted")
+        name: shape for name, shape in heads.shapes_of_solved(backbone == "Qwen2").items() if name.startswith("fitted")
     }
     held = HeadStatistics(layout, statistics.as_tensors())
-    new = rewrite(source, held, layout, counts, "aligned")
+    new = heads.rewrite(source, held)
     torch.testing.assert_close(as_stock(new, counts.groups), stock)
     start = {name: tensor for name, tensor in statistics.sums.items() if not name.startswith("fitted")}
-    before = rewrite(source, HeadStatistics(layout, start), layout, counts, "aligned")
-    closed = approximate(source, HeadStatistics(layout, start), layout, counts, "aligned")
+    before = heads.rewrite(source, HeadStatistics(layout, start))
+    closed = heads.approximate(source, HeadStatistics(layout, start))
     kept = {f"{side[0]}_proj.weight" for side, count in counts.sides.items() if count == layout.key_value_heads}
     assert all(torch.equal(new[name], before[name]) for name in kept)
     measured = (calls, converted, after)
@@ -91,7 +89,7 @@ def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypa
     for as_written in (False, True):
         attention, statistics, calls, converted, after = recorded(backbone)
         found[as_written] = solve_layer(attention, statistics, calls, counts, as_written)
-    new = rewrite(attention.state_dict(), statistics, statistics.layout, counts, "aligned")
+    new = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)
     assert torch.equal(found[True]["o_proj.weight"], new["o_proj.weight"])
     assert not torch.allclose(found[False]["o_proj.weight"], new["o_proj.weight"], rtol=0.01)
     errors = [error(attention, tensors, calls, converted, after) for tensors in found.values()]
@@ -101,8 +99,8 @@ def test_a_router_is_fitted_to_the_projection_that_is_written(backbone, monkeypa
 @pytest.mark.parametrize("backbone", BACKBONES)
 def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
     attention, statistics, calls, *_ = recorded(backbone)
-    tensors = rewrite(attention.state_dict(), statistics, statistics.layout, Counts(2, 3), "aligned")
-    parts = fitted_parts(statistics.layout, Counts(2, 3))
+    tensors = ComponentHeads(statistics.layout, Counts(2, 3)).rewrite(attention.state_dict(), statistics)
+    parts = ComponentHeads(statistics.layout, Counts(2, 3)).fitted_parts()
     first, second = (fit_by_steps(attention, calls, tensors, parts, 1) for _ in range(2))
     assert first.keys() == tensors.keys() & {*parts}
     for name, tensor in first.items():
@@ -114,8 +112,8 @@ def test_only_the_named_tensors_move_and_the_same_each_time(backbone):
 def test_steps_that_make_it_worse_are_undone(rate, monkeypatch):
     monkeypatch.setattr(fitted_steps, "RATE", rate)
     attention, statistics, calls, *_ = recorded("Llama")
-    tensors = rewrite(attention.state_dict(), statistics, statistics.layout, Counts(2, 2), "aligned")
-    parts = fitted_parts(statistics.layout, Counts(2, 2))
+    tensors = ComponentHeads(statistics.layout, Counts(2, 2)).rewrite(attention.state_dict(), statistics)
+    parts = ComponentHeads(statistics.layout, Counts(2, 2)).fitted_parts()
     found = fit_by_steps(attention, calls, tensors, parts, 1)
     assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in found.items())
 
@@ -124,6 +122,6 @@ def test_an_error_of_the_size_of_rounding_is_left(monkeypatch):
     attention, statistics, calls, *_ = recorded("Llama")
     monkeypatch.setattr(fitted_steps, "MIN_ERROR", 10.0)
     counts = Counts(2, 2)
-    tensors = rewrite(attention.state_dict(), statistics, statistics.layout, counts, "aligned")
-    found = fit_by_steps(attention, calls, tensors, fitted_parts(statistics.layout, counts), 1)
+    tensors = ComponentHeads(statistics.layout, counts).rewrite(attention.state_dict(), statistics)
+    found = fit_by_steps(attention, calls, tensors, ComponentHeads(statistics.layout, counts).fitted_parts(), 1)
     assert all(torch.equal(tensor, tensors[name].float()) for name, tensor in found.items())

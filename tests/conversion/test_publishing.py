@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import subprocess
+from itertools import product
 
 import pytest
 
@@ -27,10 +28,10 @@ def test_existing_targets(tmp_path):
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "config.json").write_text("{}")
     others = ("file", "link", "dangling", "home", "trained", "program")
-    for name in (*others, "model"):
-        assert "--overwrite" in refusal(tmp_path / name)
-    for name in others:
-        assert str(tmp_path / name) in refusal(tmp_path / name, overwrite=True)
+    assert "--overwrite" in refusal(tmp_path / "model")
+    for name, overwrite in product(others, (False, True)):  # --overwrite is not suggested where it would not help
+        message = refusal(tmp_path / name, overwrite=overwrite)
+        assert str(tmp_path / name) in message and "not overwritten" in message and "--overwrite" not in message
     for name, overwrite in (("model", True), ("empty", False)):
         run(tmp_path / name, overwrite=overwrite)
         assert complete(tmp_path / name)
@@ -135,7 +136,7 @@ def test_moving_in_that_is_interrupted(tmp_path, monkeypatch, moved, kind):
 def test_killed_after_the_rename(tmp_path):
     stopped(tmp_path / "out")
     (tmp_path / ".out.crosshead-partial" / "model").rename(tmp_path / "out")
-    with pytest.raises(ConversionError, match="--overwrite"):
+    with pytest.raises(ConversionError, match="not overwritten"):
         run(tmp_path / "out")
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == list(SHARDS)[:2]

@@ -9,16 +9,7 @@ from crosshead.conversion.calibration.head_statistics import KINDS, HeadStatisti
 from crosshead.conversion.compress import aligned_maps as aligned_keys
 from crosshead.conversion.compress.head_groups import Counts
 from crosshead.conversion.compress.reorder_heads import reorder
-from crosshead.conversion.compress.virtual_heads import (
-    FRAME,
-    approximate,
-    output_name,
-    rewrite,
-    rewritten_names,
-    shapes_of_solved,
-    solved,
-    with_order,
-)
+from crosshead.conversion.compress.virtual_heads import FRAME, ComponentHeads
 from tiers import grid
 
 D, HEADS = toys.SIZES["head_dim"], 4
@@ -69,11 +60,10 @@ def calibrated(model, length=40):
 
 def with_output(statistics, counts):
     """The same statistics, with something to be added to the output projection."""
-    shape = shapes_of_solved(statistics.layout, counts, biased=False)[output_name(counts)]
-    sums = statistics.sums | {
-        output_name(counts): 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    }
-    return HeadStatistics(statistics.layout, sums)
+    heads = ComponentHeads(statistics.layout, counts)
+    shape = heads.shapes_of_solved(biased=False)[heads.output_name]
+    change = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return HeadStatistics(statistics.layout, statistics.sums | {heads.output_name: change})
 
 
 def changed_model(model, make, counts, method, mixers=None, fitted=False):
@@ -84,7 +74,7 @@ def changed_model(model, make, counts, method, mixers=None, fitted=False):
         prefix, seen = PREFIX.format(index), statistics[index]
         if counts.fewest < HEADS and seen is not None and fitted:
             seen = with_output(seen, counts)
-        new = make(layer_tensors(model, index), seen, layout, counts, method)
+        new = make(ComponentHeads(layout, counts, method), layer_tensors(model, index), seen)
         tensors = {name: t for name, t in tensors.items() if not name.startswith(prefix)}
         tensors |= {prefix + name: tensor for name, tensor in new.items()}
     backbone = backbone_of(model)
@@ -111,7 +101,7 @@ def explicit(counts):
 def test_all_heads_kept_is_the_model_itself(backbone, method):
     model = toy(backbone)
     counts = Counts(HEADS, HEADS)
-    other = changed_model(model, rewrite, counts, method, explicit(counts))
+    other = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts))
     torch.testing.assert_close(logits(other), logits(model), rtol=1e-5, atol=1e-6)
 
 
@@ -126,10 +116,11 @@ def test_all_heads_kept_is_the_model_itself(backbone, method):
 )
 def test_mechanism_computes_what_the_approximation_does(backbone, method, counts):
     model = toy(backbone)
-    ours = changed_model(model, rewrite, counts, method, explicit(counts), fitted=True)
-    stock = changed_model(model, approximate, counts, method, fitted=True)
+    ours = changed_model(model, ComponentHeads.rewrite, counts, method, explicit(counts), fitted=True)
+    stock = changed_model(model, ComponentHeads.approximate, counts, method, fitted=True)
     if method == "aligned":
-        assert not torch.allclose(logits(stock), logits(changed_model(model, approximate, counts, method)), atol=1e-3)
+        without_output = changed_model(model, ComponentHeads.approximate, counts, method)
+        assert not torch.allclose(logits(stock), logits(without_output), atol=1e-3)
     assert not torch.allclose(logits(stock), logits(model), atol=1e-3)
     # The norms of the stock classes compute in float32.
     torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-5)
@@ -142,8 +133,8 @@ def test_names_are_those_that_change(backbone, method):
     statistics, layout = calibrated(model)[0], layouts(model)[0]
     tensors = layer_tensors(model, 0)
     for counts in (Counts(2, 4), Counts(4, 3), Counts(1, 1)):
-        new = rewrite(tensors, with_output(statistics, counts), layout, counts, method)
-        names = set(rewritten_names(layout, counts, method)) & new.keys()
+        new = ComponentHeads(layout, counts, method).rewrite(tensors, with_output(statistics, counts))
+        names = set(ComponentHeads(layout, counts, method).rewritten_names()) & new.keys()
         differ = {
             n for n, t in new.items() if n not in tensors or t.shape != tensors[n].shape or (t != tensors[n]).any()
         }
@@ -157,7 +148,7 @@ def test_svd_is_appendix_f(count):
     """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
-    new = rewrite(tensors, None, layouts(model)[0], Counts(count, count), "svd")
+    new = ComponentHeads(layouts(model)[0], Counts(count, count), "svd").rewrite(tensors, None)
     for side, projection in (("key", "k_proj"), ("value", "v_proj")):
         matrix = tensors[f"{projection}.weight"].T
         columns = torch.stack([matrix[:, i * D : (i + 1) * D].T.flatten() for i in range(HEADS)], dim=1)
@@ -183,12 +174,12 @@ def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(back
     statistics, layout, tensors = calibrated(model)[1], layouts(model)[1], layer_tensors(model, 1)
     counts, consecutive = Counts(2, 4, 2, reorders=True), Counts(2, 4, 2)
     held = HeadStatistics(layout, statistics.sums | {"order.2x4.2groups.reordered": torch.tensor(order)})
-    new = rewrite(tensors, held, layout, counts, "aligned")
-    expected = rewrite(layer_tensors(other, 1), calibrated(other)[1], layout, consecutive, "aligned")
+    new = ComponentHeads(layout, counts).rewrite(tensors, held)
+    expected = ComponentHeads(layout, consecutive).rewrite(layer_tensors(other, 1), calibrated(other)[1])
     for name, tensor in expected.items():
         torch.testing.assert_close(new[name], tensor, rtol=1e-5, atol=1e-7)
     moved = {name for name, tensor in tensors.items() if name in new and tensor.shape == new[name].shape}
-    assert moved - {"q_norm.weight", "k_norm.weight"} <= set(rewritten_names(layout, counts, "aligned"))
+    assert moved - {"q_norm.weight", "k_norm.weight"} <= set(ComponentHeads(layout, counts).rewritten_names())
 
 
 def test_heads_that_are_alike_share_a_group():
@@ -201,10 +192,11 @@ def test_heads_that_are_alike_share_a_group():
                 heads[one] = -2 * heads[like] + 0.1 * heads[one]
     counts = Counts(2, 2, 2, reorders=True)
     for statistics, layout in zip(calibrated(model), layouts(model), strict=True):
-        assert with_order(statistics, layout, counts).sums["order.2x2.2groups.reordered"].tolist() == [0, 3, 1, 2]
+        sums = ComponentHeads(layout, counts).with_order(statistics).sums
+        assert sums["order.2x2.2groups.reordered"].tolist() == [0, 3, 1, 2]
     target, lost = logits(model), {}
     for reorders in (True, False):
-        changed = changed_model(model, approximate, replace(counts, reorders=reorders), "aligned")
+        changed = changed_model(model, ComponentHeads.approximate, replace(counts, reorders=reorders), "aligned")
         lost[reorders] = (logits(changed) - target).norm()
     assert lost[True] < 0.3 * lost[False]
 
@@ -213,7 +205,7 @@ def test_aligned_loses_far_less_than_svd():
     model = toy("Llama")
     target = logits(model)
     lost = {
-        method: (logits(changed_model(model, approximate, Counts(3, 3), method)) - target).norm()
+        method: (logits(changed_model(model, ComponentHeads.approximate, Counts(3, 3), method)) - target).norm()
         for method in ("svd", "aligned")
     }
     assert lost["aligned"] < 0.7 * lost["svd"]
@@ -222,7 +214,7 @@ def test_aligned_loses_far_less_than_svd():
 def test_same_bits_twice():
     model = toy("Llama")
     tensors, layout = layer_tensors(model, 1), layouts(model)[1]
-    first, second = (rewrite(tensors, calibrated(model)[1], layout, Counts(3, 2), "aligned") for _ in range(2))
+    first, second = (ComponentHeads(layout, Counts(3, 2)).rewrite(tensors, calibrated(model)[1]) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
@@ -231,23 +223,23 @@ def test_same_bits_twice():
 def test_what_is_solved_already_is_not_solved_again(backbone, counts, monkeypatch):
     model = toy(backbone)
     tensors, layout, statistics = layer_tensors(model, 1), layouts(model)[1], calibrated(model)[1]
-    expected = rewrite(tensors, statistics, layout, counts, "aligned")
-    found = solved(statistics, layout, counts)
-    shapes = shapes_of_solved(layout, counts, biased=backbone == "Qwen2")
+    expected = ComponentHeads(layout, counts).rewrite(tensors, statistics)
+    found = ComponentHeads(layout, counts).solved(statistics)
+    shapes = ComponentHeads(layout, counts).shapes_of_solved(biased=backbone == "Qwen2")
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == {
         name: shape for name, shape in shapes.items() if not name.startswith(("output", "fitted"))
     }
     assert len(found) == 2 * len(FRAME) + counts.reorders
     held = HeadStatistics(layout, statistics.sums | found)
     monkeypatch.setattr("crosshead.conversion.compress.virtual_heads.Errors", None)
-    again = rewrite(tensors, held, layout, counts, "aligned")
+    again = ComponentHeads(layout, counts).rewrite(tensors, held)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
 
 
 def test_tensors_come_back_in_their_dtype():
     model = toy("Qwen2")
     tensors = {name: tensor.float() for name, tensor in layer_tensors(model, 0).items()}
-    new = rewrite(tensors, calibrated(model)[0], layouts(model)[0], Counts(2, 2), "aligned")
+    new = ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(tensors, calibrated(model)[0])
     assert {tensor.dtype for tensor in new.values()} == {torch.float32}
 
 
@@ -256,6 +248,6 @@ def test_another_models_statistics_are_refused():
     sums = {f"{side}.{kind}": torch.zeros(2, 3, 1, 1) for side in ("key", "value") for kind in KINDS}
     other = HeadStatistics(layouts(model)[0], sums)
     with pytest.raises(ConversionError, match="calibration"):
-        rewrite(layer_tensors(model, 0), other, layouts(model)[0], Counts(2, 2), "aligned")
+        ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(layer_tensors(model, 0), other)
     with pytest.raises(ConversionError, match="statistics"):
-        rewrite(layer_tensors(model, 0), None, layouts(model)[0], Counts(2, 2), "aligned")
+        ComponentHeads(layouts(model)[0], Counts(2, 2)).rewrite(layer_tensors(model, 0), None)
