@@ -229,7 +229,7 @@ def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any
     """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
     family = FAMILIES[content["model_type"]]
     try:
-        config = family.mixed.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})
+        config = family.crosshead.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})
         config.architectures = [PREFIX.removesuffix("_").capitalize() + architecture_of(config)]
         return config
     except ValueError as error:

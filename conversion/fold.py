@@ -103,31 +103,31 @@ class FoldRequest(Request):
 
 def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     """Check the request, and plan every tensor."""
-    mixed = read_config(source.config, "mixed", source.origin["name"])
+    config = read_config(source.config, "crosshead", source.origin["name"])
     fields = {key: value for key, value in source.config.items() if key not in CROSSHEAD_FIELDS}
-    fields["model_type"] = mixed.model_type.removeprefix(PREFIX)
-    if keep_cache and family_of(mixed).is_encoder:
+    fields["model_type"] = config.model_type.removeprefix(PREFIX)
+    if keep_cache and family_of(config).is_encoder:
         raise ConversionError(f"--keep-cache is not for {fields['model_type']} models: fold without it")
-    wide = WideHeads.of(mixed) if keep_cache else None
+    wide = WideHeads.of(config) if keep_cache else None
     if wide is not None:
-        fields = wide.config_fields(mixed, fields)
+        fields = wide.config_fields(config, fields)
     family = FAMILIES[fields["model_type"]]
     stock: Any = family.stock.from_dict(fields)
-    stock.architectures = mixed.architectures
+    stock.architectures = config.architectures
     stock.architectures = [architecture_of(stock)]  # `wide` may have changed the family
-    shapes, mixed_shapes = (tensor_shapes(config, source.store.entries) for config in (stock, mixed))
-    dropped = check_source(source.store, mixed_shapes, tied_tensors(mixed))
-    dropped |= dropped_biases(source.store, mixed_shapes.keys() - shapes.keys())
-    rewrites = fold_layers(source.store, mixed, shapes, wide)
-    decisions = {} if wide is None else {"kept_cache": wide.report(mixed, stock, source.store)}
+    shapes, source_shapes = (tensor_shapes(of, source.store.entries) for of in (stock, config))
+    dropped = check_source(source.store, source_shapes, tied_tensors(config))
+    dropped |= dropped_biases(source.store, source_shapes.keys() - shapes.keys())
+    rewrites = fold_layers(source.store, config, shapes, wide)
+    decisions = {} if wide is None else {"kept_cache": wide.report(config, stock, source.store)}
     plan = make_plan(source.store, stock, shapes, dropped, rewrites, decisions=decisions)
     rounded_to = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
     allowed = tolerance(stock, {"F32"} | rounded_to)
-    if wide is not None and mixed.layout_of_layer(0).key_norm_eps is not None:
+    if wide is not None and config.layout_of_layer(0).key_norm_eps is not None:
         allowed = replace(allowed, logits=None)  # scalars that are as small as the norm's eps
     return FoldRequest(
         source=source,
-        source_config=mixed,
+        source_config=config,
         options={"keep_cache": True} if keep_cache else {},
         minimum_bytes=plan.size,
         computes=bool(rewrites.layers),

@@ -153,14 +153,14 @@ class WideHeads:
     def report(self, config: Any, stock: Any, store: TensorStore) -> dict[str, Any]:
         """The cache, the cost and the engines' limits, for the record."""
         dtype = DTYPES[store.entries["model.layers.0.self_attn.k_proj.weight"].dtype]
-        mixed = family_of(config).mixed.from_dict({**config.to_dict(), "mixers": {}})
+        plain = family_of(config).crosshead.from_dict({**config.to_dict(), "mixers": {}})
         size = self.width * self.size
         return {
             "model_type": stock.model_type,
             "kv_heads": self.groups,
             "head_size": size,
             "kv_bytes_per_token": 2 * self.groups * size * dtype.itemsize * config.num_hidden_layers,
-            "kv_bytes_per_token_without_keep_cache": cache_bytes(mixed, dtype),
+            "kv_bytes_per_token_without_keep_cache": cache_bytes(plain, dtype),
             "growth_of_q_proj_o_proj_and_attention": self.width,
             "head_size_fits": {engine: size in sizes for engine, sizes in HEAD_SIZES.items()},
         }

@@ -53,7 +53,7 @@ class Family:
     """A stock family and its crosshead counterpart."""
 
     stock: type[PreTrainedConfig]
-    mixed: type[Any]
+    crosshead: type[Any]
     """The config class with mechanisms."""
     architecture: str
     """The stock class of the language model."""
@@ -158,8 +158,8 @@ def family_of(config: Any) -> Family:
 
 def classes_of(family: Family) -> list[str]:
     """The stock classes of a family that have a counterpart."""
-    start = family.mixed.class_prefix.removeprefix("Crosshead")
-    return [start + ending for ending in family.mixed.auto_classes.values()]
+    start = family.crosshead.class_prefix.removeprefix("Crosshead")
+    return [start + ending for ending in family.crosshead.auto_classes.values()]
 
 
 def architecture_of(config: Any) -> str:
@@ -178,9 +178,9 @@ def without_decoder(content: Mapping[str, Any]) -> dict[str, Any]:
 
 def auto_class(config: Any) -> str:
     """The Auto class that loads a checkpoint."""
-    mixed, architecture = family_of(config).mixed, architecture_of(config)
-    ending = architecture.removeprefix(mixed.class_prefix.removeprefix("Crosshead"))
-    return next(auto for auto, each in mixed.auto_classes.items() if each == ending)
+    config_class, architecture = family_of(config).crosshead, architecture_of(config)
+    ending = architecture.removeprefix(config_class.class_prefix.removeprefix("Crosshead"))
+    return next(auto for auto, each in config_class.auto_classes.items() if each == ending)
 
 
 def empty_model(config: Any, **options: Any) -> Any:
@@ -236,14 +236,14 @@ def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
 
 
 def kind_of(content: dict[str, Any]) -> str:
-    """The kind of a configuration: "mixed" with mechanisms, else "stock"."""
-    return "mixed" if str(content.get("model_type")).startswith(PREFIX) else "stock"
+    """The kind of a configuration: "crosshead" with mechanisms, else "stock"."""
+    return "crosshead" if str(content.get("model_type")).startswith(PREFIX) else "stock"
 
 
 def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
-    """The checked configuration of a checkpoint; `kind` is "stock" or "mixed"."""
+    """The checked configuration of a checkpoint; `kind` is "stock" or "crosshead"."""
     model_type = content.get("model_type")
-    allowed = [PREFIX * (kind == "mixed") + family for family in FAMILIES]
+    allowed = [PREFIX * (kind == "crosshead") + family for family in FAMILIES]
     if model_type not in allowed:
         raise ConversionError(_wrong_family(name, model_type, kind, allowed))
     if method := content.get("quantization_config"):
@@ -252,7 +252,7 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
             f"{name} is quantised ({method!r}): convert the unquantised checkpoint, or dequantise it first"
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
-    check_fields(content, family.mixed, f"config.json of {name}")
+    check_fields(content, family.crosshead, f"config.json of {name}")
     given, old_name = content.get("architectures"), "T5WithLMHeadModel"
     if kind == "stock" and family.is_encoder and given and given[0] not in (*classes_of(family), old_name):
         raise ConversionError(
@@ -265,7 +265,8 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
             "remove the field"
         )
     try:
-        config = (family.mixed if kind == "mixed" else family.stock).from_dict(content | without_decoder(content))
+        config_class = family.stock if kind == "stock" else family.crosshead
+        config = config_class.from_dict(content | without_decoder(content))
         empty_model(config, attn_implementation="eager")  # some values are checked only when a model is created
         return config
     except Exception as error:  # a config may contain anything, and transformers raises many types of errors
@@ -290,6 +291,6 @@ def _wrong_family(name: str, model_type: Any, kind: str, allowed: list[str]) -> 
         return f"{given}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
     if kind == "stock" and isinstance(model_type, str) and model_type.startswith(PREFIX):
         return f"{given}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
-    if kind == "mixed" and model_type in FAMILIES:
+    if kind == "crosshead" and model_type in FAMILIES:
         return f"{given}, a stock model without mechanisms: `crosshead convert` adds mechanisms"
     return f"{given}, which cannot be converted: use a model of type {', '.join(allowed)}"

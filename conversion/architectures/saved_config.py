@@ -24,13 +24,13 @@ def config_class_of(content: Mapping[str, Any], name: str) -> Any:
 
 def saved_config(content: dict[str, Any], name: str) -> Any:
     """The config of a saved model, stock or crosshead."""
-    mixed = config_class_of(content, name)
-    if mixed.model_type.removeprefix(PREFIX) in FAMILIES:
+    config_class = config_class_of(content, name)
+    if config_class.model_type.removeprefix(PREFIX) in FAMILIES:
         return read_config(content, kind_of(content), name)
     numbers = {field: value for field, value in content.items() if not isinstance(value, list)}  # not of stages
-    check_fields(numbers, mixed, f"config.json of {name}")
+    check_fields(numbers, config_class, f"config.json of {name}")
     try:
-        config = mixed.from_dict({"mixers": {}} | content)
+        config = config_class.from_dict({"mixers": {}} | content)
         with torch.device("meta"):
             _model_class(config)(config)  # some values are checked only when a model is created
         return config

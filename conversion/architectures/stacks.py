@@ -18,7 +18,7 @@ def predicts_tokens(config: Any) -> bool:
 def places_of(config: Any) -> list[tuple[str, int]]:
     """The part of each attention layer of a T5, and its layer there; empty for other models."""
     family = family_of(config)
-    return family.mixed.places(config) if family.stacks else []
+    return family.crosshead.places(config) if family.stacks else []
 
 
 def parts_of(config: Any) -> dict[str, list[int]]:

@@ -110,7 +110,7 @@ def _measured(
         else:
             content = read_text(text, ConversionError)
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
-        config = FAMILIES[stock.model_type].mixed.from_dict({**checkpoint.config, "mixers": {}})
+        config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
         layouts = config.layouts()
         model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
         if active and fitted_to.is_saved:

@@ -157,7 +157,7 @@ def foreign_code(folder: Path) -> str | None:
     """The first Python file, or reference to code, in a folder that differs from this crosshead's own code."""
     files, named = sorted(folder.rglob("*.py")), code_references(folder)
     content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or named else {}
-    own = code_files(saved_config(content, folder.name)) if kind_of(content) == "mixed" else {}
+    own = code_files(saved_config(content, folder.name)) if kind_of(content) == "crosshead" else {}
     for file in files:
         if not file.is_file() or own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name

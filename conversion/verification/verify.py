@@ -223,7 +223,7 @@ def cache_of(config: Any, entries: Mapping[str, Entry]) -> int:
         return 0
     stored = next(entry.dtype for name, entry in entries.items() if name.endswith(KEY_PROJECTIONS))
     if not hasattr(config, "mixers"):
-        config = family_of(config).mixed.from_dict(config.to_dict() | {"mixers": {}})
+        config = family_of(config).crosshead.from_dict(config.to_dict() | {"mixers": {}})
     return cache_bytes(config, DTYPES[stored])
 
 

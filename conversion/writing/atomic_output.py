@@ -6,7 +6,7 @@ Everything is written into the working directory `.<name>.crosshead-partial` nex
     lock           locked during a run: a second run for the same target is refused
     journal.json   the fingerprint of the conversion, and the digests of the finished weight files
     model/         the new content of the target
-    beside/        files that are moved next to the target after it
+    siblings/      files that are moved next to the target after it
     publish.json   present while files are moved into an existing target: the old model's files, to be removed
 
 and files that a run caches for the next one. At the end `model/` is renamed to the target. If the target is an
@@ -52,7 +52,7 @@ class AtomicOutput:
         """Finished weight files -> the digests of their tensors."""
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
-        self._siblings = self.work / "beside"
+        self._siblings = self.work / "siblings"
         self._total = 0
 
     def recover(self) -> None:

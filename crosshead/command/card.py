@@ -79,5 +79,5 @@ def _cost(facts: Any) -> dict[str, Any]:
         return cost_report(dit, dit.tokens)
     config = saved_config(dict(facts.config), facts.name)
     if not hasattr(config, "mixers"):
-        config = family_of(config).mixed.from_dict({**facts.config, "mixers": {}})
+        config = family_of(config).crosshead.from_dict({**facts.config, "mixers": {}})
     return cost_report(config, usual_length(config))

@@ -58,14 +58,14 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     asked, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
     if "_class_name" in content:
         return _dit_config(content, asked, model)
-    mixed, kind = config_class_of(content, model), kind_of(content)
-    family, config = FAMILIES.get(mixed.model_type.removeprefix(PREFIX)), saved_config(content, model)
-    if kind == "mixed" and not mixer:
+    config_class, kind = config_class_of(content, model), kind_of(content)
+    family, config = FAMILIES.get(config_class.model_type.removeprefix(PREFIX)), saved_config(content, model)
+    if kind == "crosshead" and not mixer:
         return config
-    plain = mixed.from_dict({**content, "mixers": {}})
+    plain = config_class.from_dict({**content, "mixers": {}})
     mixers = (read_request(asked, plain) if family else read_mixers(asked, plain.layouts())).mixers
     doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
-    return mixed.from_dict({**content, "mixers": mixers, **doubled})
+    return config_class.from_dict({**content, "mixers": mixers, **doubled})
 
 
 def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:

@@ -57,5 +57,5 @@ def test_a_target_that_cannot_be_written_is_refused(tmp_path):
     write_stock(tmp_path / "source")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes").write_text("mine")
-    with pytest.raises(ConversionError, match="--overwrite"):
+    with pytest.raises(ConversionError, match="not a model directory"):
         crosshead.convert(tmp_path / "source", tmp_path / "out", {"knocking": {}}, plan_only=True)

@@ -109,7 +109,7 @@ def test_cache_arithmetic_is_what_a_cache_holds(backbone, case):
         ({}, "stock", "model_type=None"),
         ({"model_type": ["llama"]}, "stock", "model_type="),
         ({"model_type": "crosshead_llama"}, "stock", "crosshead fold"),
-        ({"model_type": "llama"}, "mixed", "crosshead convert"),
+        ({"model_type": "llama"}, "crosshead", "crosshead convert"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}, "stock", "gptq"),
         ({"model_type": "llama", "quantization_config": "int8"}, "stock", "int8"),
         ({"model_type": "llama", "hidden_size": "wide"}, "stock", "hidden_size"),
@@ -125,4 +125,4 @@ def test_unusable_configs(content, kind, message):
 def test_every_family_has_both_classes():
     for name, family in FAMILIES.items():
         assert family.stock.model_type == name
-        assert family.mixed.model_type == f"crosshead_{name}"
+        assert family.crosshead.model_type == f"crosshead_{name}"
