@@ -126,16 +126,10 @@ class CrossheadAttention(nn.Module):
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
         """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
-        paged = kwargs.get("cache") is not None
-        for name in self.output_order:
+        is_paged = kwargs.get("cache") is not None  # continuous batching
+        for name in self.output_order if not is_paged else ():
             mechanism: Any = self.mixers[name]
-            if paged and mechanism.rules.replaces_attention:
-                raise ValueError(
-                    f"continuous batching cannot run {name!r} (layer {self.layer_idx}): its paged cache is updated "
-                    "inside an attention that this mechanism replaces; use generate()"
-                )
-            if not paged:
-                state.function = mechanism.attention_function(state, implementation, masked)
-                if state.function is not None:
-                    return state.function
+            state.function = mechanism.attention_function(state, implementation, masked)
+            if state.function is not None:
+                return state.function
         return implementation

@@ -214,6 +214,12 @@ class CrossheadCausalLM(CrossheadPreTrained):
         # The library would allocate the stock model's heads ahead of time; mechanisms store others.
         return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
+    def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
+        """Used by `generate_batch`, whose paged cache is updated inside the library's own attention."""
+        if replacing := [name for name in self.config.mechanisms() if MECHANISMS[name].rules.replaces_attention]:
+            raise ValueError(f"continuous batching cannot run {replacing[0]!r}: use generate()")
+        return super().init_continuous_batching(*arguments, **options)  # type: ignore[misc]
+
 
 class CrossheadClassifier(CrossheadPreTrained):
     """The classification head over our backbone; without auxiliary losses, like the stock Qwen3-MoE classifier's."""
