@@ -98,6 +98,17 @@ def test_standard_output_may_be_closed():
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.parametrize("option", ["--version", "--help"])  # by print, and by typer
+def test_standard_output_that_cannot_be_written(option):
+    command = [sys.executable, "-P", "-m", "crosshead", option]
+    reading, closed = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") as full, open(closed, "w") as pipe:
+        for stream, message in ((full, "crosshead: error: the output cannot be .* left on device\n"), (pipe, "")):
+            done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, check=False)
+            assert done.returncode == 1 and re.fullmatch(message, done.stderr)
+
+
 def test_version(line):
     status, out, err = line("--version")
     assert (status, err) == (0, "")

@@ -1,5 +1,6 @@
 """`crosshead`: the table of commands, and the handling of errors."""
 
+import errno
 import os
 import signal
 import sys
@@ -116,6 +117,7 @@ def main() -> None:
     try:
         with ending_by_signal() as signals:
             status = app(args=arguments, standalone_mode=False)
+            sys.stdout.flush()
     except InterruptedByUserError as error:
         status, message = INTERRUPTED, str(error)
     except (typer.Abort, KeyboardInterrupt):
@@ -151,6 +153,8 @@ def ending_by_signal() -> Iterator[list[int]]:
 
 
 def _status_of(error: Exception, debug: bool) -> int:
+    if isinstance(error, BrokenPipeError):  # by `head`, which has read enough
+        return 1
     if isinstance(error, typer.Exit):
         return error.exit_code
     show = getattr(error, "show", None)  # an error of usage, from click
@@ -160,6 +164,8 @@ def _status_of(error: Exception, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC and error.filename is None:
+        message = f"the output cannot be written: {error.strerror}"
     if isinstance(error, ModuleNotFoundError) and error.name in EXTRAS:
         message += f": pip install 'crosshead[{EXTRAS[error.name]}]'"
     message = "; ".join([message, *(" ".join(note.split()) for note in getattr(error, "__notes__", []))])
