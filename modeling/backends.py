@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import eager_mask, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
@@ -21,10 +21,10 @@ ENGINES = ("vllm", "vllm_mla", "sglang")
 
 
 def register_backend(name: str, function: Callable[..., Any]) -> None:
-    """Register an attention function that takes the masks of "sdpa", unless the name is taken."""
+    """Register an attention function, with the masks of "eager" where its name ends so, or else of "sdpa", once."""
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, sdpa_mask)
+        AttentionMaskInterface.register(name, eager_mask if name.endswith("_eager") else sdpa_mask)
 
 
 def is_plain_sdpa(implementation: str | None) -> bool:

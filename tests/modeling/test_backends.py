@@ -23,6 +23,7 @@ from toys import CASES, IMAGE_SIZES, STOCK, mixed_config, mixed_model, tokens
 from transnext_toys import SIZES as TRANSNEXT_SIZES
 
 NEEDS_WEIGHTS = [case for case in CASES if "talking" in case]
+OWN = [f"crosshead_{name}" for name in ("talking", "talking_eager", "differential", "mixture", "explicit")]
 DISPATCHED = [case for case in CASES if "talking" not in case]
 PADDED = torch.tensor([[1] * 9, [0] * 3 + [1] * 6])
 
@@ -101,6 +102,16 @@ def test_set_attn_implementation_switches() -> None:
     model.set_attn_implementation("sdpa")
     assert model.config._attn_implementation == "sdpa"
     assert (logits(model) - expected).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_our_names_are_causal_without_a_mask(case: str, name: str) -> None:
+    model = mixed_model("Llama", CASES[case])
+    expected = model(tokens()).logits
+    model.set_attn_implementation(name)
+    assert (model(tokens()).logits - expected).abs().max() < 1e-4
 
 
 @pytest.mark.parametrize("case", DISPATCHED)
