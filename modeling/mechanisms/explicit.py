@@ -134,10 +134,10 @@ class Explicit(Mechanism):
         """Attend to components where queries are few."""
         heads, tokens = self.layout.key_value_heads, state.query.shape[2]
         shared = state.query.shape[1] // heads
-        few = shared * tokens <= FOLDED_ROWS and tokens <= max(FOLDED_TOKENS, shared) and (masked or tokens == 1)
-        if not few or implementation in (None, "eager", *ENGINES) or (self.training and self.layout.dropout):
-            return None
-        if not is_plain_sdpa(implementation) and not self._fits_kernel(state, str(implementation)):
+        if implementation in (None, "eager", *ENGINES) or (self.training and self.layout.dropout):
+            return None  # before any comparison of lengths, which would limit those of an exported model
+        few = tokens <= max(FOLDED_TOKENS, shared) and shared * tokens <= FOLDED_ROWS and (masked or tokens == 1)
+        if not few or not (is_plain_sdpa(implementation) or self._fits_kernel(state, str(implementation))):
             return None
         state.attention_kwargs = {
             "key_map": self.key(None, state.query.dtype) if "key" in self.settings["on"] else None,

@@ -215,3 +215,17 @@ def test_decoding_is_one_graph(folded: list[int]) -> None:
 @torch.no_grad()
 def test_decoding_with_the_registered_functions_is_one_graph(name: str) -> None:
     assert_one_graph(name, 1)
+
+
+@pytest.mark.parametrize(("backend", "shortest"), (("sdpa", 3), ("eager", 2)))
+@torch.no_grad()
+def test_one_export_serves_many_lengths(backend: str, shortest: int) -> None:
+    model, lengths = mixed_model("Qwen3", CASES["explicit"], backend), torch.export.Dim("T", min=shortest, max=64)
+    shapes = {"input_ids": {1: lengths}, "use_cache": None}
+    exported = torch.export.export(
+        model, (), {"input_ids": tokens(), "use_cache": False}, dynamic_shapes=shapes, strict=False
+    )
+    for length in (shortest, 20):
+        ids = tokens(2, length)
+        found = exported.module()(input_ids=ids, use_cache=False).logits
+        assert (found - model(ids).logits).abs().max() < 1e-5
