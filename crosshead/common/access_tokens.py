@@ -18,6 +18,8 @@ FORMS = (
     r"ya29\.[A-Za-z0-9_-]{20,}",
     r"sk-(?:(?:proj|svcacct|admin|ant-[a-z]+\d*)-[\w-]{20,}|[A-Za-z0-9]{20,})",  # OpenAI, Anthropic and others
     r"AKIA[0-9A-Z]{16}\b",  # Amazon
+    r"npm_[A-Za-z0-9]{36}(?![A-Za-z0-9])",
+    r"pypi-AgE[A-Za-z0-9_-]{50,}",  # PyPI and its test server
     r"eyJ[A-Za-z0-9_-]{10,}\.eyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}",  # JSON web tokens
 )
 BEFORE = (r"(?<![A-Za-z0-9])", r"(?<=%[0-9A-Fa-f]{2})", r"(?<=\\[bfnrt])", r"(?<=\\u[0-9A-Fa-f]{4})")

@@ -32,6 +32,9 @@ TOKENS = {  # in two parts each, so that no scanner takes this file for a leak
     "OpenAI project": "sk" + f"-proj-{MIXED[:30]}_-{MIXED[:30]}",
     "Anthropic": "sk" + f"-ant-api03-{MIXED[:40]}-_AA",
     "Amazon": "AKIA" + "ABCDEFGH12345678",
+    "npm": "npm" + f"_{MIXED[:36]}",
+    "PyPI": "pypi" + f"-AgEIcHlwaS5vcmc{MIXED}-_",
+    "PyPI test server": "pypi" + f"-AgENdGVzdC5weXBpLm9yZw{MIXED}",
     "JSON web token": ".".join([*JWT, MIXED[:43]]),
     "private key": "-----BEGIN " + "RSA PRIVATE KEY-----",
 }
@@ -52,6 +55,7 @@ WORDS = [
     *("AIza", "AIzawa", "AIzaSy", "ya29", "ya29.", "ya29.short", "eyJ", "eyJhbGciOiJIUzI1NiJ9", "AKIA", "eyJ.eyJ.eyJ"),
     *("org/llama-sk-instruct-finetuned-2024", "runs/sk-learning-rate-sweep-of-2026", "Ġeyebrow", "Ġsk", "Ġhf", "▁ghp"),
     *("model.layers.10.self_attn.mixers.mixture.routed.weight", "AIza" + MIXED[:34], "AIza" + MIXED[:36]),
+    *("npm_config_registry", "npm_" + MIXED[:35], "npm_" + MIXED[:37], "pypi-AgEIcHlwaS5vcmc", "pypi-server"),
 ]
 
 
