@@ -123,10 +123,11 @@ def writing(name: str, output: Path) -> Iterator[None]:
         yield
     except Exception as error:
         shutil.rmtree(output / PARTIAL, ignore_errors=True)
-        free = shutil.disk_usage(output).free / 1e9
+        free, newest = shutil.disk_usage(output).free / 1e9, next(iter(checkpoints(output)), None)
+        advice = f"resumes from {newest.name}, which is unchanged" if newest else "starts again"
         raise RecipeError(
-            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; earlier "
-            "checkpoints are unchanged, and the same command resumes from them"
+            f"{name} could not be written to {output}, whose disk has {free:.3f} GB free: {one_line(error)}; the same "
+            f"command {advice}"
         ) from error
 
 

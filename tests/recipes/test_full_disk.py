@@ -85,7 +85,7 @@ def test_no_room_for_a_checkpoint(case, small_disk, tmp_path):
     kept = Path(recipe.output, "checkpoint-2")
     assert kept.is_dir() and not list(Path(recipe.output).glob(".partial/*"))
     before = content(kept)
-    refused(recipe, r"(step 4|metrics\.jsonl)")
+    refused(recipe, r"(step 4|metrics\.jsonl).*resumes from checkpoint-2, ")
     assert content(kept) == before
     assert_goes_on(recipe, whole, small_disk)
 
@@ -93,7 +93,9 @@ def test_no_room_for_a_checkpoint(case, small_disk, tmp_path):
 def test_no_room_for_metrics(small_disk, tmp_path):
     whole = toy_run(KNOCKING, tmp_path / "toy", steps=12, checkpoints={"every": 20})
     recipe = replace(whole, output=str(small_disk / "run"))
-    refused(recipe, r"metrics\.jsonl.*No space left on device", filling(small_disk, 0, 1))
+    refused(
+        recipe, r"metrics\.jsonl.*No space left on device; the same command starts again$", filling(small_disk, 0, 1)
+    )
     assert_goes_on(recipe, whole, small_disk)
 
 
