@@ -122,6 +122,21 @@ def test_a_decoder(padding, line, tmp_path):
     assert report["models"][0]["model_type"] == "crosshead_llama"
 
 
+def test_an_encoder_with_a_decoder(line, tmp_path):
+    """It reads the token at the end of a text, which this tokenizer does not write."""
+    config = transformers.T5Config(**toys.stock_model("T5").config.to_diff_dict() | {"num_labels": 3})
+    model = transformers.T5ForSequenceClassification(config).eval()
+    scoring_toys.write_decoder_classifier(model, tmp_path / "model")
+    rows = labelled(classes(COUNT, 3))
+    write_rows(tmp_path / "rows.jsonl", rows)
+    found = scores(line("model --data rows.jsonl")[0])
+    tokenizer, losses = AutoTokenizer.from_pretrained(tmp_path / "model"), []
+    for row in rows:
+        ids = torch.tensor([[*tokenizer(row["sentence"])["input_ids"], config.eos_token_id]])
+        losses.append(torch.nn.functional.cross_entropy(model(ids).logits, torch.tensor([row["label"]])).item())
+    assert found["loss"] == pytest.approx(sum(losses) / COUNT, rel=1e-4)
+
+
 def test_long_texts_are_cut(line, tmp_path):
     scoring_toys.write_classifier(tmp_path / "model", num_labels=2, max_position_embeddings=8)
     rows = labelled(classes(COUNT, 2))
