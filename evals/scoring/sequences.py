@@ -21,6 +21,13 @@ MIN_ROWS = 3
 """Minimum number of rows for a correlation with a standard error."""
 
 
+def _end_with(token: int, encoded: dict[str, list[int]], context: int) -> None:
+    """End a text with the token whose output a classifier such as T5's reads, which some tokenizers do not."""
+    if encoded["input_ids"][-1:] != [token]:
+        encoded["input_ids"] = [*encoded["input_ids"][: context - 1], token]
+        encoded["attention_mask"] = [1] * len(encoded["input_ids"])
+
+
 class LabelledRows(Data):
     """Texts, or pairs of texts, with a class or a value each."""
 
@@ -46,20 +53,12 @@ class LabelledRows(Data):
                 self.cut += 1
                 self.encoded[index] = dict(tokenizer(*texts, truncation=True, max_length=context))
             if config.is_encoder_decoder:
-                self._end(self.encoded[index])
+                _end_with(config.eos_token_id, self.encoded[index], context)
             check_tokens(self.encoded[index]["input_ids"], config.get_text_config().vocab_size)
         self.lengths = [len(each["input_ids"]) for each in self.encoded]
         self.padding = config.get_text_config().pad_token_id
         if self.padding is None:  # a decoder would not find the last token
             self.largest_batch = 1
-
-    def _end(self, encoded: dict[str, list[int]]) -> None:
-        """End a text with the token whose output a classifier such as T5's reads: some tokenizers do not."""
-        end = self.opened.config.eos_token_id
-        if encoded["input_ids"][-1] != end:
-            del encoded["input_ids"][self.context - 1 :]
-            encoded["input_ids"].append(end)
-            encoded["attention_mask"] = [1] * len(encoded["input_ids"])
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Predicted values, or losses and predicted classes."""
