@@ -185,10 +185,10 @@ class CrossheadCausalLM(CrossheadPreTrained):
                     f"{type(self.model).__name__} recorded no {name}, so an auxiliary loss would be missing: "
                     "shard or wrap the decoder layers and the whole model, not the backbone in between"
                 )
-        if past_key_values is not None and isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
-            attention_mask = attention_mask[:, -outputs.last_hidden_state.shape[1] :]  # losses know no past
+        new = 0 if past_key_values is None else outputs.last_hidden_state.shape[1]  # losses know no past
+        mask = attention_mask[:, -new:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         return CrossheadCausalLMOutput(
-            **self._losses(outputs, logits, labels, attention_mask, kwargs),
+            **self._losses(outputs, logits, labels, mask, kwargs),
             logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,

@@ -56,3 +56,23 @@ def test_a_call_on_its_own_counts_whole_as_in_the_stock_model() -> None:
     )
     output = model(**batch())
     assert output.loss.item() == pytest.approx((without(**batch()).loss + WEIGHT * output.aux_loss).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("window", ({}, {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}))
+@torch.no_grad()
+def test_generation_with_a_static_cache_passes_no_mask_of_padding(window: dict[str, Any]) -> None:
+    model = mixed_model("Qwen3Moe", CASES["mixture"], output_router_logits=True, **window)
+    options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    padding = torch.tensor([[0] * 3 + [1] * 6, [1] * 9])
+    found = [
+        model.generate(tokens(), attention_mask=padding, cache_implementation=cache, **options)
+        for cache in ("static", "dynamic")
+    ]
+    assert torch.equal(*found)
+
+
+@torch.no_grad()
+def test_a_mask_of_four_dimensions_counts_all_tokens() -> None:
+    model = mixed_model("Qwen3Moe", CASES["mixture"], output_router_logits=True)
+    mask = torch.ones(9, 9).tril().log().clamp_min(-1e30).expand(2, 1, 9, 9)
+    assert model(tokens(), attention_mask=mask).aux_loss == pytest.approx(model(tokens()).aux_loss)
