@@ -19,6 +19,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
     options = recipe.model
     key = "model.tokenizer" if options.tokenizer else "model.path"
     name = str(options.tokenizer or options.path)
+    check_no_adapters(options.path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(**placed(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
@@ -45,12 +46,23 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
     """The stored configuration of a model; `key` is that of the recipe."""
     from transformers import AutoConfig
 
+    if key == "model.path":
+        check_no_adapters(name)
     try:
         config = AutoConfig.from_pretrained(**placed(name), trust_remote_code=False)
     except Exception as error:  # damaged files raise many types
         raise RecipeError(loading_error(key, name, error, options)) from None
     check_layers(config, f"{key}={name}", RecipeError)
     return config
+
+
+def check_no_adapters(path: str | None) -> None:
+    """`RecipeError` if the model's folder has adapters, to which the library would give another model's weights."""
+    if path is not None and (Path(path) / "adapter_config.json").is_file():
+        raise RecipeError(
+            f"model.path={path} has adapters of peft: merge them into their model with merge_and_unload(), save that "
+            "in a new folder with its tokenizer, and use it"
+        )
 
 
 def weights_identity(name: str, config: Any) -> str:

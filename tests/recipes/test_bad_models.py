@@ -242,6 +242,21 @@ def test_a_family_that_is_not_counted(line, tmp_path):
     assert "model.path=gpt2" in err and "model_type='gpt2'" in err
 
 
+@pytest.mark.parametrize("option", ["", " --dry-run"])
+@pytest.mark.parametrize("with_model", [True, False])
+def test_adapters_that_are_not_merged(with_model, option, line, tmp_path):
+    write_stock(tmp_path / "stock", vocab_size=257)
+    (tmp_path / "stock" / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "base_model_name_or_path": "other"}'
+    )
+    if not with_model:
+        for path in (tmp_path / "stock").iterdir():
+            if path.name != "adapter_config.json":
+                path.unlink()
+    err = line(f"train {written(tmp_path, path='stock', tokenizer=None)}{option}")
+    assert "model.path=stock has adapters of peft" in err and "merge_and_unload()" in err
+
+
 def test_windows_beyond_the_context_of_a_stored_model(line, tmp_path):
     write_stock(tmp_path / "stock", vocab_size=257, max_position_embeddings=32)
     err = line(f"train {written(tmp_path, path='stock')}")
