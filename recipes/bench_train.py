@@ -150,7 +150,7 @@ def _recipe(folder: Path, steps: int) -> Recipe:
             tokens=steps * batch,
             batch_tokens=batch,
             micro_batch=MICRO_BATCH,
-            dtype="bfloat16" if torch.accelerator.is_available() else "float32",
+            dtype="bfloat16" if torch.cuda.is_available() else "float32",
         ),
         watch=WatchOptions(every=LOG_EVERY),
         checkpoints=CheckpointOptions(every=steps),

@@ -222,6 +222,7 @@ def train(
     """
     if device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both trainers use any visible GPU; torch is not initialised yet
+        os.environ["ACCELERATE_USE_CPU"] = "true"  # or another accelerator
     from transformers.utils.logging import disable_progress_bar
 
     from crosshead.common.atomic_write import check_targets

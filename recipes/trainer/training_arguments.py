@@ -27,6 +27,7 @@ def training_arguments(recipe: Recipe) -> Any:
     from transformers.integrations.integration_utils import get_available_reporting_integrations
 
     train, watch = recipe.train, recipe.watch
+    on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
     trackers = get_available_reporting_integrations()
     for name in watch.report_to:
         if name not in trackers:
@@ -56,9 +57,9 @@ def training_arguments(recipe: Recipe) -> Any:
         report_to=list(watch.report_to) or "none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        use_cpu=not torch.accelerator.is_available(),  # the default misses the other processes of a run on CPUs
+        use_cpu=on_cpu,  # the default misses the other processes of a run on CPUs
         dataloader_num_workers=recipe.data.workers,
-        dataloader_pin_memory=torch.accelerator.is_available(),
+        dataloader_pin_memory=not on_cpu,
         ignore_data_skip=True,  # the sampler starts at the checkpoint
         ddp_find_unused_parameters=False,
         # With FSDP2, reduce the gradients of each micro batch: otherwise every GPU stores all of them until the last.

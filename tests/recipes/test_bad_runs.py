@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import crosshead
@@ -183,6 +184,14 @@ def test_processes_share_a_step(processes, at_once, fits, tmp_path):
     words = f"{processes} processes.*train.micro_batch={at_once}"
     with pytest.raises(RecipeError, match=words):
         training_arguments.accumulation_steps(recipe, processes)
+
+
+def test_a_run_on_the_cpu_beside_an_accelerator(tmp_path, monkeypatch):
+    """`accelerate launch --cpu` sets the variable, and so does `bench train --device cpu`."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    arguments = training_arguments.training_arguments(toy_run(KNOCKING, tmp_path))
+    assert arguments.use_cpu and not arguments.dataloader_pin_memory and arguments.device.type == "cpu"
 
 
 def test_one_process_on_several_gpus_is_told_how_to_start(tmp_path, monkeypatch):

@@ -126,6 +126,7 @@ def test_a_case_is_what_recipes_of_that_form_train():
 
 def test_the_command(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "false")
     command = f"bench train knocking-mlp --rounds 1 --steps 2 --out {tmp_path}/a.json"
     status, out, err = run(capfd, monkeypatch, command)
     assert status == 0 and out.splitlines()[1].startswith("knocking-mlp ")
@@ -133,6 +134,7 @@ def test_the_command(tmp_path, monkeypatch, capfd):
     assert (report["settings"]["rounds"], report["settings"]["steps"]) == (1, 2)
     assert report["shape"]["hidden_size"] == SMALL["hidden_size"]
     assert report["device"] == "cpu" and os.environ["CUDA_VISIBLE_DEVICES"] == ""  # the trainers would take a GPU
+    assert os.environ["ACCELERATE_USE_CPU"] == "true"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     for command, status, words in (
         ("bench train explict", 1, "'explicit'"),
