@@ -46,11 +46,15 @@ def test_lines_say_how_long_it_takes(capfd, monkeypatch):
     with progress() as show:
         for clock[0], done in ((5.0, 10), (65.0, 11), (185.0, 12), (305.0, 20)):
             show("training", done, 20, f"loss {done}")
+        show("scoring", 0, 2**62)
+        clock[0] = 306.0
+        show("scoring", 1, 2**62, "for ever")
     assert capfd.readouterr().err.splitlines() == [
         "training 10 of 20: loss 10",
         "training 11 of 20: loss 11, 0:09:00 left",
         "training 12 of 20: loss 12, 0:12:00 left",
         "training 20 of 20: loss 20",
+        f"scoring 1 of {2**62}: for ever",
     ]
 
 

@@ -45,7 +45,8 @@ def progress() -> Iterator["Progress"]:
         since, first = begun[stage]
         if not total or not first < done < total:
             return ""
-        return f", {timedelta(seconds=round((time.monotonic() - since) / (done - first) * (total - done)))} left"
+        seconds = (time.monotonic() - since) / (done - first) * (total - done)
+        return f", {timedelta(seconds=round(seconds))} left" if seconds < timedelta.max.total_seconds() else ""
 
     def show(stage: str, done: int, total: int | None, message: str = "") -> None:
         begun.setdefault(stage, (time.monotonic(), done))
