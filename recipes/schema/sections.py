@@ -114,7 +114,7 @@ class DataOptions(Section):
     """More sources for evaluation, used as a whole."""
     cache: str = "~/.cache/crosshead/tokens"
     """The folder of tokenised sources, which later runs reuse."""
-    workers: Annotated[int, Field(ge=0)] = 0
+    workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Processes that prepare samples for each process of the training: images need several for a GPU."""
 
 
@@ -144,7 +144,7 @@ class LoraOptions(Section):
 
     rank: Count
     alpha: Positive
-    dropout: Share = 0.0
+    dropout: Fraction = 0.0
 
 
 @dataclass(frozen=True)

@@ -158,6 +158,8 @@ BAD_VALUES = {
     "train.warmup=10": "train.warmup=10",
     "train.warmup=1.5": "train.warmup=1.5",
     "train.warmup_from=1": "train.warmup_from=1.0",
+    "train.lora={rank: 4, alpha: 8, dropout: 1}": "train.lora.dropout='1'",
+    "data.workers=100000": "data.workers='100000'",
     "train.trainable=mixers+lora": "train.trainable='mixers+lora'",
     "train.lora={rank: 4, alpha: 8}": "train.trainable='all'",
     "distillation.weight=0.5": "distillation.teacher=None, logits=None",
