@@ -39,6 +39,13 @@ class LayerStates:
     subtracted: torch.Tensor | None
     """The factor of the second head of each pair in differential attention: a number, or (T, pairs)."""
 
+    @property
+    def are_finite(self) -> bool:
+        """False after an overflow, which reaches the norms if not the outputs."""
+        return bool(
+            self.weights.isfinite().all() and (value_norms(self).sum() + _norms(self.head_outputs).sum()).isfinite()
+        )
+
 
 class Recorder(Mechanism):
     """A mechanism that only records."""

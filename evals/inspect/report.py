@@ -14,6 +14,7 @@ import torch
 from transformers.utils.hub import cached_file
 
 from crosshead.common.checked_json import parse_object
+from crosshead.common.errors import EvalError
 from crosshead.common.model_places import split_revision
 from crosshead.common.progress import Progress
 
@@ -135,6 +136,9 @@ def layer_records(
 
     def receive(module: AttentionModule, states: LayerStates) -> None:
         part, layers = module.part, found[module.part.name]
+        if not states.are_finite:
+            place = f"{part.name} layer {len(layers)} of {model.config._name_or_path}"
+            raise EvalError(f"{place} computes nan or inf on {sample.record['name']!r}: its weights are damaged")
         positions = sample.positions[part.rows] if part.rows == part.columns else None
         module.layers.append(len(layers))
         layers.append({"part": part.name, "layer": len(layers), **layer_record(states, positions, part.causal)})

@@ -160,6 +160,9 @@ def broken(place):
         character_tokenizer().save_pretrained(place / name)
     write_stock(place / "headless")
     edit_json(place / "headless", "config.json", num_hidden_layers=3)
+    damaged = toys.stock_model("Llama")
+    damaged.model.layers[1].self_attn.v_proj.weight.data[0, 0] = torch.nan
+    write_model(damaged, place / "damaged")
     (place / "binary.txt").write_bytes(b"a\0b")
     (place / "latin.txt").write_bytes("für".encode("latin-1"))
     (place / "empty.txt").write_text(" \n")
@@ -185,6 +188,7 @@ REFUSED = [
     (["classifier", "--text", TEXT], "LlamaForSequenceClassification"),
     (["backbone", "--text", TEXT], "LlamaModel"),
     (["headless", "--text", TEXT], "model.layers.2.input_layernorm.weight"),
+    (["source", "damaged", "--text", TEXT], f"decoder layer 1 of damaged computes nan or inf on '{TEXT}'"),
     (["./none", "--text", TEXT], "'./none'"),
     (["org/none", "--text", TEXT], "'org/none'"),
     (["source", "--text", TEXT, "--out", "report"], ".html"),
