@@ -101,6 +101,9 @@ def read_text(opened: Opened, name: str, text: str, start: int | None = None) ->
     """
     if not text.strip():
         raise EvalError(f"the text {name!r} is empty")
+    if not opened.tokenizer.is_fast:
+        kind = f"{opened.label} has a {type(opened.tokenizer).__name__}"
+        raise EvalError(f"{kind}, which gives no positions of tokens in a text: inspect needs a fast tokenizer")
     first = [] if start is None else [start]
     encoded = opened.tokenizer(text, return_offsets_mapping=True, verbose=False, add_special_tokens=start is None)
     ids, spans = first + encoded["input_ids"], [(0, 0)] * len(first) + encoded["offset_mapping"]

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from PIL import Image
+from transformers import ByT5Tokenizer
 
 import crosshead
 import toys
@@ -18,6 +19,7 @@ from encoder_toys import write_encoder
 from image_toys import write_image_model, write_images
 from inspect_oracle import IMAGES, shown_and_called, shown_maps, truth
 from packed import maps, numbers, unpack
+from t5_toys import write_t5
 from tiers import first, grid
 from toy_checkpoints import write_model
 
@@ -224,6 +226,8 @@ def models(tmp_path, monkeypatch):
     write_encoder(tmp_path / "bert")
     write_encoder(tmp_path / "short", max_position_embeddings=20)
     write_model(toys.stock_model("T5"), tmp_path / "t5")
+    (write_t5(tmp_path / "bytes", vocab_size=384) / "tokenizer.json").unlink()
+    ByT5Tokenizer().save_pretrained(tmp_path / "bytes")
     write_image_model(tmp_path / "vit")
     write_image_model(tmp_path / "fine", image_size=92)
     write_image_model(tmp_path / "bare")
@@ -243,6 +247,7 @@ REFUSED_USES = [
     (["bert", "vit", "--text", TEXT], "vit has no use for --text"),
     (["short", "--text", "w5 " * 30], "use its first 53 characters"),
     (["t5", "--text", TEXT], "needs --target"),
+    (["bytes", "--text", TEXT, "--target", TARGET], "bytes has a ByT5Tokenizer, which gives no positions"),
     (["t5", "--text", TEXT, "--text", "another", "--target", TARGET], "2 --text and 1 --target"),
     (["t5", "--text", TEXT, "--target", " "], "target of"),
     (["vit", "--text", TEXT], "no use for --text"),
