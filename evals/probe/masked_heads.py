@@ -7,6 +7,7 @@ projection, also where a mechanism combines two heads.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import isfinite
 from statistics import mean
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from crosshead.common.errors import EvalError
 from crosshead.common.progress import Advance
 
 MAXIMUM_COUNTS = 9
@@ -80,4 +82,6 @@ def _loss(model: Any, tokens: torch.Tensor) -> float:
     for window in tokens.to(model.device).split(1):
         logits = model(window, use_cache=False).logits[0, :-1].float()
         losses.append(float(functional.cross_entropy(logits, window[0, 1:])))
-    return mean(losses)
+    if not isfinite(loss := mean(losses)):
+        raise EvalError(f"the loss of {model.config._name_or_path} is {loss}: its weights are damaged")
+    return loss

@@ -5,6 +5,7 @@ from itertools import product
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import crosshead
@@ -28,6 +29,9 @@ def models(tmp_path_factory):
     write_stock(folder / "single", num_key_value_heads=1)
     write_scorable(toys.stock_model("Llama"), folder / "one")
     write_scorable(toys.mixed_model("Llama", {"knocking": {}}), folder / "two")
+    damaged = toys.stock_model("Llama")
+    damaged.model.norm.weight.data[0] = torch.nan
+    write_scorable(damaged, folder / "damaged")
     write_scorable(GPT2LMHeadModel(GPT2Config(**GPT2)), folder / "gpt2")
     return folder
 
@@ -130,6 +134,7 @@ CASES = {
     "already there": (["heads", "one", "--out", "there.json"], 1, "there.json"),
     "no text": (["heads", "one", *SMALL, "--text", "none.txt"], 1, "none.txt"),
     "no draws": (["heads", "one", "--draws", "0"], 2, "--draws"),
+    "weights that are not finite": (["heads", "one", "damaged", *SMALL], 1, "the loss of damaged is nan"),
     "another family": (["heads", "one", "gpt2", *SMALL], 1, "model_type='gpt2'"),
     "another method": (["layers", "source", "--method", "magic"], 1, "method='magic'"),
     "beyond the context": (["heads", "one", "--length", "129"], 1, "--length 129"),
