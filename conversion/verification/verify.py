@@ -123,9 +123,11 @@ def verify(
             raise ConversionError(
                 f"{model} was made from {record['source']['name']!r}; {source} has other weights: give its own source"
             )
-        allowed = record["tolerance"] if record and is_as_written(converted, record, advance) else None
+        changed = changed_tensors(converted, record, advance) if record else set()
+        allowed = record["tolerance"] if record and not changed else None
         tolerance = None if allowed is None else recorded_tolerance(allowed)
         measured = measure(origin, converted, sample, tolerance, progress, device)
+        measured["tensors"] |= {"changed_since_conversion": len(changed)} if record else {}
         if place is not None and record and converted.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
                 write_json(place, record | {"verification": measured})
@@ -262,7 +264,7 @@ def final_logits(model: StreamedModel, tokens: torch.Tensor) -> torch.Tensor:
         return head(model.run(tokens))
 
 
-def is_as_written(model: Source, record: Mapping[str, Any], advance: Advance) -> bool:
-    """Whether every tensor still equals the one that the conversion wrote."""
+def changed_tensors(model: Source, record: Mapping[str, Any], advance: Advance) -> set[str]:
+    """The tensors that differ from those that the conversion wrote: after training, or if the files are damaged."""
     written = {name: tensor["crc32"] for name, tensor in record["tensors"].items()}
-    return written == stored_digests(model.store, {}, advance)
+    return {name for name, _ in written.items() ^ stored_digests(model.store, {}, advance).items()}

@@ -189,7 +189,8 @@ def test_paths_of_the_home_folder(unloaded, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     write_stock(tmp_path / "source")
     crosshead.convert("~/source", "~/made", {"knocking": {}}, verify=False)
-    assert crosshead.verify("~/source", "~/made")["verification"]["must_equal"]
+    measured = crosshead.verify("~/source", "~/made")["verification"]
+    assert measured["must_equal"] and measured["tensors"]["changed_since_conversion"] == 0
     changed = json.loads((tmp_path / "made" / "config.json").read_text()) | {"rms_norm_eps": 0.1}
     (tmp_path / "made" / "config.json").write_text(json.dumps(changed))
     with pytest.raises(ConversionError, match="KL"):
@@ -201,6 +202,8 @@ def test_what_was_trained_since_need_not_be_equal(unloaded, tmp_path):
     (model / "conversion.json").write_bytes((tmp_path / "made" / "conversion.json").read_bytes())
     measured = crosshead.verify(tmp_path / "stock", model)["verification"]
     assert not measured["must_equal"]
+    made = json.loads((model / "conversion.json").read_text())["tensors"]
+    assert measured["tensors"]["changed_since_conversion"] == sum(".mixers." in name for name in made)
     assert measured["kl_divergence"] > 1e-3
     assert json.loads((model / "conversion.json").read_text())["verification"] == measured
 
