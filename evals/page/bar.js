@@ -22,8 +22,7 @@ function layerControl() {
 }
 
 function headChoice() {
-  const longest = opened.map((each) => (each ? each.record.labels : [])).sort((a, b) => b.length - a.length)[0];
-  return choice("Head", longest, state.head, (head) => update({ head }));
+  return choice("Head", mapLabels(), state.head, (head) => update({ head }));
 }
 
 function setTheme(theme) {

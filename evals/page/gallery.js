@@ -55,7 +55,7 @@ section(["text", "layer", "theme"], () => {
       const canvas = make("canvas", { "aria-hidden": "true" });
       paintMap(canvas, layer, map, THUMBNAIL);
       const said = character(model, map);
-      const title = /^\d+$/.test(label) ? `Head ${label}` : label;
+      const title = capital(mapName(label));
       list.append(
         make(
           "div", { role: "option", tabindex: -1, "aria-selected": "false", "data-head": map, "aria-label": `${title}: ${said}` },

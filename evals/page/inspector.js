@@ -171,13 +171,13 @@ section(["text", "layer"], (changed) => {
 });
 
 section(["text", "layer", "head", "theme"], () => {
-  document.getElementById("inspector-title").textContent = `${capital(layerName())}, head ${state.head}, weights of each token`;
+  document.getElementById("inspector-title").textContent = `${capital(layerName())}, ${mapName(mapLabels()[state.head])}, weights of each token`;
   document.querySelectorAll("#inspector .column").forEach((box, model) => {
     const canvas = box.querySelector(".frame canvas");
     if (!canvas) return;
     paintMap(canvas, opened[model], headOf(model));
     const label = opened[model].record.labels[headOf(model)];
-    canvas.setAttribute("aria-label", `Weights of head ${label}: ${character(model, headOf(model))}`);
+    canvas.setAttribute("aria-label", `Weights of ${mapName(label)}: ${character(model, headOf(model))}`);
   });
 });
 

@@ -51,10 +51,15 @@ function headMap(model, measure) {
     style: `grid-template-columns: auto repeat(${layers}, minmax(7px, 34px))`,
   });
   const option = (row, layer, value) => {
-    const name = `layer ${layer}, head ${row}: ${figures(value)}`;
+    const { labels: maps, output_similarity: heads } = layersOf(model)[layer];
+    const ofValues = measure === "value_norm";
+    const first = ofValues ? (row * heads.length) / perLayer[layer].length : row;
+    const last = ofValues ? ((row + 1) * heads.length) / perLayer[layer].length - 1 : row;
+    const part = ofValues ? `key/value head ${row}` : mapName(maps[row]);
+    const name = `layer ${layer}, ${part}: ${figures(value)}`;
     return make("span", {
       role: "option", tabindex: -1, "aria-selected": "false", "aria-label": name, title: name,
-      "data-layer": layer, "data-head": row, style: `background: ${css(value / size)}`,
+      "data-layer": layer, "data-head": first, "data-last": last, style: `background: ${css(value / size)}`,
     });
   };
   for (let row = 0; row < rows; row += 1) {
@@ -72,8 +77,8 @@ function headMap(model, measure) {
 
 function markHead(id) {
   document.querySelectorAll(`#${id} .heads`).forEach((grid) => {
-    const chosen = `[data-layer="${state.layer}"][data-head="${state.head}"]`;
-    mark(grid, grid.querySelector(chosen));
+    const ofLayer = [...grid.querySelectorAll(`[data-layer="${state.layer}"]`)];
+    mark(grid, ofLayer.find(({ dataset: { head, last } }) => head <= state.head && state.head <= last));
     if (!grid.querySelector("[tabindex='0']")) (grid.querySelector("[role=option]") || grid).tabIndex = 0;
   });
 }

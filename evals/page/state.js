@@ -64,6 +64,16 @@ function headOf(model) {
   return Math.min(state.head, opened[model].record.labels.length - 1);
 }
 
+// The names of the maps of the selected layer, of the model with the most.
+function mapLabels() {
+  return opened.map((each) => (each ? each.record.labels : [])).sort((a, b) => b.length - a.length)[0];
+}
+
+// A map is that of a head, or of one softmax of several.
+function mapName(label) {
+  return /^\d+$/.test(label) ? `head ${label}` : label;
+}
+
 function headsOf(model) {
   return opened[model].record.output_similarity.length;
 }

@@ -207,6 +207,28 @@ def test_text_measure_and_theme_are_chosen(place, browser):
         assert page.picture("#gallery canvas") != picture
 
 
+def test_cells_have_the_names_of_their_maps(place, browser):
+    with opened(browser, place / "differential.html") as page:
+        page.all("#overview [data-layer='1']")[2].click()
+        until(browser, lambda: page.title("inspector").startswith("Layer 1, softmax 0,"))
+        assert "softmax 0: " in page.one("#overview [aria-selected=true]").get_attribute("aria-label")
+        assert page.one("#gallery [aria-selected=true] b").text == "Softmax 0"
+
+
+def test_norms_of_values_belong_to_the_heads_that_share_them(place, browser):
+    with opened(browser, place / "stock.html") as page:
+        labels = [option.text for option in page.all("#overview select option")]
+        page.all("#overview select option")[labels.index("norm of values")].click()
+        page.all("#overview [data-layer='1']")[1].click()
+        until(browser, lambda: page.title("inspector").startswith("Layer 1, head 2,"))
+        for head in (2, 3):
+            page.one(f"#gallery [data-head='{head}']").click()
+            until(browser, lambda head=head: page.title("inspector").startswith(f"Layer 1, head {head},"))
+            name = page.one("#overview [aria-selected=true]").get_attribute("aria-label")
+            assert name.startswith("layer 1, key/value head 1: ")
+        assert page.one("#norms .weights:nth-child(2) .here th").text == "1"
+
+
 def test_the_difference_from_the_identity(place, browser):
     with opened(browser, place / "talking.html") as page:
         cells = [cell.text for cell in page.all("#matrices .card:first-child td") if cell.text]
