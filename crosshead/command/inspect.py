@@ -86,6 +86,6 @@ def _named(kind: str, given: Sequence[tuple[str, Content]]) -> dict[str, Content
     found: dict[str, Content] = {}
     for name, content in given:
         if name in found:
-            raise ValueError(f"two {kind}s have the name {name}: rename one of them")
+            raise ValueError(f"two {kind}s have the name {name}: give one of them in a file with another name")
         found[name] = content
     return found

@@ -181,7 +181,7 @@ REFUSED = [
     (["source", "--text", "source/none"], "source/none"),
     (["source", "--text", "binary.txt"], "binary.txt"),
     (["source", "--text", "latin.txt"], "UTF-8"),
-    (["source", "--text", TEXT, "--text", TEXT], TEXT),
+    (["source", "--text", TEXT, "--text", TEXT], f"{TEXT}: give one of them in a file with another name"),
     (["small", "--text", "[z]"], "tokenizer of small"),
     (["bare", "--text", TEXT], "tokenizer of bare"),
     (["gpt2", "--text", TEXT], "model_type='gpt2'"),
