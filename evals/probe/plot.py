@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 @contextmanager
 def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
-    """Axes to draw on, with labels, and the stream that holds the SVG after the block."""
+    """Axes to draw on, and the stream that holds the SVG after the block. Lines with a gid are in the legend."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -33,7 +33,9 @@ def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
         axes = figure.subplots()
         axes.set(xlabel=across, ylabel=upwards)
         yield axes, picture
-        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        named = [line for line in axes.lines if line.get_gid()]
+        labels = [str(line.get_label()).replace("$", r"\$") for line in named]  # names are no formulas
+        axes.legend(named, labels, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
 
 

@@ -12,6 +12,7 @@ import crosshead
 import toys
 from broken import run
 from crosshead.conversion.compress.layer_probe import lines
+from crosshead.evals.probe.plot import line_plot
 from tiers import first
 from toy_checkpoints import write_stock
 from toy_eval import write_scorable
@@ -55,6 +56,12 @@ def lines_of(picture):
     names = names["models"] if "models" in names else lines(names)
     groups = {each.get("id"): each for each in ElementTree.parse(picture).iter(f"{SVG}g")}
     return [len(groups[name].find(f"{SVG}path").get("d").split()) // 3 for name in names]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["_model", r"a$b$\foo"])
+def test_the_legend_has_each_name_as_it_is(name):
+    assert f">{name}<" in line_plot({name: [(0, 1.0), (1, 2.0)]}, "heads", "loss")
 
 
 def test_masked_heads_of_two_models(place, line):
