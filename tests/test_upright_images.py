@@ -1,8 +1,16 @@
-"""A photo that a camera has turned is read upright everywhere: in training, calibration, evaluation and inspection."""
+"""A photo that a camera has turned is read upright everywhere: in training, calibration, evaluation and inspection.
 
+An image whose numbers Pillow would cut off is refused everywhere.
+"""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
 import torch
 from PIL import Image
 
+from crosshead.common.errors import ConversionError, EvalError, RecipeError
 from crosshead.common.images import image_of_shape, open_processor, processed_image
 from crosshead.evals.inspect.diffusion import _square
 from crosshead.evals.open_model import open_config
@@ -36,3 +44,23 @@ def test_every_reader_turns_a_photo(tmp_path):
     upright = decoded(None, 0, 3, content)
     assert upright.getpixel((2, 8)) == (255, 255, 255) and upright.getpixel((13, 8)) == (0, 0, 0)
     assert torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_every_reader_refuses_an_image_whose_numbers_would_be_cut_off(tmp_path, kind):
+    file = tmp_path / "depth.tif"
+    Image.fromarray(np.linspace(0, 60_000, 256).astype(kind).reshape(16, 16)).save(file)
+    processor = open_processor(write_image_model(tmp_path / "model"), "model")
+    with pytest.raises(ConversionError, match=r"depth\.tif.* 8 bits"):
+        processed_image(file, processor, 3)
+    with pytest.raises(EvalError, match=r"depth\.tif.* 8 bits"):
+        _square(file, 16, 3)
+    with pytest.raises(RecipeError, match=r"depth\.tif.* 8 bits"):
+        decoded(SimpleNamespace(place=lambda index: str(file)), 0, 3, file.read_bytes())
+
+
+def test_numbers_up_to_255_of_a_wider_kind_are_read(tmp_path):
+    numbers = np.arange(256).reshape(16, 16)
+    Image.fromarray(numbers.astype(np.uint16)).save(tmp_path / "small.png")
+    found = decoded(None, 0, 1, (tmp_path / "small.png").read_bytes())
+    assert np.array_equal(np.asarray(found), numbers)

@@ -13,6 +13,8 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".we
 """Of the names of image files, in small letters."""
 MODES = {1: "L", 3: "RGB"}
 """The channels of a model -> Pillow's name for such images."""
+HIGHEST = 255
+"""Of the numbers in such images."""
 
 
 def open_processor(place: str | Path, label: str) -> Any:
@@ -26,16 +28,25 @@ def open_processor(place: str | Path, label: str) -> Any:
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
 
 
+def upright(image: Any, channels: int) -> Any:
+    """An image of Pillow with 1 or 3 channels, upright; `ValueError` if Pillow would cut off its numbers at 255."""
+    from PIL import ImageOps
+
+    if image.mode == "F" or (image.mode.startswith("I") and image.convert("I").getextrema()[1] > HIGHEST):
+        raise ValueError(f"its pixels (mode {image.mode}) need more than 8 bits, and would be cut off at {HIGHEST}")
+    ImageOps.exif_transpose(image, in_place=True)
+    return image.convert(MODES[channels])
+
+
 def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
     """The pixel values (1, channels, height, width) of an image."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise ConversionError("images are read with Pillow, which is not installed: pip install pillow") from None
     try:
         with Image.open(file) as image:
-            ImageOps.exif_transpose(image, in_place=True)
-            pixels = processor(image.convert(MODES[channels]), return_tensors="pt")
+            pixels = processor(upright(image, channels), return_tensors="pt")
     except Exception as error:  # Pillow and processors raise many types of errors
         raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
     found: torch.Tensor = pixels["pixel_values"]

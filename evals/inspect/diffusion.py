@@ -14,7 +14,7 @@ from torch import nn
 
 from crosshead.common.checked_json import read_object
 from crosshead.common.errors import EvalError, one_line
-from crosshead.common.images import MODES
+from crosshead.common.images import MODES, upright
 from crosshead.common.model_places import expanded
 from crosshead.modeling.mechanisms.base import AttentionState
 
@@ -120,8 +120,7 @@ def _square(file: Path, size: int, channels: int) -> torch.Tensor:
 
     try:
         with Image.open(file) as image:
-            ImageOps.exif_transpose(image, in_place=True)
-            square = ImageOps.fit(image.convert(MODES[channels]), (size, size), Image.Resampling.BICUBIC)
+            square = ImageOps.fit(upright(image, channels), (size, size), Image.Resampling.BICUBIC)
     except Exception as error:  # Pillow raises many types of errors
         raise EvalError(f"the image {file} cannot be read: {one_line(error)}") from None
     values = torch.frombuffer(bytearray(square.tobytes()), dtype=torch.uint8).reshape(1, size, size, channels)

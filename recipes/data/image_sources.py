@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from crosshead.common.atomic_write import write_whole
 from crosshead.common.errors import RecipeError, one_line
 from crosshead.common.hub_rows import reading_hub
-from crosshead.common.images import IMAGE_SUFFIXES, MODES
+from crosshead.common.images import IMAGE_SUFFIXES, upright
 from crosshead.common.progress import Counter, Progress
 
 from ..schema.sections import DataSource
@@ -144,7 +144,6 @@ def require_pillow() -> Any:
     """Pillow's package, or `RecipeError`."""
     try:
         import PIL.Image
-        import PIL.ImageOps
     except ImportError:
         raise RecipeError("images need Pillow, which is not installed: pip install pillow") from None
     return PIL
@@ -155,8 +154,7 @@ def decoded(source: ImageSource, index: int, channels: int, content: bytes | Non
     pillow = require_pillow()
     try:
         with pillow.Image.open(BytesIO(source.content(index) if content is None else content)) as image:
-            pillow.ImageOps.exif_transpose(image, in_place=True)
-            return image.convert(MODES[channels])
+            return upright(image, channels)
     except Exception as error:  # Pillow raises many types
         raise RecipeError(
             f"{source.place(index)} cannot be read as an image: {one_line(error)}: remove or replace it"
