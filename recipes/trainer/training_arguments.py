@@ -67,6 +67,7 @@ def training_arguments(recipe: Recipe) -> Any:
             "gradient_accumulation_kwargs": {"sync_each_batch": parse_flag_from_env("ACCELERATE_USE_FSDP")}
         },
     )
+    arguments.mixed_precision = "bf16" if train.dtype == "bfloat16" else "no"  # by default it may be accelerate's
     if arguments.n_gpu > 1:
         raise RecipeError(
             f"one process sees {arguments.n_gpu} GPUs: start one for each with `accelerate launch --num_processes "

@@ -1,6 +1,7 @@
 """Runs that cannot begin: one clear line each, exit status 1, and nothing is half-written."""
 
 import json
+import os
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +193,15 @@ def test_a_run_on_the_cpu_beside_an_accelerator(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     arguments = training_arguments.training_arguments(toy_run(KNOCKING, tmp_path))
     assert arguments.use_cpu and not arguments.dataloader_pin_memory and arguments.device.type == "cpu"
+
+
+@pytest.mark.parametrize("set_by_accelerate", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize(("dtype", "used"), [("float32", "no"), ("bfloat16", "bf16")])
+def test_the_recipe_decides_on_the_dtype_of_the_computation(dtype, used, set_by_accelerate, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", set_by_accelerate)
+    arguments = training_arguments.training_arguments(toy_run(KNOCKING, tmp_path, train={"dtype": dtype}))
+    assert arguments.mixed_precision == used
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == set_by_accelerate
 
 
 def test_one_process_on_several_gpus_is_told_how_to_start(tmp_path, monkeypatch):
