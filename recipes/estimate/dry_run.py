@@ -164,6 +164,9 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
             if getattr(recipe.objective, "new_classifier", False):
                 found.num_labels = wanted.num_labels
             check_expected(found, wanted)
+        own = CONFIGS.get(f"crosshead_{found.model_type}")
+        if own is not None and DECODERS not in own.auto_classes:
+            found = own.from_dict(found.to_dict())  # a stock model, counted as ours without mechanisms
     if where == RECIPE and recipe.objective.auto_class == CLASSIFIERS and CLASS_COUNT not in (expected or {}):
         found.num_labels = len(_class_folders(recipe)) or found.num_labels
     if hasattr(found, "auto_classes"):

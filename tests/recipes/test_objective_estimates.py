@@ -1,14 +1,20 @@
 """The dry run of encoders and of T5, against real models: parameters, FLOPs, and what autograd keeps."""
 
+import json
+
 import pytest
 import torch
+import transformers
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from crosshead.recipes.estimate.dry_run import dry_run, dry_run_lines
 from crosshead.recipes.estimate.memory import ONE_GPU
+from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.trainer.models import load_model
 from crosshead.recipes.trainer.objectives import objective_of
+from encoder_toys import write_encoder
+from image_toys import write_image_model
 from tiers import first
 from toy_training import toy_run
 
@@ -65,3 +71,24 @@ def test_figures_are_those_of_the_model_that_is_trained(name, tmp_path):
     assert report["training_flops_per_token"] == 3 * counter.get_total_flops() // recipe.data.length
     lines = list(dry_run_lines(report))
     assert any("FLOPs a token" in line for line in lines) and not any("KV cache" in line for line in lines)
+
+
+@pytest.mark.parametrize(("backbone", "task"), [("Bert", "ForMaskedLM"), ("ViT", "ForImageClassification")])
+def test_stock_encoders_are_counted(backbone, task, tmp_path):
+    if backbone == "ViT":
+        place, source, objective = write_image_model(tmp_path / "model", backbone), {"kind": "images"}, "classes"
+    else:
+        place, source, objective = write_encoder(tmp_path / "model", backbone, task), {}, "masked_tokens"
+    unit, length = ("samples", 1) if backbone == "ViT" else ("tokens", 16)
+    content = {
+        "output": "run",
+        "model": {"path": str(place)},
+        "objective": {"name": objective},
+        "data": {"sources": [{"path": "data"} | source], **({} if backbone == "ViT" else {"length": length})},
+        "train": {"learning_rate": 1e-3, unit: 8 * length, f"batch_{unit}": 4 * length},
+    }
+    (tmp_path / "recipe.yaml").write_text(json.dumps(content))
+    report = dry_run(load_recipe(tmp_path / "recipe.yaml"), ONE_GPU)
+    model = getattr(transformers, f"{backbone}{task}").from_pretrained(place)
+    assert report["parameters"] == model.num_parameters() and report["new_parameters"] == 0
+    assert report["training_flops"] > 0 and report["memory_per_gpu"]["activations"] > 0
