@@ -154,6 +154,7 @@ def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, 
 def _model(recipe: Recipe) -> tuple[Any, str]:
     """The configuration of the model to train, and its source."""
     path, expected = recipe.model.path, recipe.model.config
+    is_replaced = getattr(recipe.objective, "new_classifier", False)
     if expected is not None and (path is None or not Path(path).exists()):
         found, where = model_config(expected, recipe.objective), RECIPE
     else:
@@ -161,13 +162,14 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
         check_model_type(found.model_type, recipe.objective)
         if expected is not None:
             wanted = model_config(expected, recipe.objective)
-            if getattr(recipe.objective, "new_classifier", False):
+            if is_replaced:
                 found.num_labels = wanted.num_labels
             check_expected(found, wanted)
         own = CONFIGS.get(f"crosshead_{found.model_type}")
         if own is not None and DECODERS not in own.auto_classes:
             found = own.from_dict(found.to_dict())  # a stock model, counted as ours without mechanisms
-    if where == RECIPE and recipe.objective.auto_class == CLASSIFIERS and CLASS_COUNT not in (expected or {}):
+    is_new = recipe.objective.auto_class == CLASSIFIERS and (where == RECIPE or is_replaced)
+    if is_new and CLASS_COUNT not in (expected or {}):
         found.num_labels = len(_class_folders(recipe)) or found.num_labels
     if hasattr(found, "auto_classes"):
         found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]

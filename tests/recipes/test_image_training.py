@@ -214,6 +214,13 @@ def test_a_dry_run_counts_the_new_classifier(tmp_path):
     assert reports[1]["parameters"] - reports[0]["parameters"] == 3 * (recipe.model.config["hidden_size"] + 1)
 
 
+def test_a_dry_run_counts_the_classes_of_the_data_where_the_model_has_others(tmp_path):
+    recipe = load_recipe(continued(tmp_path, CLASSIFIER, {"new_classifier": True}, num_labels=7))
+    report = dry_run(recipe, ONE_GPU)
+    assert report["classes"] == len(CLASSES)
+    assert report["parameters"] == sum(part.numel() for part in opened(recipe)[1].parameters())
+
+
 def test_a_new_classifier_has_no_effect_from_scratch(tmp_path):
     with pytest.raises(RecipeError, match=r"new_classifier=true"):
         load_recipe(VIT, ("model.path=null", "objective={name: classes, new_classifier: true}"))
