@@ -235,11 +235,11 @@ def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeErr
 
 
 def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> str:
-    """The text of a document or conversation, empty for null."""
+    """The text of a document or conversation, empty for null and for no messages."""
     if column not in row:
         raise missing_column(place, column, row)
     value = row[column]
-    if value is None:
+    if value is None or value == []:
         return ""
     if isinstance(value, list) and value and isinstance(value[0], dict):
         value = conversation_text(tokenizer, value, place, RecipeError).rstrip()  # ends with the end of the last turn

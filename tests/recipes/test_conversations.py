@@ -58,6 +58,14 @@ def test_text_and_conversations_in_one_field(tmp_path):
     ]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_conversation_without_messages_is_left_out(kind, tmp_path):
+    write = write_parquet if kind == "parquet" else write_jsonl
+    path = write(tmp_path / "a", [messages(CHATS[0]), [], None, messages(CHATS[1])], column="messages")
+    (windows,) = open_windows(path, kind, chat_tokenizer(), tmp_path).sources
+    assert [sample["input_ids"].tolist() for sample in windows] == [tokens_of(chat) for chat in CHATS[:2]]
+
+
 def test_another_template_gives_other_tokens(tmp_path):
     path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
     first, second = chat_tokenizer(), chat_tokenizer()
