@@ -49,10 +49,21 @@ def conversation_text(tokenizer: Any, messages: Any, place: str, error_type: typ
         raise error_type(f"{place} has {messages!r:.60} as its messages: give objects with a role and a content")
     if tokenizer.chat_template is None:
         raise error_type(f"{place} is a conversation, but the tokenizer has no chat template: give text")
+    written = [_with_text(each, place, error_type) for each in messages]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+        return str(tokenizer.apply_chat_template(written, tokenize=False))
     except Exception as error:  # of the template, whatever it does with this conversation
         raise error_type(f"{place} does not fit the chat template: {one_line(error)}") from None
+
+
+def _with_text(message: dict[str, Any], place: str, error_type: type[ValueError]) -> dict[str, Any]:
+    """The message with its parts of text as one text, because most templates would write the list itself."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        raise error_type(f"{place} has the content {parts!r:.60}: give text, or parts that are text")
+    return message | {"content": "".join(part["text"] for part in parts)}
 
 
 def start_tokens(tokenizer: Any) -> list[int]:

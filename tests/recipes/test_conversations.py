@@ -66,6 +66,26 @@ def test_a_conversation_without_messages_is_left_out(kind, tmp_path):
     assert [sample["input_ids"].tolist() for sample in windows] == [tokens_of(chat) for chat in CHATS[:2]]
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_parts_of_text_are_one_text(kind, tmp_path):
+    chat = [
+        each | {"content": [{"type": "text", "text": text} for text in (each["content"][:2], each["content"][2:])]}
+        for each in messages(CHATS[0])
+    ]
+    write = write_parquet if kind == "parquet" else write_jsonl
+    (windows,) = open_windows(
+        write(tmp_path / "a", [chat], column="messages"), kind, chat_tokenizer(), tmp_path
+    ).sources
+    assert windows[0]["input_ids"].tolist() == tokens_of(CHATS[0])
+
+
+def test_parts_that_are_not_text_are_refused(tmp_path):
+    chat = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]
+    path = write_jsonl(tmp_path / "a", [chat], column="messages")
+    with pytest.raises(RecipeError, match=r"line 1 has the content .*image.*: give text, or parts that are text"):
+        open_windows(path, "jsonl", chat_tokenizer(), tmp_path)
+
+
 def test_another_template_gives_other_tokens(tmp_path):
     path = write_jsonl(tmp_path / "a", [messages(chat) for chat in CHATS], column="messages")
     first, second = chat_tokenizer(), chat_tokenizer()
