@@ -21,7 +21,7 @@ ENGINES = ("vllm", "vllm_mla", "sglang")
 
 
 def register_backend(name: str, function: Callable[..., Any]) -> None:
-    """Register an attention function with the masks of "sdpa", or of "eager" by its name, unless the name is taken."""
+    """Register a function unless its name is taken, with the masks of "eager" (names in "_eager") or of "sdpa"."""
     if name not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, eager_mask if name.endswith("_eager") else sdpa_mask)

@@ -14,7 +14,7 @@ IMAGE_SUFFIXES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".we
 MODES = {1: "L", 3: "RGB"}
 """The channels of a model -> Pillow's name for such images."""
 HIGHEST = 255
-"""Of the numbers in such images."""
+"""The highest pixel value of such images."""
 
 
 def open_processor(place: str | Path, label: str) -> Any:

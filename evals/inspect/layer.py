@@ -41,7 +41,7 @@ class LayerStates:
 
     @property
     def are_finite(self) -> bool:
-        """False after an overflow, which reaches the norms if not the outputs."""
+        """Whether weights and norms are finite: damaged weights give nan, and an overflow gives an infinite norm."""
         return bool(
             self.weights.isfinite().all() and (value_norms(self).sum() + _norms(self.head_outputs).sum()).isfinite()
         )

@@ -57,7 +57,7 @@ def load_config(name: str, key: str, options: ModelOptions | None = None) -> Any
 
 
 def check_no_adapters(path: str | None) -> None:
-    """`RecipeError` if the model's folder has adapters, to which the library would give another model's weights."""
+    """`RecipeError` if the folder contains peft adapters: transformers would load the weights of their base model."""
     if path is not None and (Path(path) / "adapter_config.json").is_file():
         raise RecipeError(
             f"model.path={path} has adapters of peft: merge them into their model with merge_and_unload(), save that "
