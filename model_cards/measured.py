@@ -1,4 +1,4 @@
-"""The section of a card with the measured results."""
+"""Writes the section of a card with the measured results."""
 
 from collections.abc import Iterator
 
@@ -10,12 +10,13 @@ NOTHING = {
     "training": f"Training: {NOT_MEASURED}.",
     "scores": f"Benchmarks: {NOT_MEASURED}.",
 }
+"""Part of the section -> its text if there are no results."""
 ROWS = {
     "loss": ("loss_before", "loss_after"),
     "perplexity": ("perplexity_before", "perplexity_after"),
     "KV cache, bytes per token": ("kv_bytes_per_token_before", "kv_bytes_per_token_after"),
 }
-"""Verification measures these on the source and on the model."""
+"""Row title -> keys of the verification, measured on the source and on the model."""
 SINGLE = {
     "KL divergence from the source, nats": "kl_divergence",
     "maximum difference of a logit": "greatest_logit_difference",
@@ -25,12 +26,13 @@ SINGLE = {
     "cosine of a token's hidden states": "token_cosine",
     "cosine of the mean hidden states of an input": "embedding_cosine",
 }
-"""Some of them: logits of decoders and of image classifiers, hidden states of encoders."""
+"""Row title -> key of the verification. Decoders and image classifiers have logits, encoders hidden states."""
 CURVE = {"loss": "loss, last logged", "train_loss": "loss, mean of the run", "eval_loss": "loss on held-out data"}
+"""Metric of a training run -> row title."""
 
 
 def results(facts: Facts) -> Iterator[str]:
-    """Paragraphs and tables."""
+    """The paragraphs and tables of the section."""
     yield "## Measured results"
     yield from _conversion(facts)
     yield from _training(facts)
@@ -41,7 +43,7 @@ def results(facts: Facts) -> Iterator[str]:
 
 
 def _conversion(facts: Facts) -> Iterator[str]:
-    """Nothing for a model without a source."""
+    """The comparison with the source; empty for a model that was trained from scratch."""
     if not facts.conversion and not facts.plan.get("convert"):
         return
     found = facts.conversion.get("verification")
@@ -138,5 +140,5 @@ def _change(row: Json, changes: list[Json]) -> str:
 
 
 def _difference(value: float) -> str:
-    """The difference of two scores."""
+    """The difference of two scores, with its sign."""
     return f"{value:+.4f}"

@@ -1,4 +1,4 @@
-"""Sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
+"""Writes the sections of a card: introduction, changes, cost, provenance, usage, limits, licence and citation."""
 
 import json
 import re
@@ -19,9 +19,10 @@ COSTS = {
     "decode_flops": "FLOPs per decoded token",
     "prefill_flops": "FLOPs per token of a prompt",
 }
+"""Key of a cost report -> row title."""
 TEXT_INPUT = ("tokens", "tokenizer", "AutoTokenizer", '"Two heads are"')
 IMAGE_INPUT = ("image", "processor", "AutoImageProcessor", 'Image.new("{}", (640, 480))')
-"""In the example: the variables of the input and of what prepares it, the class of the latter, and the raw input."""
+"""For the example: variable of the input, variable and class of its tokenizer or processor, and the raw input."""
 DIFFUSION_EXAMPLE = """import torch
 from diffusers import AutoModel, DDPMScheduler
 
@@ -33,7 +34,7 @@ with torch.no_grad():
     for time in schedule.timesteps:
         output = model(sample, time.expand(1), label).sample
         sample = schedule.step(output, time, sample).prev_sample"""
-"""Draws an image of the first class, or its latent."""
+"""Python code that samples an image of class 0, or the latent of one."""
 
 
 def opening(facts: Facts) -> Iterator[str]:
@@ -53,7 +54,7 @@ def opening(facts: Facts) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """A text without the marks that would end a span of code."""
+    """The text without characters that would end a code span in Markdown."""
     return re.sub(r"[`<>\s]+", " ", text)
 
 
@@ -108,7 +109,7 @@ def _inputs(facts: Facts) -> str:
 
 
 def provenance(facts: Facts) -> Iterator[str]:
-    """The commands that make the model."""
+    """The commands that make the model, with the recipe of its training."""
     yield "## How it is made" if facts.plan else "## How it was made"
     recipe = facts.training.get("recipe")
     if facts.plan:
@@ -181,7 +182,7 @@ def usage(facts: Facts) -> Iterator[str]:
 
 
 def limits(facts: Facts) -> Iterator[str]:
-    """Limits of the mechanisms and of the measurements, and the licence."""
+    """Limits of the mechanisms and of the measurements, and the section with the licence."""
     yield "## Limits"
     lines = [f"`{name}`: {mechanism.limits}" for name, mechanism in described(facts.mixers).items()]
     if facts.conversion or facts.plan.get("convert"):

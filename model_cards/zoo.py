@@ -1,4 +1,4 @@
-"""The zoo: a page for the model of each shipped recipe, and an index, generated from one JSON file."""
+"""Writes the zoo: a page for the model of each shipped recipe, an index, and a JSON file with all entries."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,9 @@ from .tables import NOT_MEASURED, change, figure, size, table
 
 ZOO, INDEX, MEASURED = "zoo.json", "README.md", "measured"
 Entry = Mapping[str, Any]
+"""Recipe, commands, config, cost and results of one model."""
 HEADS = ("model", "mechanism", "backbone", "parameters", "new", "KV bytes per token", "measured")
+"""Column heads of the table of models."""
 ABOUT = """# The zoo
 
 Each row is the model of one recipe in crosshead, sorted by mechanism, backbone and size; `crosshead zoo` prints the
@@ -29,13 +31,13 @@ to `measured/RECIPE/` and run the command again. `crosshead card FOLDER --eval F
 
 
 def read_zoo() -> list[Entry]:
-    """The entries of the last `write_zoo`."""
+    """The entries that `write_zoo` stored in the shipped zoo.json."""
     entries: list[Entry] = read_json(Path(__file__).with_name(ZOO))["models"]
     return entries
 
 
 def measurements(place: Path, recipe: str) -> dict[str, Any]:
-    """The records of a recipe's model, by the field of `Facts`."""
+    """The records in `measured` of the zoo of a recipe's model, field of `Facts` -> content."""
     folder, found = place / MEASURED / recipe, {}
     for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", EVALUATION)):
         if (folder / name).is_file():
@@ -48,9 +50,9 @@ def measurements(place: Path, recipe: str) -> dict[str, Any]:
 
 
 def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
-    """Write all pages and their JSON file; delete pages of recipes that no longer exist.
+    """Write all pages and the JSON file, delete pages of recipes that no longer exist, and return the paths.
 
-    Files that an earlier call has not written are neither deleted nor replaced.
+    Files that were not written by an earlier call are neither deleted nor replaced.
     """
     pages = zoo_pages(entries)
     earlier = set[str]()
@@ -74,7 +76,7 @@ def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
 
 
 def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:
-    """The files of the zoo by name."""
+    """File name -> content, for all files of the zoo."""
     pages = {f"{entry['recipe']}.md": card_text(_facts(entry)) for entry in entries}
     pages[INDEX] = "\n\n".join([ABOUT, *_sections(entries), HOW]) + "\n"
     return pages | {ZOO: json.dumps({"models": list(entries)}, indent=1, ensure_ascii=False) + "\n"}
@@ -95,7 +97,7 @@ def _facts(entry: Entry) -> Facts:
 
 
 def _sections(entries: Sequence[Entry]) -> Iterator[str]:
-    """A table for each mechanism."""
+    """A heading and a table for each combination of mechanisms."""
     for names in dict.fromkeys(mechanisms_of(entry) for entry in entries):
         rows = [row(entry) for entry in entries if mechanisms_of(entry) == names]
         titles = [MECHANISMS[name].title for name in names.split("+") if name in MECHANISMS]
@@ -105,7 +107,7 @@ def _sections(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def mechanisms_of(entry: Entry) -> str:
-    """The names of the mechanisms, or none."""
+    """The names of the mechanisms, joined by `+`; `none` for a model without mechanisms."""
     return "+".join(mechanisms(entry["config"])) or "none"
 
 
@@ -121,7 +123,7 @@ def row(entry: Entry) -> list[str]:
 
 
 def _measured(found: Mapping[str, Any]) -> str:
-    """The results in one cell."""
+    """All results as the text of one cell."""
     results = [
         f"{score['name']} {score['metric']} {figure(score['score'])}"
         for evaluation in found.get("evaluations", ())
