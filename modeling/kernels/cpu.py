@@ -1,4 +1,4 @@
-"""The common part of the attention functions for CPUs: their conditions, and torch's flash kernel."""
+"""Helpers of the attention functions for CPUs: eligibility checks, masks, and access to torch's flash kernel."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 import torch
 
 HIDDEN = -1e30
-"""Added to the logit of a hidden key: finite, so that a query without keys stays finite."""
+"""Added to the logits of hidden keys; finite, so that a query that sees no key does not yield NaN."""
 
 
 def is_tracing() -> bool:
-    """Whether torch.compile, torch.export, torch.jit or a `torch.func` transform follows the call."""
+    """True under torch.compile, torch.export, torch.jit.trace or a `torch.func` transform."""
     is_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
     is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
     return is_traced or is_transformed()
 
 
 def runs_here(dropout: float, *tensors: torch.Tensor) -> bool:
-    """Whether the flash kernel takes the tensors of a call: plain ones on a CPU, in one wide dtype, without gaps."""
+    """Whether the flash kernel accepts the call: plain CPU tensors of one dtype, float32 or float64, no dropout."""
     if is_tracing() or dropout or torch.is_autocast_enabled("cpu"):
         return False
     first = tensors[0].dtype
@@ -27,10 +27,10 @@ def runs_here(dropout: float, *tensors: torch.Tensor) -> bool:
 
 
 def flash_kernel(suffix: str = "") -> Callable[..., Any] | None:
-    """The kernel behind `scaled_dot_product_attention`, which also returns log-sum-exp, or None in another torch."""
+    """Return the op behind `scaled_dot_product_attention`, which also returns log-sum-exp; None if torch lacks it."""
     return getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu" + suffix, None)
 
 
 def additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A mask to add from one that is True where a key is visible."""
+    """Return the additive mask in `dtype` for a boolean mask that is True where a key is visible."""
     return torch.where(visible, 0.0, HIDDEN).to(dtype)

@@ -1,7 +1,7 @@
-"""Attention on CPUs of few queries to component heads, which the cache holds as one wide head.
+"""Split-K attention on CPUs: few queries attend to the component heads of `explicit` as one wide head.
 
-The flash kernel gives each thread the queries of one head. So the keys are cut into as many parts as there are
-threads, and each part is a head to the kernel. The log-sum-exp of the parts merges their outputs.
+The flash kernel runs one head per thread, so one wide head would use one thread. The keys are split into one part per
+thread, each part is passed as a head, and the outputs of the parts are merged by their log-sum-exp.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from ..ops import wide_heads
 from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
 
 LEAST_KEYS = 256
-"""Of a part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
+"""Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
 
 
 def explicit_attention(
@@ -27,7 +27,7 @@ def explicit_attention(
     scaling: float,
     **options: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention as `explicit_attention_forward` has it, on all threads where there is one sequence."""
+    """Return what `explicit_attention_forward` returns; split the keys if there are fewer sequences than threads."""
     # The compiler cannot trace the number of threads.
     if is_tracing() or part_count(key) == 1 or not explicit_eligible(query, key, value, **options):
         return explicit_attention_forward(module, query, key, value, attention_mask, scaling, **options)
@@ -50,9 +50,9 @@ def explicit_eligible(
     implementation: str | None = "sdpa",
     **options: Any,
 ) -> bool:
-    """Whether attention in parts works for a call: keys and values are both combined, and nothing is learnt.
+    """Whether the keys can be split: keys and values both have component heads, and no tensor needs a gradient.
 
-    Each head combines all components: with groups, there are several wide heads.
+    Each head must combine all components; with `groups` there would be several wide heads.
     """
     if key_map is None or value_map is None or key_scale is not None or key.shape != value.shape:
         return False
@@ -65,12 +65,12 @@ def explicit_eligible(
 
 
 def part_count(keys: torch.Tensor) -> int:
-    """The number of parts for keys (B, n, S, d): 1 where the sequences alone occupy all threads."""
+    """Return the number of parts for keys (B, n, S, d); 1 if there are at least as many sequences as threads."""
     return max(1, min(-(-torch.get_num_threads() // keys.shape[0]), keys.shape[2] // LEAST_KEYS))
 
 
 def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor:
-    """A mask (B or 1, 1 or H, T, S) as one to add to the logits of one head's rows: (B or 1, 1 or H * T, S)."""
+    """Return a mask (B or 1, 1 or H, T, S) as an additive mask of the rows of one head (B or 1, 1 or H * T, S)."""
     added = additive(mask, dtype) if mask.dtype == torch.bool else mask.to(dtype).clamp_min(HIDDEN)
     return added[:, 0] if added.shape[1:3] == (1, 1) else added.expand(-1, heads, -1, -1).flatten(1, 2)
 
@@ -78,7 +78,7 @@ def row_mask(mask: torch.Tensor, heads: int, dtype: torch.dtype) -> torch.Tensor
 def attend_in_parts(
     rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, mask: torch.Tensor | None, scaling: float
 ) -> torch.Tensor:
-    """Outputs (B, R, n) of rows (B, R, n) to keys and values (B, S, n), without gradients."""
+    """Return the attention outputs (B, R, n) of query rows (B, R, n) over keys and values (B, S, n); no autograd."""
     attend: Any = flash_kernel()
     count, length = part_count(keys.unsqueeze(1)), keys.shape[1]
     whole, found = length - length % count, []

@@ -1,8 +1,8 @@
-"""Attention on CPUs that skips heads where their gate is zero.
+"""Attention on CPUs for `mixture`: skips the (query, head) pairs whose gate is zero.
 
-Each routed head has a list of the queries that it counts for, in the order of their tokens. The lists, made equally
-long, go through the flash kernel together, in pieces: a block of rows meets its last keys under a mask, and all rows
-from a block on meet the keys that only they see, without one. The log-sum-exp of the pieces merges their outputs.
+The queries that select a routed head are gathered into a list per head, in token order; the lists are padded to equal
+length. The flash kernel processes all lists together, in pieces: a rectangle of keys that every row from a block on
+sees needs no mask, the block's last keys need one. The outputs of the pieces are merged by their log-sum-exp.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from .cpu import HIDDEN, additive, flash_kernel, runs_here
 BLOCK_ROWS = 192
 LEAST_QUERIES = 1024
 GREATEST_SHARE = 0.7
-"""Of the (query, head) pairs, when each routed head has as many as the one with the most."""
+"""Maximum fraction of (query, head) pairs to compute, with every list padded to the longest."""
 
 
 def mixture_attention(
@@ -37,9 +37,9 @@ def mixture_attention(
     shared_heads: int = 0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention (B, T, H, d) with zeros where a gate (B, T, H) is zero; stock attention where skipping does not pay.
+    """Return outputs (B, T, H, d) that are zero where a gate (B, T, H) is zero; stock SDPA if skipping is not faster.
 
-    The first `shared_heads` count for every token.
+    The first `shared_heads` heads are computed for every token.
     """
     if gates is None or not mixture_eligible(query, key, value, attention_mask, dropout, gates, shared_heads, kwargs):
         options = {"dropout": dropout, "scaling": scaling, "is_causal": is_causal, **kwargs}
@@ -70,7 +70,7 @@ def mixture_eligible(
     shared_heads: int,
     options: dict[str, Any],
 ) -> bool:
-    """Whether skipping works and pays for a call."""
+    """Whether the call is supported, and long and sparse enough for skipping to be faster."""
     batch, heads, tokens, size = query.shape
     if not runs_here(dropout, query, key, value) or flash_kernel() is None or flash_kernel("_backward") is None:
         return False
@@ -100,7 +100,7 @@ def routed_heads(
     scaling: float,
     output: torch.Tensor,
 ) -> None:
-    """Add attention of the selected (B, n, T) queries to the output (B, n, T, d); keys and values have n heads."""
+    """Add the attention of the `selected` (B, n, T) queries to `output` (B, n, T, d); all tensors have n heads."""
     ends = visible_ends(query, key, mask, causal).unsqueeze(1).expand_as(selected)
     selected = selected & (ends > 0)
     tokens, kept = row_lists(selected)
@@ -114,7 +114,7 @@ def routed_heads(
 
 
 def visible_ends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
-    """(B or 1, T): the number of keys up to the last one that a token sees."""
+    """Return, per query (B or 1, T), the number of keys up to and including its last visible key."""
     if mask is not None:
         hidden_last = mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
         return (key.shape[2] - hidden_last) * mask[:, 0].any(-1)
@@ -123,10 +123,10 @@ def visible_ends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | No
 
 
 def row_lists(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The selected tokens (B, n, L) of each head in order, and which of them count: a short list repeats some."""
+    """Return each head's selected tokens in order (B, n, L), padded with repeats, and a mask, False for padding."""
     counts = selected.sum(-1, keepdim=True)
     longest = int(counts.max())
-    counts = counts.where(counts > 0, selected.shape[-1])  # a list that counts for nothing is spread over all tokens
+    counts = counts.where(counts > 0, selected.shape[-1])  # padding of an empty list is spread over all tokens
     ranks = torch.arange(longest, device=counts.device) * counts // max(longest, 1)
     tokens = torch.argsort(~selected, dim=-1, stable=True).gather(-1, ranks)
     is_new = torch.diff(ranks, dim=-1, prepend=torch.full_like(counts, -1)) > 0
@@ -135,14 +135,14 @@ def row_lists(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Rows:
-    """The lists of all heads (B, n, L): tokens, and the number of keys up to the last visible one."""
+    """The selected queries of all heads (B, n, L): token indices, and one past the last visible key (`ends`)."""
 
     tokens: torch.Tensor
     ends: torch.Tensor
     mask: torch.Tensor | None
 
     def pieces(self) -> Iterator[tuple[slice, slice, bool]]:
-        """Rows, the keys that they meet, and whether with a mask; a masked row sees one key of a piece at least."""
+        """Yield (rows, keys, is masked) per kernel call; every row of a masked piece sees at least one of its keys."""
         met = 0
         for start in range(0, self.ends.shape[-1], BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)
@@ -155,11 +155,11 @@ class Rows:
                 yield rows, slice(met, most), True
 
     def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
-        """The mask to add to the logits (B, n, rows, keys)."""
+        """Return the additive mask of a piece (B, n, rows, keys)."""
         if self.mask is not None:
             sequence = torch.arange(len(self.tokens), device=self.mask.device).view(-1, 1, 1) % len(self.mask)
             return additive(self.mask[sequence, 0, self.tokens[..., rows], keys], dtype)
-        # Row `i` of this view hides the last `i` keys; to copy rows is faster than to compare numbers.
+        # Row `i` of this view hides the last `i` keys; copying such rows is faster than comparing indices.
         size, seen = keys.stop - keys.start, self.ends[..., rows] - keys.start
         steps = torch.zeros(2 * size, dtype=dtype, device=seen.device)
         steps[size:] = HIDDEN
@@ -167,13 +167,13 @@ class Rows:
 
 
 class PieceAttention(torch.autograd.Function):
-    """Attention of the lists (B, n, L, d) to keys and values (B, n, S, d)."""
+    """Attention of the listed queries (B, n, L, d) to keys and values (B, n, S, d), piece by piece."""
 
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: Rows, scaling: float
     ) -> torch.Tensor:
-        """Piece by piece; what a row has met so far and what it meets count by their log-sum-exp."""
+        """Return the outputs (B, n, L, d); each piece is merged into the running output by its log-sum-exp."""
         attend: Any = flash_kernel()
         output, logsumexp = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
         for part, keys, masked in rows.pieces():
@@ -189,7 +189,7 @@ class PieceAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Piece by piece; with the log-sum-exp of all keys, each piece has its own share of the gradients."""
+        """Return the gradients, summed over the pieces; each piece uses the log-sum-exp over all keys."""
         query, key, value, output, logsumexp = ctx.saved_tensors
         differentiate: Any = flash_kernel("_backward")
         totals = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)

@@ -1,7 +1,7 @@
-"""A whole attention layer of an encoder on CPUs, whose query and output projections also skip heads with zero gates.
+"""Encoder attention layer for `mixture` on CPUs, whose query and output projections also skip heads with zero gates.
 
-Only the queries that count for a head are projected, and only their outputs go through that head's part of `o_proj`.
-It serves inference in layers with `mixture` alone; every other call takes the plain forward.
+Per routed head, only the tokens that select it go through the head's slices of `q_proj` and `o_proj`.
+Used for inference in layers whose only mechanism is `mixture`; every other call takes the plain forward.
 """
 
 from collections.abc import Callable
@@ -20,14 +20,14 @@ from .cpu import is_tracing, runs_here
 # Measured on 2 cores of an AMD EPYC (AVX-512), one thread, float32, 12 heads of 64, 3 of them shared.
 LEAST_TOKENS = 192
 GREATEST_SHARE = 0.7
-"""Of the heads."""
+"""Maximum fraction of the heads that a token uses, shared and selected."""
 EXTRAS = ("position_embeddings", "attention_mask", "past_key_values", "key_value_states", "position_bias", "cache")
-"""Arguments that a call must not have."""
+"""Arguments that must be None for the fast path."""
 Forward = Callable[..., tuple[Tensor, Tensor | None]]
 
 
 def skipping_forward(forward: Forward) -> Forward:
-    """The forward of an encoder's attention layers, with the faster one for the calls that it serves."""
+    """Wrap the forward of encoder attention layers: eligible calls use `mixture_layer`, others `forward`."""
 
     @wraps(forward)
     def forward_or_skip(self: Any, hidden_states: Tensor, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -41,7 +41,7 @@ def skipping_forward(forward: Forward) -> Forward:
 
 
 def layer_eligible(layer: Any, hidden: Tensor) -> bool:
-    """Whether a layer without mask, positions and cache can skip work for these hidden states (B, T, hidden)."""
+    """Whether `mixture_layer` supports the layer and hidden states (B, T, hidden), and is likely to be faster."""
     if is_tracing() or layer.training or torch.is_grad_enabled() or list(layer.mixers) != ["mixture"]:
         return False
     if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
@@ -60,14 +60,14 @@ def layer_eligible(layer: Any, hidden: Tensor) -> bool:
 
 
 def is_plain(module: Any) -> bool:
-    """Whether calling a linear layer does nothing but multiply by its weight: no hook and no wrapper."""
+    """Whether the module is exactly `nn.Linear`, without hooks, subclass or replaced forward."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     return not (module._forward_hooks or module._forward_pre_hooks or _has_any_global_hook())
 
 
 def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
-    """Outputs (B, T, hidden) given the gates (B, T, heads)."""
+    """Return the attention outputs (B, T, hidden) after `o_proj`, for gates (B, T, heads)."""
     heads, size, shared = gates.shape[-1], layer.head_dim, layer.mixers["mixture"].shared_heads
     key, value = (each(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for each in (layer.k_proj, layer.v_proj))
     (q_weight, q_bias), o_weight, first = (layer.q_proj.weight, layer.q_proj.bias), layer.o_proj.weight, shared * size
@@ -90,5 +90,5 @@ def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:
-    """Attention without a mask (B, n, T, d)."""
+    """Return attention outputs (B, n, T, d) without a mask."""
     return functional.scaled_dot_product_attention(query, key, value, scale=scaling)

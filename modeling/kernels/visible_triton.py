@@ -1,23 +1,23 @@
-"""Which keys each query sees, as Triton's kernels want to know it: the first, the one behind the last, how many.
+"""Triton kernel that summarises a boolean mask per query: first visible key, one past the last, number of keys.
 
-What masks of attention leave visible to a query is nearly always one run of keys (causal, padded, packed, a window):
-then the three say all, and the mask itself is not read again.
+Attention masks nearly always show each query one contiguous range of keys (causal, padding, packing, sliding window).
+Then the summary describes the row completely, and the attention kernels do not read the mask itself.
 """
 
 import torch
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
     raise
 
 ROWS, KEYS = 16, 128
-"""Of a mask, that are read at once."""
+"""Tile of the mask that one program reads per iteration."""
 
 
 def seen_keys(mask: torch.Tensor) -> torch.Tensor:
-    """From a boolean mask (B, heads, T, S): first, end and number of the keys seen, (3, B, heads, T)."""
+    """Return (3, B, heads, T) from a mask (B, heads, T, S): first visible key, one past the last, number of them."""
     batch, heads, queries, keys = mask.shape
     found = torch.empty(3, batch, heads, queries, dtype=torch.int32, device=mask.device)
     grid = (triton.cdiv(queries, ROWS), batch * heads)
@@ -50,7 +50,7 @@ def _look(
 def keys_of(
     spans: tl.tensor, row: tl.tensor, token: tl.tensor, total: int, S: int, MASKED: tl.constexpr, CAUSAL: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """First and end of the keys that tokens see, and whether they see all between: the `row`s of `seen_keys`."""
+    """Load each query's key range [first, end), and whether it sees every key in it, from `row` of `seen_keys`."""
     if MASKED:
         first, end = tl.load(spans + row), tl.load(spans + total + row)
         whole = tl.load(spans + 2 * total + row) == end - first
