@@ -110,7 +110,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
-    """The content of a record, empty if there is no file; `CardError` unless its `key` holds a value of type `kind`."""
+    """The content of a record, empty if there is no file; `CardError` unless `key` has a value of type `kind`."""
     content = read_json(path) if path.is_file() else {}
     if content and not isinstance(content.get(key), kind):
         raise CardError(f"{path} is not a record of crosshead: {key!r} is missing")

@@ -1,4 +1,4 @@
-"""Digests of files, and the fingerprint of a model directory, which changes with its configuration or its weights."""
+"""Digests of files, and the fingerprint of a model directory, which changes with its config.json or weights."""
 
 import hashlib
 import json
@@ -9,11 +9,11 @@ from .errors import EvalError
 
 CONFIG, WEIGHTS = "config.json", "*.safetensors"
 SAMPLE = 4096
-"""The bytes read of each tensor: all bytes would take minutes, and training changes these too."""
+"""Bytes read from each tensor. Training changes them as well, and reading all bytes would take minutes."""
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """A sha256 of the digests of files, in their order."""
+    """The sha256 of the sha256 digests of the files, in the given order."""
     found = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
@@ -22,7 +22,7 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """A sha256 of config.json and, for each weights file, of its size, header and first bytes of each tensor."""
+    """The sha256 of config.json and, per safetensors file, of name, size, header and the first bytes of each tensor."""
     try:
         digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in sorted(folder.glob(WEIGHTS)):
@@ -34,6 +34,7 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def _parts(path: Path) -> Iterator[bytes]:
+    """The bytes of a safetensors file that go into the fingerprint."""
     size = path.stat().st_size
     yield f"{path.name} {size}".encode()
     with path.open("rb") as file:
@@ -46,7 +47,7 @@ def _parts(path: Path) -> Iterator[bytes]:
 
 
 def _offsets(path: Path, header: bytes) -> list[tuple[int, int]]:
-    """The beginning and the end of each tensor, in the order of the file."""
+    """First and last (exclusive) byte of each tensor, counted after the header, in the order of the file."""
     try:
         entries = [entry for name, entry in json.loads(header).items() if name != "__metadata__"]
         return sorted((int(begin), int(end)) for begin, end in (entry["data_offsets"] for entry in entries))

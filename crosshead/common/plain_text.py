@@ -1,4 +1,4 @@
-"""Reads text files, lines of JSON and conversations, and finds the special tokens that a tokenizer adds to a text."""
+"""Reads text files, JSON lines and conversations, and finds the special tokens that a tokenizer adds to a text."""
 
 import json
 from itertools import takewhile
@@ -9,7 +9,7 @@ from .errors import one_line
 
 
 def read_text(path: Path, error_type: type[ValueError]) -> str:
-    """The content of a text file; an error of the given type for other files."""
+    """The content of a UTF-8 text file; raise `error_type` for binary, empty or unreadable files."""
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -24,7 +24,7 @@ def read_text(path: Path, error_type: type[ValueError]) -> str:
 
 
 def check_characters(text: str, place: str, error_type: type[ValueError]) -> str:
-    """The text; an error of the given type if it has half a character, which no tokenizer can read."""
+    """Return the text; raise `error_type` if it has a lone surrogate, which no tokenizer can read."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -33,7 +33,7 @@ def check_characters(text: str, place: str, error_type: type[ValueError]) -> str
 
 
 def json_object(line: str, place: str, error_type: type[ValueError]) -> dict[str, Any]:
-    """The JSON object in a line of a file; an error of the given type, which names its place, for other lines."""
+    """The JSON object in a line of a file; for other lines raise `error_type` with `place`, the file and line."""
     try:
         content = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -44,7 +44,7 @@ def json_object(line: str, place: str, error_type: type[ValueError]) -> dict[str
 
 
 def conversation_text(tokenizer: Any, messages: Any, place: str, error_type: type[ValueError]) -> str:
-    """A conversation, written by the tokenizer's chat template; an error of the given type if that is impossible."""
+    """The text of a conversation in the tokenizer's chat template; raise `error_type` if that is impossible."""
     if not (isinstance(messages, list) and all(isinstance(each, dict) and "role" in each for each in messages)):
         raise error_type(f"{place} has {messages!r:.60} as its messages: give objects with a role and a content")
     if tokenizer.chat_template is None:
@@ -52,12 +52,12 @@ def conversation_text(tokenizer: Any, messages: Any, place: str, error_type: typ
     written = [_with_text(each, place, error_type) for each in messages]
     try:
         return str(tokenizer.apply_chat_template(written, tokenize=False))
-    except Exception as error:  # of the template, whatever it does with this conversation
+    except Exception as error:  # a chat template can raise any error
         raise error_type(f"{place} does not fit the chat template: {one_line(error)}") from None
 
 
 def _with_text(message: dict[str, Any], place: str, error_type: type[ValueError]) -> dict[str, Any]:
-    """The message with its parts of text as one text, because most templates would write the list itself."""
+    """The message with its list of text parts joined, because most templates would print the list itself."""
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
@@ -77,7 +77,7 @@ def end_tokens(tokenizer: Any) -> list[int]:
 
 
 def _special(tokenizer: Any, step: int) -> list[int]:
-    """The special tokens at one end of a text, from the outside in."""
+    """The special tokens at the start (`step` 1) or end (-1) of a text, from the outside in."""
     encoded = tokenizer("a", return_special_tokens_mask=True)
     pairs = list(zip(encoded["input_ids"], encoded["special_tokens_mask"], strict=True))
     return [token for token, _ in takewhile(lambda pair: pair[1], pairs[::step])]

@@ -1,4 +1,4 @@
-"""Errors of pydantic models as one line that names the key, its value and what is allowed."""
+"""Formats an error of a pydantic model as one line with the key, its value and the allowed values."""
 
 from collections.abc import Iterable
 
@@ -8,7 +8,11 @@ from .errors import nearest
 
 
 def explained(error: ValidationError, known: Iterable[str], where: str) -> str:
-    """The first error; `where` comes before the key, `known` are the allowed keys. After `--` a key is an option."""
+    """A message about the first error.
+
+    `where` is the text before the key: a prefix of the message, which ends in `--` if keys are command-line options.
+    `known` are the allowed keys.
+    """
     first = error.errors()[0]
     if first["type"] == "value_error":
         return str(first["ctx"]["error"])
