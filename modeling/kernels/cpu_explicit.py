@@ -15,7 +15,7 @@ from ..ops import wide_heads
 from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
 
 LEAST_KEYS = 256
-"""Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads and 4 components of 128."""
+"""Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads, 4 components of 128."""
 
 
 def explicit_attention(

@@ -1,10 +1,16 @@
-"""Triton's kernels for `routed_decode_triton`: one token's queries meet the keys of a head that any of them needs.
+"""Triton kernels of `routed_decode_triton`: split-K decoding of one token (as flash-decoding) that skips unused heads.
 
-A program has the queries that read one key/value head, and some of its keys; where no such query counts, it ends at
-once. What the programs of a head have found is then joined. Exponents are of two.
+`attend_to_part`: one program per (part of the keys, sequence and key/value head) computes a partial softmax for the R
+query heads that share the key/value head; it returns at once if none of them is selected. `join_parts`: one program
+per (sequence and key/value head, query head) merges the partial results. Softmax uses base 2: `exp2`, with log2(e)
+folded into the scale.
+
+B sequences, H query heads, G key/value heads, R = H / G, S keys, D features of queries and keys, DV of values. BR, BD
+and BDV are R, D and DV padded to powers of two; N keys per tile, PART keys per program. Strides of query (q), key (k),
+value (v) and mask (m): `*_b` over sequences, `*_h` over heads, `*_s` over keys. DOT: dtype of the matmul operands.
 """
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -19,12 +25,12 @@ def attend_to_part(
     DV: tl.constexpr, BR: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, N: tl.constexpr, PART: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of each part of the keys: greatest score and sum of weights (B * G, parts, 2, R), outputs (.., R, DV)."""
+    """Store, per part, the row max and sum (B * G, parts, 2, R) and the unnormalised outputs (B * G, parts, R, DV)."""
     part, pair = tl.program_id(0), tl.program_id(1)
     batch, group = (pair // G).to(tl.int64), (pair % G).to(tl.int64)
     if counting(chosen, pair, R, BR) == 0:
         return
-    reader = tl.minimum(tl.arange(0, BR), R - 1)  # the last again where there are no more
+    reader = tl.minimum(tl.arange(0, BR), R - 1)  # padding rows repeat the last query head
     feature, of_value = tl.arange(0, BD)[None, :], tl.arange(0, BDV)[None, :]
     rows = query + batch * q_b + (group * R + reader)[:, None] * q_h
     q = tl.load(rows + feature, mask=feature < D, other=0.0).to(DOT)
@@ -57,7 +63,7 @@ def join_parts(
     chosen: tl.tensor, sums: tl.tensor, found: tl.tensor, output: tl.tensor, parts: int,
     R: tl.constexpr, DV: tl.constexpr, BR: tl.constexpr, BDV: tl.constexpr, P: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Outputs (B, H, DV) of the heads that are needed, P parts at a time; zeros where a query sees no key."""
+    """Merge the parts, P at a time, into outputs (B, H, DV) of the computed heads; zeros where no key is visible."""
     pair, reader = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if counting(chosen, pair, R, BR) == 0:
         return
@@ -81,6 +87,6 @@ def join_parts(
 
 @triton.jit
 def counting(chosen: tl.tensor, pair: tl.tensor, R: tl.constexpr, BR: tl.constexpr) -> tl.tensor:
-    """How many of the R queries that read a head count, by (B, H)."""
+    """Return how many of the R query heads of a key/value head are selected in `chosen` (B, H)."""
     reader = tl.arange(0, BR)
     return tl.sum(tl.load(chosen + pair * R + reader, mask=reader < R, other=0).to(tl.int32), 0)

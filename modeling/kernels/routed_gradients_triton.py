@@ -1,10 +1,11 @@
-"""Triton's kernels for `routed_triton`: the gradients, from weights that are made again.
+"""Triton kernels of `routed_triton`: the backward pass, which recomputes the softmax weights from log-sum-exp.
 
-First those of the queries, by programs like those of the forward pass; then those of keys and values, by programs that
-have some keys of one head and go through the queries of the heads that read it.
+`query_gradients`: one program per tile of selected queries of one head, as in the forward pass; it also stores
+delta = rowsum(dO * O). `key_gradients` runs after it: one program per tile of keys of one key/value head, which loops
+over the selected queries of the H / G query heads that share it. Symbols are those of `routed_kernels_triton`.
 """
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -24,7 +25,7 @@ def query_gradients(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of queries (B, T, H, D), and what each query's softmax takes off the gradients of its weights, for the keys'."""
+    """Store dQ (B, T, H, D), and delta = rowsum(dO * O) of the listed queries, (B, H, T), for `key_gradients`."""
     pair = tl.program_id(1)
     batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
     count, block = tl.load(places + pair * (T + 1) + T), (tl.num_programs(0) - 1 - tl.program_id(0)) * M
@@ -68,7 +69,7 @@ def key_gradients(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of keys (B, G, S, D) and values (B, G, S, DV), summed over the heads that read each."""
+    """Store dK (B, G, S, D) and dV (B, G, S, DV), summed over the query heads of each key/value head."""
     group, at = tl.program_id(1), tl.program_id(0) * N
     batch, keys = (group // G).to(tl.int64), at + tl.arange(0, N)
     k = rows_of(key + batch * k_b + (group % G).to(tl.int64) * k_h, keys, k_s, S, D, BD, True).to(DOT)
@@ -108,9 +109,9 @@ def _readers(
     spans: tl.tensor, at: tl.tensor, end_at: tl.tensor, T: int, total: int,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, BLOCK: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """The first token that sees any of the keys from `at`, from which one on all see all, the end of those that do.
+    """Return three token bounds for the tile of keys [at, end_at): only tokens in [first, third) see any of its keys.
 
-    By a mask, none counts as one that sees all.
+    Tokens in [second, third) see the whole tile. With a mask, the second is the third: all tokens need the mask.
     """
     if MASKED:
         some, end_of = at * 0 + T, at * 0

@@ -1,10 +1,18 @@
-"""Triton's kernels for `routed_triton`: attention of the queries that chose a head.
+"""Triton kernels of `routed_triton`: flash attention of the selected queries of each head.
 
-A program has some of the queries of one head, in the order of their tokens. Blocks of keys that all of them see whole
-are met without a mask, then those at the edges with one; those that none sees are left out. Exponents are of two.
+`list_tokens` compacts the selected tokens of each head into a list. In `attend`, one program computes a tile of M
+listed queries of one head: first over key blocks that all its queries see completely, without a mask, then over the
+masked blocks at the edges. Key blocks that none of its queries sees are skipped. Softmax uses base 2: `exp2`, with
+log2(e) folded into the scale.
+
+B sequences, H query heads, G key/value heads, T tokens, S keys, D features of queries and keys, DV of values; BD and
+BDV are D and DV padded to powers of two. M queries and N keys per tile. Strides of query (q), key (k), value (v) and
+mask (m): `*_b` over sequences, `*_h` over heads, `*_t` over tokens, `*_s` over keys. `spans` is `seen_keys` of the
+mask, `total` = B * T its stride over the three numbers. `tokens` (B, H, T) and `places` (B, H, T + 1) are the outputs
+of `list_tokens`. MASKED: there is a mask. DOT: dtype of the matmul operands.
 """
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -18,7 +26,7 @@ def list_tokens(
     chosen: tl.tensor, spans: tl.tensor, tokens: tl.tensor, places: tl.tensor, T: int, H: int, total: int,
     MASKED: tl.constexpr, BLOCK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of each head (B, H): the tokens that chose it and see a key (T), how many of them come before each (T + 1)."""
+    """Store, per head, the selected tokens that see a key (B, H, T), and how many precede each token (B, H, T + 1)."""
     pair = tl.program_id(0)
     batch, head = pair // H, pair % H
     found = pair * 0
@@ -44,14 +52,14 @@ def attend(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Outputs (B, T, H, DV), and the logarithm to base 2 of each query's sum of weights, in the order of the list."""
+    """Store the outputs (B, T, H, DV), and the base-2 log-sum-exp of the listed queries, in list order (B, H, T)."""
     pair = tl.program_id(1)
     batch, head = (pair // H).to(tl.int64), (pair % H).to(tl.int64)
     count, block = tl.load(places + pair * (T + 1) + T), (tl.num_programs(0) - 1 - tl.program_id(0)) * M
     if block >= count:
         return
     place = block + tl.arange(0, M)
-    token = tl.load(tokens + pair * T + tl.minimum(place, count - 1))  # the last again where there are no more
+    token = tl.load(tokens + pair * T + tl.minimum(place, count - 1))  # padding rows repeat the last token
     first, end, whole = keys_of(spans, batch * T + token, token, total, S, MASKED, CAUSAL)
     q = rows_of(query + batch * q_b + head * q_h, token, q_t, T, D, BD, False).to(DOT)
     key += batch * k_b + head // (H // G) * k_h
@@ -79,9 +87,9 @@ def attend(
 def stretches(
     first: tl.tensor, end: tl.tensor, whole: tl.tensor, N: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Keys that some queries see lie from the first to the fourth place; all see those from the second to the third.
+    """Return (low, start, stop, high): no query of a tile sees keys outside [low, high), all see [start, stop).
 
-    But for the fourth, the places are multiples of N.
+    All but `high` are multiples of N. Key blocks outside [start, stop) are the edge, where the mask applies.
     """
     low, high = tl.min(first) // N * N, tl.max(end)
     start, stop = tl.cdiv(tl.max(first), N) * N, tl.min(end) // N * N
@@ -93,7 +101,7 @@ def stretches(
 def blocks_of(
     low: tl.tensor, start: tl.tensor, stop: tl.tensor, high: tl.tensor, N: tl.constexpr, edge: tl.constexpr
 ) -> tl.tensor:
-    """How many blocks of N keys lie between, or at the edges."""
+    """Return the number of blocks of N keys in [start, stop), or in the edge around it."""
     if edge:
         return (start - low) // N + tl.cdiv(high - stop, N)
     else:
@@ -104,7 +112,7 @@ def blocks_of(
 def keys_at(
     step: tl.tensor, low: tl.tensor, start: tl.tensor, stop: tl.tensor, N: tl.constexpr, edge: tl.constexpr
 ) -> tl.tensor:
-    """The keys of one of these blocks."""
+    """Return the N key indices of block `step` in [start, stop), or in the edge around it."""
     at = start + step * N
     if edge:
         before = (start - low) // N
@@ -116,7 +124,7 @@ def keys_at(
 def visible(
     at: tl.tensor, first: tl.tensor, end: tl.tensor, whole: tl.tensor, keys: tl.tensor, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Which keys tokens see; `at` is their place in the mask, which is read for tokens that see with gaps alone."""
+    """Return True where a key is visible; the mask is read, at the pointers `at`, only where a key range has gaps."""
     seen = (keys >= first) & (keys < end)
     if MASKED:
         unsure = seen & (whole == 0)
@@ -128,7 +136,7 @@ def visible(
 def rows_of(
     at: tl.tensor, row: tl.tensor, stride: int, rows: int, D: tl.constexpr, BD: tl.constexpr, edge: tl.constexpr
 ) -> tl.tensor:
-    """Rows of D numbers, padded to BD; at an edge, zeros for those that there are not."""
+    """Load rows of D features, padded to BD with zeros; at an edge, rows from `rows` on are zero too."""
     feature = tl.arange(0, BD)[None, :]
     real = feature < D
     if edge:
@@ -138,7 +146,7 @@ def rows_of(
 
 @triton.jit
 def put_rows(at: tl.tensor, row: tl.tensor, x: tl.tensor, real: tl.tensor, D: tl.constexpr, BD: tl.constexpr) -> None:
-    """Store the real ones of some rows of D numbers, which lie one behind the other."""
+    """Store the rows of `x` (rows, BD) where `real`, as rows of D features of a contiguous tensor."""
     feature = tl.arange(0, BD)[None, :]
     at += row.to(tl.int64)[:, None] * D + feature
     tl.store(at, x.to(at.dtype.element_ty), mask=real[:, None] & (feature < D))

@@ -1,8 +1,8 @@
-"""Attention for chosen queries alone on a GPU, by Triton.
+"""Flash attention for `mixture` in Triton, forward and backward: each head attends only from its selected queries.
 
-Each head meets the keys with the queries that chose it alone, forward and backward; the scores of a block never leave
-the chip, and of the weights the backward pass needs one number for each query. Nothing waits for the GPU to say how
-many queries there are, and to autograd and `torch.compile` the whole is one operator.
+Scores and weights stay on the chip; the backward pass recomputes them from one log-sum-exp per query. The number of
+selected queries stays on the GPU, without host synchronisation: the grid covers all T queries, and programs past the
+end of a head's list return at once. Autograd and torch.compile see one custom op.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -24,14 +24,14 @@ from .where_triton_runs import product_precision
 
 NAMESPACE = "crosshead_mixture_triton"
 MOST_TOKENS = 4096
-"""That one program looks at at once."""
+"""Maximum number of tokens that one program reads per iteration when it scans all tokens of a head or a sequence."""
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the factors of products are, by the dtype of queries, keys and values."""
+"""Dtype of the matmul operands, per dtype of q, k and v."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How many queries and keys meet at a time, and by how many warps."""
+    """Number of queries and keys per tile, and number of warps per program."""
 
     queries: int
     keys: int
@@ -43,11 +43,11 @@ TILES = {
     128: (Tile(128, 64, 8), Tile(64, 64, 8)),
     256: (Tile(64, 32, 4), Tile(32, 32, 4)),
 }
-"""Of the forward and the backward pass in half precision, up to so many features; for an H100."""
+"""Maximum head size -> tiles of the forward and the backward pass in half precision, for an H100."""
 
 
 def tiles_of(features: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
-    """Those of the forward and of the backward pass."""
+    """Return the tiles of the forward and the backward pass for a head size; smaller ones in float32."""
     forward, backward = TILES[min((size for size in TILES if size >= features), default=max(TILES))]
     if dtype == torch.float32:
         small = [Tile(min(tile.queries, 64) // 2, tile.keys // 2, tile.warps) for tile in (forward, backward)]
@@ -57,7 +57,7 @@ def tiles_of(features: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
 
 @dataclass(frozen=True)
 class RoutedCall:
-    """Queries (B, H, T, d), keys and values (B, groups, S, d), a mask (B, T, S) or none, as kernels take them."""
+    """Converts a call to kernel arguments: queries (B, H, T, d), keys and values (B, G, S, d), mask (B or 1, T, S)."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -68,29 +68,29 @@ class RoutedCall:
 
     @cached_property
     def heads(self) -> list[torch.Tensor]:
-        """Queries, keys and values, the features of each one behind the other."""
+        """Queries, keys and values with contiguous features (stride 1)."""
         return [x if x.stride(3) == 1 else x.contiguous() for x in (self.query, self.key, self.value)]
 
     @property
     def features(self) -> tuple[int, int]:
-        """Of queries and keys, and of values."""
+        """Head size of queries and keys, and head size of values."""
         return self.query.shape[3], self.value.shape[3]
 
     def tiles(self) -> tuple[Tile, Tile]:
-        """Of the forward and of the backward pass."""
+        """Return the tiles of the forward and the backward pass."""
         return tiles_of(max(self.features), self.query.dtype)
 
     def spans(self) -> torch.Tensor:
-        """The `seen_keys` of the mask; empty without one."""
+        """Return `seen_keys` of the mask, (3, B, 1, T); an empty tensor without a mask."""
         if self.mask is None:
             return torch.empty(0, dtype=torch.int32, device=self.query.device)
         return seen_keys(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
 
     def rest(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
-        """From the mask on, what all kernels take."""
+        """Return the trailing kernel arguments, from `mask` on, which `attend` and both gradient kernels share."""
         (batch, count, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
         mask, strides = spans, [stride for x in self.heads for stride in x.stride()[:3]]
-        if self.mask is None:  # then it is not read
+        if self.mask is None:  # `spans` stands in as the pointer; no kernel reads it
             strides += (0, 0)
         else:
             mask = self.mask if self.mask.stride(2) == 1 else self.mask.contiguous()
@@ -111,7 +111,10 @@ def attend_chosen(
     scaling: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Outputs (B, T, H, d) of `routed_attention`, in the dtype of autocast where that is on; the mask: (B, T, S)."""
+    """Return outputs (B, T, H, d), zero where `chosen` (B, T, H) is False, under autocast in its dtype.
+
+    The mask is (B or 1, T, S), True where a key is visible.
+    """
     kind = value.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
     heads = [x.to(dtype) for x in (query, key, value)]
@@ -128,14 +131,14 @@ def routed(
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
-    """Outputs (B, T, H, d), and what the backward pass needs: norms, tokens, places and spans."""
+    """Return outputs (B, T, H, d); for the backward pass also log-sum-exp, `tokens`, `places` and `spans`."""
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, _), device = query.shape, query.device
     output = value.new_zeros(batch, queries, heads, value.shape[3])
     norms = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, heads, queries, dtype=torch.int32, device=device)
     places = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
-    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+    with torch.cuda.device_of(query):  # kernels launch on the current device
         spans, tile = call.spans(), call.tiles()[0]
         lists, sizes = (tokens, places, spans), (queries, heads, batch * queries)
         list_tokens[(batch * heads,)](
@@ -203,7 +206,7 @@ def _(given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     query, key, value, _, mask, ctx.scaling, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, mask, *output)
-    ctx.set_materialize_grads(False)  # nothing comes back to what only the backward pass reads
+    ctx.set_materialize_grads(False)  # no zero gradients for outputs that only the backward pass reads
 
 
 def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:

@@ -1,11 +1,20 @@
-"""Triton's kernels for `talking_triton`: the heads of a block of queries and keys meet in one program.
+"""Triton kernels of `talking_triton`: one program holds all heads of a tile of queries and keys.
 
-`softmax_norms` goes over the keys once for each softmax head's greatest logit and sum, `weighted_values` once more,
-with the weights that follow, for what these weigh after the second map. Tensors in here are (heads, queries, keys);
-heads are padded to a power of two with zeros in the maps.
+The second map mixes normalised weights of several heads, so an online softmax is impossible: there are two passes over
+the keys. `softmax_norms` stores the row max and the reciprocal row sum of each softmax head; `weighted_values`
+recomputes the logits, applies softmax and the second map, and multiplies by the values. Tiles are (heads, queries,
+keys); the maps are padded with zeros.
+
+B sequences, T tokens, S keys, D features of queries and keys, DV of values. Heads: H of queries, G of keys and values,
+HS of the softmax (after the first map), HV of the outputs (after the second map), HM of the mask; PH, PS and PV are H,
+HS and HV padded to powers of two. M queries and N keys per tile; BD features per `tl.dot`, BDV output features per
+program. Strides of the first map (p), the second map (r) and the mask (m): `*_b` over sequences, `*_h` over heads,
+`*_t` over tokens, `*_s` over keys. `spans` is `seen_keys` of the mask, `total` its stride over the three numbers.
+MASK: 0 without a mask, 1 boolean, 2 additive. PER_QUERY: one first map per query instead of one for all; PER_KEY: each
+key adds a map. MORE_PER_QUERY and MORE_PER_KEY: the same for the second map.
 """
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -24,10 +33,10 @@ def softmax_norms(
     PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Greatest logit, and one over the sum of the weights that it makes 1: (2, B, HS, T)."""
+    """Store, per softmax head and query, the row max m and 1 / sum(exp(logit - m)): (2, B, HS, T)."""
     batch, to = tl.program_id(1).to(tl.int64), tl.arange(0, PS)
     token = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
-    real, token = token < T, tl.minimum(token, T - 1)  # the last again where there are no more
+    real, token = token < T, tl.minimum(token, T - 1)  # padding rows repeat the last token
     q_at, k_at, m_at = _places(query, key, mask, batch, token, m_b, m_h, m_t, T, S, HM, H, G, D, PH, PS)
     first_map = _map_of(maps + batch * p_b, token, p_t, HS, H, PS, PH, PER_QUERY)
     first, end, whole = _keys_of(spans, batch, token, T, S, total, HM, PS, MASK, CAUSAL)
@@ -75,7 +84,7 @@ def weighted_values(
     PER_KEY: tl.constexpr, MORE_PER_QUERY: tl.constexpr, MORE_PER_KEY: tl.constexpr, MASK: tl.constexpr,
     CAUSAL: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Outputs (B, T, HV, DV), some features of them."""
+    """Store BDV features of the outputs (B, T, HV, DV); the third grid axis covers DV."""
     batch, to = tl.program_id(1).to(tl.int64), tl.arange(0, PS)
     token = (tl.num_programs(0) - 1 - tl.program_id(0)) * M + tl.arange(0, M)
     real, token = token < T, tl.minimum(token, T - 1)
@@ -117,7 +126,7 @@ def _places(
     m_b: int, m_h: int, m_t: int, T: int, S: int, HM: tl.constexpr, H: tl.constexpr, G: tl.constexpr, D: tl.constexpr,
     PH: tl.constexpr, PS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Where the queries (PH, M) lie, the keys of their heads (PH), and their rows of the mask (PS, M)."""
+    """Return pointers to the queries (PH, M), to the first key of each head (PH), and to the mask rows (PS, M)."""
     head, of_mask, row = tl.arange(0, PH), tl.minimum(tl.arange(0, PS), HM - 1).to(tl.int64), token.to(tl.int64)
     q_at = query + (batch * H + head)[:, None] * T * D + row[None, :] * D
     k_at = key + (batch * G + head // (H // G)) * S * D
@@ -129,7 +138,10 @@ def _keys_of(
     spans: tl.tensor, batch: tl.tensor, token: tl.tensor, T: int, S: int, total: int,
     HM: tl.constexpr, PS: tl.constexpr, MASK: tl.constexpr, CAUSAL: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """`keys_of` all softmax heads; who sees none meets all, and a mask that is added is read everywhere."""
+    """Return `keys_of` per softmax head and query (PS, M): a row without visible keys gets the range of all keys.
+
+    With an additive mask, no range counts as complete, so the mask is added to every block.
+    """
     row = (batch * HM + tl.minimum(tl.arange(0, PS), HM - 1))[:, None] * T + token[None, :]
     first, end, whole = keys_of(spans, row, token[None, :], total, S, MASK > 0, CAUSAL)
     if MASK > 0:
@@ -144,7 +156,7 @@ def _map_of(
     maps: tl.tensor, token: tl.tensor, p_t: int, TO: tl.constexpr, FROM: tl.constexpr,
     PT: tl.constexpr, PF: tl.constexpr, PER_QUERY: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """(PT, PF), or (M, PT, PF) with one of each query."""
+    """Load the map from FROM to TO heads, padded: (PT, PF), or (M, PT, PF) with one map per query."""
     row, column = tl.arange(0, PT)[:, None], tl.arange(0, PF)[None, :]
     at, real = maps + row * FROM + column, (row < TO) & (column < FROM)
     if PER_QUERY:
@@ -158,7 +170,7 @@ def _products(
     q_at: tl.tensor, k_at: tl.tensor, keys: tl.tensor, S: int, H: tl.constexpr, D: tl.constexpr, PH: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, BD: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Of the queries with some keys, some features at a time."""
+    """Return the products of queries and keys (PH, M, N), accumulated over chunks of BD features."""
     found, head = tl.zeros([PH, M, N], tl.float32), (tl.arange(0, PH) < H)[:, None, None]
     for part in range(0, D, BD):
         feature = part + tl.arange(0, BD)[None, None, :]
@@ -175,7 +187,7 @@ def _mapped(
     PT: tl.constexpr, PF: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     PER_QUERY: tl.constexpr, PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Maps across heads: one for all or one of each query, and what each key adds to it."""
+    """Map `x` (PF, M, N) across heads to (PT, M, N): one map for all or one per query, plus one per key."""
     if PER_QUERY:
         found = tl.permute(tl.dot(maps, tl.permute(x, (1, 0, 2)), input_precision=PRECISION), (1, 0, 2))
     else:
@@ -195,7 +207,7 @@ def _hidden(
     logits: tl.tensor, m_at: tl.tensor, m_s: int, first: tl.tensor, end: tl.tensor, whole: tl.tensor, keys: tl.tensor,
     S: int, MASK: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Logits under the mask, or with it added (2). As in eager attention, whoever sees nothing weighs all alike."""
+    """Apply the mask to logits (PS, M, N): a row without visible keys gets uniform weights, as in eager attention."""
     real = (keys < S)[None, None, :]
     at = m_at[:, :, None] + keys.to(tl.int64)[None, None, :] * m_s
     if MASK == 2:

@@ -1,7 +1,7 @@
-"""Talking-Heads on a GPU, by Triton: the forward pass, as an operator.
+"""Talking-Heads attention in Triton: the forward pass, as a custom op.
 
-No logit or weight leaves the chip: memory beside the outputs is two numbers for each query and softmax head. The
-backward pass is that of `talking_blocks`, block by block in torch, from the same saved inputs.
+Logits and weights stay on the chip; besides the outputs, the kernels store two numbers per query and softmax head. The
+backward pass is the PyTorch one of `talking_blocks`, which processes blocks of queries from the same saved inputs.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-try:  # what looks through this file for packages that it must have passes over a `try`
+try:  # transformers does not count an import inside `try` among a file's required packages
     import triton
     import triton.language as tl
 except ImportError:
@@ -21,7 +21,7 @@ from .visible_triton import seen_keys
 from .where_triton_runs import product_precision
 
 FACTORS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-"""What the factors of products are, by the dtype of queries, keys and values."""
+"""Dtype of the matmul operands, per dtype of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -40,22 +40,22 @@ class TalkingCall:
     causal: bool
 
     def heads(self) -> int:
-        """The most of queries, softmax and outputs."""
+        """Return the maximum of the numbers of query, softmax and output heads."""
         return max(*self.logits_map.shape[2:], *self.weights_map.shape[2:])
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What a program of 8 warps has at a time, of all heads."""
+    """Tile sizes of a program of 8 warps, which holds all heads of the tile."""
 
     queries: int
     keys: int
     features: int
-    """Of queries and keys, multiplied at once."""
+    """Features of queries and keys per `tl.dot`."""
     outputs: int
-    """Features of the outputs; where there are more, other programs have them."""
+    """Output features per program; further features are computed by other programs."""
     stages: int
-    """Of loads, under way together."""
+    """Number of pipeline stages (`num_stages`)."""
 
 
 TILES = {
@@ -66,19 +66,19 @@ TILES = {
     (16, True, 4): Tile(16, 16, 16, 32, 1),
     (32, False, 4): Tile(16, 16, 16, 32, 1),
 }
-"""By padded heads, whether queries or keys have maps of their own, and bytes of a number; for an H100's memory."""
+"""(padded heads, whether there are maps per query or key, bytes per element) -> tile, for an H100's shared memory."""
 
 
 def fits(call: TalkingCall) -> bool:
-    """Whether a program can have all heads; else the call is left to the blocks."""
+    """Whether `TILES` has an entry for the call, so that one program can hold all heads; else use `talking_blocks`."""
     return _size(call) in TILES
 
 
 def attend_in_tiles(call: TalkingCall) -> torch.Tensor:
-    """Outputs (B, T, heads, features)."""
+    """Return the outputs (B, T, heads, features)."""
     query, key, value = (x.contiguous() for x in (call.query, call.key, call.value))
     (batch, heads, queries, size), (groups, keys, features) = query.shape, value.shape[1:]
-    counts = (heads, call.logits_map.shape[2], call.weights_map.shape[2])  # of queries, softmax and values
+    counts = (heads, call.logits_map.shape[2], call.weights_map.shape[2])  # query heads, softmax heads, output heads
     output = value.new_empty(batch, queries, counts[2], features)
     norms = torch.empty(2, batch, counts[1], queries, dtype=torch.float32, device=query.device)
     (spans, mask, *of_mask, mask_heads), kind = _mask(call)
@@ -102,32 +102,32 @@ def attend_in_tiles(call: TalkingCall) -> torch.Tensor:
 
 
 class _Maps:
-    """The maps of one stage, as kernels take them."""
+    """The maps across heads of one stage (logits or weights), as kernel arguments."""
 
     def __init__(self, of_queries: torch.Tensor, of_keys: torch.Tensor | None) -> None:
         of_queries = of_queries.contiguous()
         self.tensors = (of_queries, of_queries if of_keys is None else of_keys.contiguous())
         shape, strides = of_queries.shape, of_queries.stride()
         self.strides = tuple(0 if shape[i] == 1 else strides[i] for i in (0, 1))
-        """How far apart sequences and queries have theirs."""
+        """Strides of the maps over sequences and over queries; 0 where all share one map."""
         self.own = (shape[1] > 1, of_keys is not None)
-        """Whether each query has one of its own, and each key."""
+        """Whether there is one map per query, and one per key."""
 
 
 def padded_size(size: int) -> int:
-    """The power of two, from 16 on, that products are made of."""
+    """Return the size padded to a power of two, at least 16, as `tl.dot` requires."""
     return max(16, triton.next_power_of_2(size))
 
 
 def _size(call: TalkingCall) -> tuple[int, bool, int]:
-    """As in the table of tiles."""
+    """Return the key of the call in `TILES`."""
     maps, key_maps = (call.logits_map, call.weights_map), (call.logits_key_map, call.weights_key_map)
     own = any(x.shape[1] > 1 for x in maps) or any(x is not None for x in key_maps)
     return padded_size(call.heads()), own, call.query.element_size()
 
 
 def _mask(call: TalkingCall) -> tuple[tuple[Any, ...], int]:
-    """What `seen_keys` finds, the mask, its strides and heads; then 1 if it hides, 2 if it is added, 0 without one."""
+    """Return (`seen_keys` of the mask, mask, its strides, its heads) and its kind: 0 none, 1 boolean, 2 additive."""
     if call.mask is None:
         nothing = torch.empty(0, dtype=torch.int32, device=call.query.device)
         return (nothing, nothing, 0, 0, 0, 0, 1), 0
@@ -150,11 +150,11 @@ def talking_tiles(
     scaling: float,
     causal: bool,
 ) -> torch.Tensor:
-    """As `talking_blocks`, for a call that `fits`."""
+    """Return the outputs of `talking_blocks`, computed by Triton; the call must satisfy `fits`."""
     call = TalkingCall(
         query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask, scaling, causal
     )
-    with torch.cuda.device_of(query):  # on which kernels start, whichever is the current one
+    with torch.cuda.device_of(query):  # kernels launch on the current device
         return attend_in_tiles(call)
 
 
@@ -163,6 +163,6 @@ talking_tiles.register_autograd(talking_autograd, setup_context=talking_keep)
 
 
 def talking_operator(*call: Any) -> torch.Tensor:
-    """The kernels where they fit, else `talking_blocks`, whose arguments these are."""
+    """Call the Triton op if the call `fits`, else `talking_blocks`; both take the same arguments."""
     attend = talking_tiles if fits(TalkingCall(*call)) else talking_blocks
     return attend(*call)
