@@ -1,6 +1,6 @@
-"""The files of a data source, and their documents as a stream: no long file or table is in memory as a whole.
+"""Read the documents of a data source as a stream; no long file or table is held in memory as a whole.
 
-A document is an iterable of strings, the parts of its text, read it to its end before you request the next document.
+A document is an iterable of strings, the parts of its text. Exhaust it before you request the next document.
 """
 
 import codecs
@@ -18,28 +18,28 @@ from crosshead.common.plain_text import check_characters, conversation_text, jso
 from ..schema.sections import DataSource
 
 SUFFIXES = {"text": ".txt", "jsonl": ".jsonl", "parquet": ".parquet"}
-"""Kind of source -> the files of a folder that belong to it."""
+"""Source kind -> suffix of the files of a folder that belong to the source."""
 BLOCK = 1 << 20
-"""Bytes of a text file read at a time."""
+"""Number of bytes of a text file that are read at a time."""
 ROWS = 256
-"""Rows of a table read at a time."""
+"""Number of rows of a Parquet table that are read at a time."""
 GZIP = b"\x1f\x8b"
-"""The first bytes of a compressed file, never of text."""
+"""Magic number of gzip files; valid text never begins with it."""
 
 BYTE_ORDER_MARK = "\ufeff"
-"""Some editors write it before a text in UTF-8."""
+"""UTF-8 byte order mark, which some editors write at the start of a text file; it is removed."""
 
 Document = Iterable[str]
 Row = tuple[dict[str, Any], str]
-"""Its fields, and where it stands."""
+"""The fields of a row, and its location for error messages."""
 Advance = Callable[[int], None]
-"""Called with the amount that was read: bytes of files, or documents of a Hub dataset."""
+"""Progress callback, called with the amount that was read: bytes of files, or documents of a Hub dataset."""
 
 
 def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[Document]:
-    """All documents of a source, including empty ones; `RecipeError` if it cannot be read to its end.
+    """Yield all documents of a source, including empty ones; raise `RecipeError` if the source cannot be read.
 
-    A list of messages is a conversation: the tokenizer's chat template writes it.
+    A list of messages is a conversation, which the tokenizer's chat template renders as text.
     """
     if source.kind == "text":
         for path in source_files(source):
@@ -73,7 +73,7 @@ def _check_not_compressed(path: Path) -> None:
 
 
 def source_files(source: DataSource) -> list[Path]:
-    """The files of a local source, sorted by name."""
+    """Return the files of a local source, sorted by name; raise `RecipeError` if there are none."""
     place = Path(expand_home(source.path))
     if place.is_file():
         return [place]
@@ -92,7 +92,7 @@ def source_files(source: DataSource) -> list[Path]:
 
 
 def expand_home(place: str) -> str:
-    """A path with the home folder for `~`; other paths and names on the Hub stay as they are."""
+    """Replace a leading `~` by the home folder; other paths and Hub ids are returned unchanged."""
     path = os.path.expanduser(place)
     if path.startswith("~"):
         raise RecipeError(f"{place} begins with the home folder of an unknown user: write the whole path")
@@ -100,12 +100,15 @@ def expand_home(place: str) -> str:
 
 
 def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
-    """The files at any depth whose names end so, sorted; a folder that several links lead to is read once."""
+    """Return the files at any depth whose names end with `suffix`, sorted.
+
+    Links are followed; a folder that is reached by several links is read once.
+    """
     paths, seen = list[Path](), set[str]()
     for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders.sort()
         if (real := os.path.realpath(root)) in seen:
-            folders.clear()  # also a link to a folder above, which would never end
+            folders.clear()  # without this, a link to a parent folder would loop forever
             continue
         seen.add(real)
         paths += [Path(root, name) for name in names if name.endswith(suffix)]
@@ -113,7 +116,7 @@ def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
 
 
 def _check_folders(pattern: Path) -> None:
-    """All folders can be listed; `glob` skips the others silently."""
+    """Raise `RecipeError` if a folder that matches the pattern is unreadable: `glob` would skip it silently."""
     for path in filter(os.path.isdir, glob(str(pattern), recursive=True)):
         try:
             os.scandir(path).close()
@@ -128,12 +131,12 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def total_size(source: DataSource) -> int | None:
-    """The bytes of a source's files; None for a Hub dataset, whose size is unknown."""
+    """Return the total size of a source's files in bytes; None for a Hub dataset, whose size is unknown."""
     return None if source.kind == "hub" else sum(path.stat().st_size for path in source_files(source))
 
 
 def source_fingerprint(source: DataSource) -> dict[str, Any]:
-    """Everything that the documents of a source depend on, in JSON types."""
+    """Return everything that determines the documents of a source, in JSON types, as the cache key."""
     content: dict[str, Any] = {"kind": source.kind, "max_tokens": source.max_tokens}
     if source.kind == "hub":
         path = expand_home(source.path)
@@ -146,14 +149,14 @@ def source_fingerprint(source: DataSource) -> dict[str, Any]:
 
 
 def file_states(files: list[Path]) -> list[Any]:
-    """Path, size and modification time of each file."""
+    """Return path, size in bytes and modification time of each file."""
     states = ((path, path.stat()) for path in files)
     return [(str(path.resolve()), state.st_size, state.st_mtime_ns) for path, state in states]
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """`RecipeError` if the system does not allow a file to be read."""
+    """Convert an `OSError` inside the block to a `RecipeError` that names the file."""
     try:
         yield
     except OSError as error:
@@ -166,7 +169,7 @@ def _text_blocks(path: Path, advance: Advance) -> Iterator[str]:
     with _reading(path), path.open("rb") as file:
         while True:
             raw = file.read(BLOCK)
-            begin -= len(decoder.getstate()[0])  # an incomplete character at the end of the block before
+            begin -= len(decoder.getstate()[0])  # bytes of an incomplete character at the end of the previous block
             try:
                 text = decoder.decode(raw, final=not raw)
             except UnicodeDecodeError as error:
@@ -230,12 +233,12 @@ def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
 
 
 def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
-    """The error for a column that a table does not have."""
+    """Return the error for a column that a table does not have."""
     return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
 
 
 def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> str:
-    """The text of a document or conversation, empty for null and for no messages."""
+    """Return the text of a document or conversation; empty for null and for an empty list of messages."""
     if column not in row:
         raise missing_column(place, column, row)
     value = row[column]

@@ -1,4 +1,4 @@
-"""Images of stripes, whose classes are the directions of the stripes: `crosshead train RECIPE --toy FOLDER`."""
+"""Toy images for `crosshead train RECIPE --toy FOLDER`: stripes, whose direction is the class."""
 
 from math import cos, pi, sin
 from pathlib import Path
@@ -9,13 +9,13 @@ import numpy as np
 from .image_sources import require_pillow
 
 CLASSES, IMAGES, SIZE = 4, 12, 32
-"""The number of classes, of images in each, and of pixels along a side."""
+"""Number of classes, number of images per class, and side length in pixels."""
 PERIOD, NOISE = 8.0, 0.2
-"""Pixels from stripe to stripe, and the standard deviation of the noise, where stripes are from -1 to 1."""
+"""Stripe period in pixels, and standard deviation of the noise for stripes with values from -1 to 1."""
 
 
 def write_toy_images(folder: Path) -> str:
-    """Write a PNG file for each image into a folder for each class; returns the path."""
+    """Write the images as PNG files, in one folder per class; return the path."""
     pillow = require_pillow()
     rows, columns = np.indices((SIZE, SIZE))
     for number in range(CLASSES):
