@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 MISSING = 3
-"""The exit status if the engine is not installed."""
+"""Exit status if the engine is not installed."""
 
 
 def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
-    """Log-probabilities, greedy tokens, cache and speed of a model folder in vLLM."""
+    """Return log-probabilities, greedy tokens, cache size and speed of a model folder in vLLM."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that the cache of the engine can be read here
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -58,7 +58,10 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
-    """The same of a GGUF file in llama.cpp; `engines.py` reads the size of the cache from the log."""
+    """Return log-probabilities, greedy tokens and speed of a GGUF file in llama.cpp.
+
+    `engines.py` reads the size of the cache from the log.
+    """
     import llama_cpp
     import numpy
 
