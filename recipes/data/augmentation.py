@@ -15,7 +15,7 @@ from .training_data import Draws
 TRIES = 10
 """Maximum number of boxes drawn per image before the crop falls back to the centre, or nothing is erased."""
 CROP_RATIOS = (3 / 4, 4 / 3)
-"""Range of the aspect ratio, width / height, of random crops (Szegedy et al., Going Deeper with Convolutions, 2015)."""
+"""Range of the aspect ratio (width / height) of crops (Szegedy et al., Going Deeper with Convolutions, 2015)."""
 ERASED_AREAS, ERASED_RATIOS = (0.02, 1 / 3), (0.3, 1 / 0.3)
 """Ranges of the erased box's area, as a fraction of the image, and aspect ratio (Zhong et al., Random Erasing Data
 Augmentation, 2020)."""

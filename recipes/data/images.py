@@ -126,8 +126,8 @@ class Plain:
 def image_processor(size: int, channels: int, smallest_crop: float = 0.0) -> Any:
     """Return the image processor for a model from scratch: a central square, with pixel values from -1 to 1.
 
-    The square's side is 7/8 of the image's shorter side, as usual for a model that trains on random crops, or all of it
-    if `smallest_crop` is 1 (crops of the whole area).
+    The square's side is 7/8 of the image's shorter side, as usual for a model trained on random crops, or the whole
+    shorter side if `smallest_crop` is 1.
     """
     from transformers.models.convnext.image_processing_pil_convnext import ConvNextImageProcessorPil
 

@@ -26,8 +26,8 @@ SMALLEST_HALF = 3
 def shuffled(key: str, count: int, index: int) -> int:
     """Return the image of `index` under a pseudorandom permutation of `range(count)` that the key determines.
 
-    A Feistel network permutes all numbers of an even number of bits. It is applied repeatedly until the result is below
-    `count` (cycle walking), which takes fewer than four rounds on average unless `count` is tiny.
+    A Feistel network permutes all numbers with an even number of bits. It is applied again until the result is below
+    `count` (cycle walking): fewer than four times on average, unless `count` is tiny.
     """
     half = max(SMALLEST_HALF, ((count - 1).bit_length() + 1) // 2)
     mask = (1 << half) - 1
@@ -44,8 +44,8 @@ def shuffled(key: str, count: int, index: int) -> int:
 class SourceOrder:
     """Deterministic schedule of sources: after any number of samples each source has its share, to within one sample.
 
-    Of the `p` samples in a period, a source has `u`. Its sample `i` (from 0) has the release time `floor(i * p / u)` and
-    the deadline `ceil((i + 1) * p / u)`. A schedule always exists, and earliest-deadline-first finds it.
+    A source has `u` of the `p` samples in a period. Its sample `i` (from 0) has the release time `floor(i * p / u)`
+    and the deadline `ceil((i + 1) * p / u)`. A schedule always exists, and earliest-deadline-first finds it.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:

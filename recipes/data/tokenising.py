@@ -63,7 +63,7 @@ def pieces(documents: Iterable[Document]) -> Iterator[Piece]:
 
 
 def batches(stream: Iterable[Piece]) -> Iterator[list[Piece]]:
-    """Group pieces into batches of at least `BATCH` characters."""
+    """Group pieces into batches of about `BATCH` characters."""
     batch: list[Piece] = []
     size = 0
     for piece in stream:
@@ -165,7 +165,7 @@ def write_tokens(
 ) -> dict[str, PartRecord]:
     """Tokenise documents, and write both parts of a cache into a folder; call `report` after each batch.
 
-    Reading stops after the document that reaches `limit` tokens. A single document with more than `limit` tokens raises
+    Reading stops after the document that reaches `limit` tokens. A single document with more tokens than that raises
     `LongDocumentError`.
     """
     with ExitStack() as stack:

@@ -62,11 +62,11 @@ class DataSource(Section):
     """A source of documents or images."""
 
     path: str
-    """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`. For kind hub, the
-    id of a Hub dataset or a folder with a copy; for kind images, a folder with one folder of images per class."""
+    """A file, a folder (all its files of this kind, at any depth) or a pattern such as `books/**/*.md`. Kind hub: the
+    id of a Hub dataset, or a folder with a copy. Kind images: a folder with one folder of images per class."""
     kind: Literal["text", "jsonl", "parquet", "hub", "images"] = "text"
-    """text (each file is a document), jsonl (each line), parquet (each row), hub (each row of a Hub dataset, with a text
-    or an image), or images (image files in one folder per class)."""
+    """text (each file is a document), jsonl (each line), parquet (each row), hub (each row of a Hub dataset: a text or
+    an image), or images (image files in one folder per class)."""
     column: str = "text"
     """Field of a line or row that contains the document: text, or a conversation (a list of messages), which the
     tokenizer's chat template renders."""
