@@ -14,12 +14,12 @@ SUFFIX = ".crosshead-partial"
 
 
 def work_folder(target: Path) -> Path:
-    """The working directory of a target: on the same disk, and the same path in every run."""
+    """Return the working directory of a target: on the same disk, and with the same path in every run."""
     return target / SUFFIX if is_fixed(target) else target.parent / f".{target.name}{SUFFIX}"
 
 
 def is_fixed(folder: Path) -> bool:
-    """Whether a folder must be filled in place: it is a mount point, or its parent is not writable."""
+    """True if a folder must be filled in place: it is a mount point, or its parent is not writable."""
     return folder.is_dir() and (os.path.ismount(folder) or not os.access(folder.parent, os.W_OK | os.X_OK))
 
 
@@ -32,7 +32,10 @@ def remove(path: Path) -> None:
 
 
 def move(path: Path, place: Path) -> None:
-    """Move a file or a folder, replacing `place`, also to another disk; can be repeated after an interruption."""
+    """Move a file or a folder to `place` and replace what is there; an interrupted move can be repeated.
+
+    A move to another disk copies to a temporary name first.
+    """
     if place.is_dir() and not place.is_symlink():
         shutil.rmtree(place)
     try:
