@@ -128,7 +128,7 @@ def test_gradients_of_mixture_are_of_all_inputs():
     ],
 )
 def test_what_is_measured_is_what_is_registered(name, function, monkeypatch):
-    """A case runs the registered attention function, except where it compares with a published model's own code."""
+    """Cases run the registered attention function; cases of a published model run the function in its own code."""
     called = []
     for attention in ("crosshead_mixture", "crosshead_talking", "crosshead_explicit"):
         monkeypatch.setitem(

@@ -27,7 +27,7 @@ def work(monkeypatch):
 def test_who_goes_first_alternates(work):
     make, ran = work
     report = in_turn(timed(make("ours", 1.0)), timed(make("baseline", 4.0)), 3)
-    assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # one warm-up run and one timed trial per side
+    assert ran[:4] == ["ours", "ours", "baseline", "baseline"]  # two warm-up runs per side
     assert ran[4:] == ["baseline", "ours", "ours", "baseline", "baseline", "ours"]
     assert (report["ours"], report["baseline"], report["ratios"]) == ([1.0] * 3, [4.0] * 3, [0.25] * 3)
 

@@ -1,4 +1,4 @@
-"""The page of `crosshead inspect` in a real browser: it draws, it listens, and it says what the model computes."""
+"""The page of `crosshead inspect` in a real browser: layout, mouse and keyboard, and the model's own numbers."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The pages, by what they show: one model each, and a stock model beside a mixed one."""
+    """The folder of pages: one for each model, and one with a stock model beside a mixed one."""
     folder = tmp_path_factory.mktemp("pages")
     for name in ("stock", "differential", "mixture", "talking", "knocking+mixture"):
         mixers = MODELS[name]
@@ -53,7 +53,7 @@ def browser(tmp_path_factory):
 
 
 def weights_of(folder, name, layer):
-    """(heads, T, T) of the prose, from the model itself."""
+    """Return the attention weights (heads, T, T) of the prose, computed by the model itself."""
     mixers = MODELS[name]
     model = toys.mixed_model("Llama", mixers) if mixers else toys.stock_model("Llama")
     tokens = torch.tensor([character_tokenizer()(TEXTS["prose"])["input_ids"]])
@@ -62,15 +62,15 @@ def weights_of(folder, name, layer):
 
 
 def greatest(row):
-    """The five greatest of a row as the page writes them."""
-    places = sorted(range(len(row)), key=lambda place: -abs(row[place]))[:5]
-    return [(place, row[place]) for place in places if row[place] != 0]
+    """Return the indices and values of the five largest weights of a row, in the page's order."""
+    indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
+    return [(index, row[index]) for index in indices if row[index] != 0]
 
 
-def same(shown, wanted):
-    """The same tokens in the same order, and weights as far as they are written."""
-    assert [token for token, _ in shown] == [token for token, _ in wanted]
-    for (_, text), (_, weight) in zip(shown, wanted, strict=True):
+def same(shown, expected):
+    """Assert the same tokens in the same order, and weights equal to the printed digits."""
+    assert [token for token, _ in shown] == [token for token, _ in expected]
+    for (_, text), (_, weight) in zip(shown, expected, strict=True):
         number = float(text.removesuffix(" %").replace(MINUS, "-").replace("<", ""))
         assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6)
 
@@ -132,9 +132,11 @@ def test_maps_and_shades_are_those_of_the_model(place, browser):
             int(box["width"] * ((key + 0.5) / size - 0.5)),
             int(box["height"] * ((query + 0.5) / size - 0.5)),
         ).perform()
-        said = page.one("#inspector .map .reading").text
-        assert f"({query})" in said and f"({key})" in said
-        assert float(said.rpartition("about ")[2].removesuffix(" %")) == pytest.approx(100 * weights[40, key], abs=1)
+        reading = page.one("#inspector .map .reading").text
+        assert f"({query})" in reading and f"({key})" in reading
+        assert float(reading.rpartition("about ")[2].removesuffix(" %")) == pytest.approx(
+            100 * weights[40, key], abs=1
+        )
 
 
 def test_a_token_of_a_list_and_a_place_of_the_map_are_chosen_by_a_click(place, browser):
@@ -236,7 +238,7 @@ def test_the_difference_from_the_identity(place, browser):
         matrix = model.model.layers[1].self_attn.mixers["talking"].logits.weight.detach()
         shown = [float(cell.replace(MINUS, "-")) for cell in cells]
         assert shown == pytest.approx(matrix.flatten().tolist(), abs=0.006)
-        assert not page.all("#matrices .tools input")  # none of these is near the identity
+        assert not page.all("#matrices .tools input")  # no matrix here is near the identity
 
 
 def test_two_models_are_read_together(place, browser):

@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The pages by name, and the reports from which they are made."""
+    """The folder of pages, and the report of each page by name."""
     folder = tmp_path_factory.mktemp("pages")
     write_model(toys.mixed_model("T5", T5, num_decoder_layers=3), folder / "t5")
     write_model(toys.mixed_model("Bert", BERT), folder / "bert")
@@ -62,7 +62,7 @@ def browser(tmp_path_factory):
 
 
 def choose(page, title, label):
-    """Choose an option of a control."""
+    """Choose the option `label` of the control whose label begins with `title`."""
     for control in page.all("#controls label.control, #overview label.control"):
         if control.text.startswith(title):
             (option,) = (each for each in control.find_elements("tag name", "option") if each.text == label)
@@ -76,12 +76,12 @@ def token(page, side, index, column=1):
 
 
 def same(shown, row):
-    """The largest weights of a row, and their tokens, as far as they are written."""
-    places = sorted(range(len(row)), key=lambda at: -abs(row[at]))[:5]
-    assert [at for at, _ in shown] == places
-    for (at, text), weight in zip(shown, [row[at] for at in places], strict=True):
+    """Assert that `shown` lists the five largest weights of `row`, equal to the printed digits."""
+    indices = sorted(range(len(row)), key=lambda index: -abs(row[index]))[:5]
+    assert [index for index, _ in shown] == indices
+    for (index, text), weight in zip(shown, [row[index] for index in indices], strict=True):
         number = float(text.removesuffix(" %").replace(MINUS, "-").replace("<", ""))
-        assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6), at
+        assert number == pytest.approx(100 * weight, abs=0.06 if abs(weight) < 1 else 0.6), index
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -164,17 +164,17 @@ def test_measures_depend_on_the_part(place, browser):
 
 def test_matrices_of_a_shared_layer_are_shown_at_each_depth(place, browser):
     with opened(browser, place[0] / "albert.html") as page:
-        seen = set()
+        cards = set()
         for layer in (2, 0):
             page.one("#layer").send_keys("\ue010" if layer else "\ue011")  # END, HOME
             until(browser, lambda layer=layer: page.title("matrices") == f"Learnt matrices of layer {layer}")
             until(browser, lambda: page.all("#matrices .card"))
-            seen.add(tuple(card.text for card in page.all("#matrices .card")))
-        assert len(seen) == 1
+            cards.add(tuple(card.text for card in page.all("#matrices .card")))
+        assert len(cards) == 1
 
 
 def test_patches_lie_over_the_picture(place, browser):
-    """The class token is selected at first; a patch has its place in the image, and its shade by the weight."""
+    """The class token is selected at first; each patch lies at its position in the image, shaded by its weight."""
     folder, reports = place
     record = reports["vit"]["models"][0]["texts"][0]
     with opened(browser, folder / "vit.html") as page:
@@ -186,8 +186,8 @@ def test_patches_lie_over_the_picture(place, browser):
         )
         until(browser, lambda: any(browser.execute_script(colours, picture)))
         pixels = torch.tensor(browser.execute_script(colours, picture)).view(16, 16, 4)[..., :3]
-        wanted = torch.tensor(unpack(record["image"]["picture"]) % 256).view(16, 16, 3)
-        assert torch.equal(pixels.double(), wanted)
+        expected = torch.tensor(unpack(record["image"]["picture"]) % 256).view(16, 16, 3)
+        assert torch.equal(pixels.double(), expected)
         box, patch = picture.rect, token(page, "columns", 1 + 4 * 2 + 3).rect  # patch (2, 3)
         assert patch["x"] + patch["width"] / 2 == pytest.approx(box["x"] + box["width"] * 3.5 / 4, abs=3)
         assert patch["y"] + patch["height"] / 2 == pytest.approx(box["y"] + box["height"] * 2.5 / 4, abs=3)
@@ -200,7 +200,7 @@ def test_patches_lie_over_the_picture(place, browser):
 
 
 def test_two_image_models_are_read_at_the_same_place(place, browser):
-    """Patches of 4 pixels in images of 16 and of 32: 4 and 8 rows, and one special token or two."""
+    """Images of 16 and 32 pixels in patches of 4: 4 and 8 rows of patches, with one and two special tokens."""
     with opened(browser, place[0] / "pair.html") as page:
         token(page, "columns", 1 + 4 * 1 + 2).click()  # patch (1, 2)
         assert token(page, "columns", 2 + 8 * 3 + 5, column=2).get_attribute("aria-selected") == "true"
@@ -209,9 +209,9 @@ def test_two_image_models_are_read_at_the_same_place(place, browser):
 
 
 def test_a_model_without_special_tokens_beside_one_that_has_them(place, browser):
-    """A ViT of 4 x 4 patches, and the last stage of a TransNeXt, 3 x 3."""
+    """A ViT with 4 x 4 patches beside the last stage of a TransNeXt, 3 x 3."""
     with opened(browser, place[0] / "stage.html") as page:
-        assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # for the class token
+        assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # in place of the class token
         assert "2 last-stage layers" in page.one("#facts .column:nth-child(2)").text
         token(page, "columns", 8, column=2).click()  # patch (2, 2)
         assert token(page, "columns", 1 + 4 * 3 + 3).get_attribute("aria-selected") == "true"
