@@ -23,7 +23,7 @@ Points = Sequence[tuple[float, float]]
 
 @contextmanager
 def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
-    """Axes to draw on, and the stream that holds the SVG after the block. Lines with a gid are in the legend."""
+    """Yield axes to draw on, and a stream that holds the SVG after the block. Lines with a gid are in the legend."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -34,13 +34,13 @@ def svg_plot(across: str, upwards: str) -> Iterator[tuple[Any, io.StringIO]]:
         axes.set(xlabel=across, ylabel=upwards)
         yield axes, picture
         named = [line for line in axes.lines if line.get_gid()]
-        labels = [str(line.get_label()).replace("$", r"\$") for line in named]  # names are no formulas
+        labels = [str(line.get_label()).replace("$", r"\$") for line in named]  # matplotlib reads $ as a formula
         axes.legend(named, labels, loc="upper left", bbox_to_anchor=(1, 1))
         figure.savefig(picture, format="svg", transparent=True, metadata={"Date": None})
 
 
 def line_plot(lines: Mapping[str, Points], across: str, upwards: str) -> str:
-    """The SVG of named lines."""
+    """Return the SVG of a plot with named lines."""
     with svg_plot(across, upwards) as (axes, picture):
         for name, points in lines.items():
             axes.plot(*zip(*points, strict=True), marker="o", label=name, gid=name)
