@@ -60,13 +60,13 @@ def convert(
     progress: Progress = silent,
     **options: Any,
 ) -> dict[str, Any]:
-    """Add mechanisms to a checkpoint; returns the report, which the folder contains as `conversion.json`.
+    """Add mechanisms to a stock checkpoint and return the report, which is also written as `conversion.json`.
 
     `mixers` maps mechanisms to options, as in a config; a value may be a string as on the command line, and a key may
     name parts of a T5, as in "talking@encoder+cross". `overwrite` replaces a model in `out`. A run continues an
     unfinished run of the same conversion, unless `restart` discards it. With `plan_only` nothing is written, and the
-    report is the plan. `options` are the fields of `Options`, and `cache`, the part of the KV cache to keep, as in
-    "50%"; for this and for `active`, `mixers` may be empty.
+    report is the plan. `options` are the fields of `Options`, plus `cache`: the fraction of the KV cache to keep, such
+    as "50%". With `cache`, `budget` or `active`, `mixers` may be empty.
     """
     how = {"overwrite": overwrite, "restart": restart, "verify": verify, "plan_only": plan_only}
     given = Options.of(options)
@@ -81,23 +81,23 @@ def convert(
 
 @dataclass(frozen=True, kw_only=True)
 class MechanismRequest(Request):
-    """A conversion of a stock checkpoint to a model with mechanisms."""
+    """A request to convert a stock checkpoint to a crosshead model."""
 
     given: Options
     target: Any
-    """The target's configuration; with `auto`, its heads are still to be chosen."""
+    """The target's config; with `auto`, the numbers of heads are chosen later."""
     mixers: MixerRequest
     text: Text
     observers: Observers
     auto: AutoLayers | None
     dropped: Mapping[str, str]
-    """Source tensors that are not written -> the reason."""
+    """Source tensor that is not written -> reason."""
     calibration: Calibration | None = None
     decisions: Mapping[str, Any] = field(default_factory=dict)
-    """For the record: the text, and the choices that depend on it."""
+    """Fields of conversion.json for the calibration input and the choices that depend on it."""
 
     def calibrate(self, cache: Path, progress: Progress, dry_run: bool) -> Self:
-        """Record statistics of the source's attention heads on a text, and choose heads within the budgets."""
+        """Record activation statistics of the source's heads on the calibration input; choose heads within budgets."""
         request = self
         if self.observers.kinds and not (dry_run and self.auto is None and not self.observers.chooses_groups):
             file = cache / "calibration.safetensors"
@@ -119,7 +119,7 @@ class MechanismRequest(Request):
         return request if self.auto is None or dry_run else request._fit_chosen(cache, progress)
 
     def _fit_chosen(self, cache: Path, progress: Progress) -> Self:
-        """Fit the layers to the heads that were chosen."""
+        """Return the request with a calibration that holds the tensors fitted for the chosen numbers of heads."""
         kinds = needed_observations(self.target, self.mixers, False)
         if not kinds:
             return self
@@ -134,7 +134,7 @@ class MechanismRequest(Request):
         return replace(self, calibration=fitted)
 
     def plan(self) -> Plan:
-        """Decide the action for every tensor."""
+        """Return the plan: the target's config and an action for every tensor."""
         target, store = self.target, self.source.store
         shapes = tensor_shapes(target, store.entries)
         rewrites = convert_layers(store, target, shapes, self.mixers, self.calibration, self.given.seed)
@@ -142,7 +142,7 @@ class MechanismRequest(Request):
 
 
 def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> MechanismRequest:
-    """Check the request, before the source is run or anything is written."""
+    """Validate the mechanisms and options for a source and return the request; runs no model and writes nothing."""
     stock = read_config(source.config, "stock", source.origin["name"])
     check_plain(source.config, source.origin["name"])
     dropped = check_source(source.store, tensor_shapes(stock, source.store.entries), tied_tensors(stock))
@@ -197,7 +197,7 @@ def resolve(source: Source, mixers: Mapping[str, Any], given: Options) -> Mechan
 
 
 def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_source: bool) -> None:
-    """`ConversionError` if an option of calibration has no effect."""
+    """Raise `ConversionError` if a calibration option has no effect, or a text is needed but a saved one is given."""
     for option, is_used in (("calibration", runs_source), ("save_calibration", needs_statistics)):
         if not is_used and getattr(given, option) is not None:
             name = option.replace("_", "-")
@@ -213,11 +213,11 @@ def _check_calibration(given: Options, text: Text, needs_statistics: bool, runs_
 
 
 def _tolerance(source: Source, target: Any, given: Options, needs_statistics: bool) -> Tolerance:
-    # The output projection is divided by a factor, or projections are multiplied, and rounded once more.
+    # `differential` scales the output projection, `bilinear` multiplies projections: both round weights once more.
     if not {"differential", "bilinear"}.isdisjoint(target.mechanisms()):
         rounded_to = {entry.dtype_in(given.stored_dtype) for entry in source.store.entries.values()} - {None}
         return tolerance(target, rounded_to & ROUNDING.keys())
-    # Reordered heads are summed in another order, and keys with a norm are divided at another place.
+    # Float32 rounding: reordered heads are summed in another order, `explicit` applies the key norm's scale later.
     rounded_to = {"F32"} if needs_statistics or "explicit" in target.mechanisms() else set()
     dtype = given.stored_dtype
     if dtype is not None and any(entry.dtype_in(dtype) != entry.dtype for entry in source.store.entries.values()):
@@ -226,7 +226,7 @@ def _tolerance(source: Source, target: Any, given: Options, needs_statistics: bo
 
 
 def _mixed_config(content: Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
-    """The target's configuration; `ConversionError` if the mechanisms do not fit the model."""
+    """Return a crosshead config: a source's config with changes; `ConversionError` if mechanisms do not fit it."""
     family = FAMILIES[content["model_type"]]
     try:
         config = family.crosshead.from_dict({**without_tokens(content)[0], **without_decoder(content), **changes})

@@ -26,24 +26,25 @@ from crosshead.modeling.options import Choice, Count, Flag, Integer, Layers, Num
 from .mixture_options import check_fitted_router, mixture_defaults, share_half
 
 CALIBRATION_SUFFIX = ".safetensors"
-"""Suffix of a saved calibration."""
+"""File suffix of a saved calibration."""
 MAX_INTEGER = 2**32 - 1
 DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""The dtypes of the option --dtype -> their names in safetensors."""
+"""Value of the option --dtype -> dtype name in safetensors."""
 DATASET = "datasets:"
-"""The prefix of a calibration that names a dataset on the Hub."""
+"""Prefix of a --calibration value that names a dataset on the Hub."""
 UserPath = Annotated[Path, AfterValidator(expanded)]
 """A path that may begin with `~`."""
 PATHS = ("calibration", "save_calibration")
+"""Options that are paths."""
 
 
 def is_dataset(given: str | Path) -> bool:
-    """Whether a calibration is the name of a dataset."""
+    """True if a --calibration value names a dataset on the Hub."""
     return str(given).startswith(DATASET)
 
 
 class Options(BaseModel):
-    """Options of a conversion apart from its mechanisms."""
+    """Options of a conversion, without its mechanisms."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -58,11 +59,11 @@ class Options(BaseModel):
     seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
     device: Literal["cpu", "cuda"] | None = None
-    """Where the source runs on text, and the result for comparison."""
+    """Device for calibration and for verification."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any], where: str = "--") -> Self:
-        """The checked options; `ConversionError` with one line that begins with `where`."""
+        """Return the validated options; raise `ConversionError` with one line that begins with `where`."""
         try:
             return cls.model_validate(options)
         except ValidationError as error:
@@ -71,7 +72,7 @@ class Options(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _read_budgets(cls, given: Any) -> Any:
-        """Percentages as parts; `cache` stands for `layers="auto"` and a budget."""
+        """Convert percentages to fractions, and replace `cache` by `layers="auto"` and a budget."""
         if not isinstance(given, dict):
             return given
         given = dict(given)
@@ -101,11 +102,11 @@ class Options(BaseModel):
 
     @property
     def stored_dtype(self) -> str | None:
-        """The dtype's name in safetensors."""
+        """Name of `dtype` in safetensors; None to keep the dtypes of the source."""
         return DTYPES[self.dtype] if self.dtype else None
 
     def recorded(self) -> dict[str, Any]:
-        """The given options, without paths of this machine."""
+        """Return the options that conversion.json records: all that are set, except local paths."""
         given = self.model_dump(exclude=set(PATHS)).items()
         return {key: value for key, value in given if value is not None and value is not False}
 
@@ -114,31 +115,31 @@ CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
     "explicit": {"method": Choice(("aligned", "svd"))},
     "mixture": {"method": Choice(("calibrated", "paper")), "shared": Choice(("first", "calibrated"))},
 }
-"""Options of mechanisms that only a conversion has; a config does not contain them."""
+"""Mechanism -> options that only a conversion has; a config does not contain them."""
 DEFAULTS: dict[str, dict[str, Any]] = {"explicit": {"norm": False}}
-"""Defaults for a pretrained model that differ from those of a new one."""
+"""Mechanism -> defaults for a pretrained model that differ from the defaults for a new model."""
 Mixers = dict[str, dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class MixerRequest:
-    """The requested mechanisms."""
+    """The requested mechanisms with parsed options."""
 
     mixers: Mixers
-    """Options for the config."""
+    """Mechanism -> options in the config; for a T5, part -> mechanism -> options."""
     choices: dict[str, dict[str, Any]]
-    """Options of the conversion: mechanism -> option -> value."""
+    """Mechanism -> options that only the conversion has; for a T5, part -> mechanism -> options."""
     parts: Mapping[str, "MixerRequest"] = field(default_factory=dict)
-    """Of a T5, the request of each part; `mixers` and `choices` are then those of all, by part."""
+    """Part of a T5 (encoder, decoder, cross) -> the request for this part; empty for other models."""
 
     @property
     def by_part(self) -> list["MixerRequest"]:
-        """The request of each part; of a model without parts, the request itself."""
+        """The requests for the parts of a T5; for other models, a list of the request itself."""
         return [*self.parts.values()] or [self]
 
 
 def _part(option: str, given: Any, whole: str) -> float:
-    """A percentage or a number between 0 and 1."""
+    """Return a percentage or a number between 0 and 1 as a fraction; `ValueError` for other values."""
     text = str(given)
     number = _number(text.removesuffix("%"))
     part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
@@ -148,7 +149,7 @@ def _part(option: str, given: Any, whole: str) -> float:
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
-    """Split `NAME[:key=value,...]` into name and options."""
+    """Split `NAME[:key=value,...]` into the mechanism's name and its options."""
     name, _, rest = argument.partition(":")
     options: dict[str, str] = {}
     for part in filter(None, rest.split(",")):
@@ -162,7 +163,7 @@ def split_argument(argument: str) -> tuple[str, dict[str, str]]:
 
 
 def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> MixerRequest:
-    """Typed values of every option; the config checks whether they fit the model."""
+    """Return the request with typed values of all options; the config checks later whether they fit the model."""
     mixers: Mixers = {}
     choices: dict[str, dict[str, str]] = {}
     if not isinstance(requested, Mapping):
@@ -205,7 +206,7 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
 
 
 def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayout]) -> Any:
-    """A string as a value of the option's type; other values unchanged."""
+    """Return a string as a value of the option's type, and other values unchanged."""
     if isinstance(kind, Count):
         heads = layouts[0].query_heads if name == "mixture" else layouts[0].key_value_heads
         return _parse_counts(f"mixers.{name}.{key}", value, heads)
@@ -220,7 +221,7 @@ def _parse(name: str, key: str, kind: Option, value: Any, layouts: list[HeadLayo
 
 
 def _number(text: Any) -> Any:
-    """A string as an int or a float, if it is one."""
+    """Return a string as an int or a float if it is a number, and other values unchanged."""
     for number in (int, float) if isinstance(text, str) else ():
         with suppress(ValueError):
             return number(text)
@@ -228,7 +229,7 @@ def _number(text: Any) -> Any:
 
 
 def _parse_counts(name: str, value: Any, heads: int) -> Any:
-    """One count or a list of counts; each may be a percentage of `heads`."""
+    """Return a number of heads or a list of them; a percentage is converted to a part of `heads`."""
     if isinstance(value, str) and "+" in value:
         value = value.split("+")
     if isinstance(value, list | tuple):
@@ -244,7 +245,7 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
 def with_recipe(
     recipe: Path | None, arguments: Sequence[str], given: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Mechanisms and options of the command line and of a recipe; the command line has precedence.
+    """Return the mechanisms and the options from a recipe and the command line, which has precedence.
 
     Mechanisms on the command line replace all mechanisms of the recipe.
     """
@@ -256,13 +257,13 @@ def with_recipe(
             raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
         requested[name] = options
     chosen = {key: value for key, value in given.items() if value is not None and value is not False}
-    if "cache" in chosen:  # the recipe's `cache` was read as these
+    if "cache" in chosen:  # `cache` in a recipe was converted to both
         content = {key: value for key, value in content.items() if key not in ("layers", "budget")}
     return requested or mixers, content | chosen
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
-    """The mechanisms and options of a recipe; relative paths start at the recipe's folder."""
+    """Return the options and `mixers` of a YAML recipe; relative paths are resolved against the recipe's folder."""
     content = read_yaml(path, f"--recipe {path}", ConversionError)
     if not isinstance(content, dict):
         raise ConversionError(f"--recipe {path} has no options: use `mixers:` and options, one per line")
