@@ -1,4 +1,4 @@
-"""The source of a model for its card: the Hub id and the licence."""
+"""Finds the Hub id and the licence of a model's source, for the model card."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,12 +8,16 @@ from crosshead.common.model_places import expanded, is_hub_id, split_revision
 
 README = "README.md"
 LICENCE_KEYS = ("license", "license_name", "license_link")
+"""Licence keys of the card metadata."""
 TIMEOUT = 10
-"""Seconds to wait for the Hub."""
+"""Seconds to wait for an answer of the Hub."""
 
 
 def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[str, Any]:
-    """`licence` and `base_model` by the recorded source; each is missing if it is unknown."""
+    """The fields `licence` and `base_model` of `Facts`, as far as they are known.
+
+    `recorded` is the source in the model's records; `source` is given by the user, and must have the recorded name.
+    """
     if source is None:
         if recorded.get("kind") != "hub":
             return {}
@@ -31,6 +35,7 @@ def origin_of(recorded: Mapping[str, Any], source: str | Path | None) -> dict[st
 
 
 def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
+    """`ValueError` if the user's source has another name than the recorded one."""
     name = recorded.get("name")
     if name is None or name in (source, path.resolve().name):
         return
@@ -38,7 +43,7 @@ def _check_name(recorded: Mapping[str, Any], source: str, path: Path) -> None:
 
 
 def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
-    """The licence in the source's card; empty if the Hub does not answer."""
+    """The licence in the card of a Hub repository; empty if the Hub does not answer."""
     from huggingface_hub import HfApi
 
     try:
@@ -49,6 +54,7 @@ def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
 
 
 def _in_card(path: Path) -> dict[str, str]:
+    """The licence in the card at `path`; empty if there is none."""
     from huggingface_hub import metadata_load
 
     try:
@@ -58,7 +64,7 @@ def _in_card(path: Path) -> dict[str, str]:
 
 
 def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """The licence in the metadata of a card."""
+    """The licence in the metadata of a card; empty without the key `license`."""
     return (
         {key: metadata[key] for key in LICENCE_KEYS if isinstance(metadata.get(key), str)}
         if metadata.get("license")
@@ -67,7 +73,7 @@ def _licence(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _in_gguf(path: Path) -> dict[str, Any]:
-    """Licence and source from the metadata of a GGUF file."""
+    """`licence` and `base_model` from the metadata of a GGUF file."""
     from crosshead.conversion.gguf.store import GgufStore
 
     content = GgufStore(path).file.metadata

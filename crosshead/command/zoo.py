@@ -1,4 +1,4 @@
-"""`crosshead zoo`."""
+"""`crosshead zoo`: lists the models of the shipped recipes, and writes their pages."""
 
 import json
 from collections.abc import Iterator
@@ -9,25 +9,26 @@ from typing import Annotated, Any
 import typer
 
 DTYPE = "bfloat16"
-"""The dtype of the KV cache, the same for all models."""
+"""Dtype of weights and KV cache in the cost reports of all models."""
 SHORT_RUNS = Path("evals", "results", "recovery.json")
-"""The results of `make measure-recovery`, from the directory above the zoo, by mechanism."""
+"""File with the results of `make measure-recovery` per mechanism, relative to the parent directory of the zoo."""
 SHORT_MODEL = "SmolLM2-135M-Instruct, from a GGUF file of type Q4_1"
-"""The source in these results."""
+"""Source model of these results."""
 SHORT = ("source", "before", "after", "tokens", "tokens_a_step", "learning_rate")
+"""Keys of a result that a page shows."""
 LOCAL = ("models/", "runs/")
-"""Directories in the shipped recipes; any other source is a Hub id."""
+"""Local directories in the shipped recipes; any other source is a Hub id."""
 
 
 def zoo(
     as_json: Annotated[bool, typer.Option("--json", help="Print all entries as JSON.")] = False,
     write: Annotated[
-        Path | None, typer.Option(help="Regenerate the pages from the shipped recipes in this directory, and stop.")
+        Path | None, typer.Option(help="Write the pages of the shipped recipes to this directory, and stop.")
     ] = None,
 ) -> None:
-    """List the models of the shipped recipes. Shows mechanism, backbone, size, cost and results.
+    """List the models of the shipped recipes.
 
-    For example:
+    Shows mechanism, backbone, size, cost and results. For example:
 
     crosshead zoo --json
     """
@@ -44,7 +45,7 @@ def zoo(
 
 
 def entries(place: Path) -> list[dict[str, Any]]:
-    """The entries of all shipped recipes, by mechanism, backbone and size; `place` has their results."""
+    """The zoo entries of all shipped recipes, sorted by mechanism, backbone and size; `place` is the zoo directory."""
     from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
@@ -58,6 +59,7 @@ def entries(place: Path) -> list[dict[str, Any]]:
 
 
 def _order(entry: dict[str, Any]) -> Iterator[Any]:
+    """The sort key of an entry: mechanisms, model type, parameters."""
     from crosshead.model_cards.facts import mechanisms
     from crosshead.modeling.mechanisms import MECHANISMS
 
@@ -87,7 +89,7 @@ def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str
 
 
 def _counted(recipe: Any) -> Any:
-    """The configuration, as `crosshead cost` reads it."""
+    """The configuration of a recipe's model, for the cost report."""
     from crosshead.evals.cost.dit_config import DiTConfig
     from crosshead.recipes.schema.model_config import model_config
 
@@ -100,13 +102,13 @@ def _counted(recipe: Any) -> Any:
 
 
 def _model(config: Any) -> dict[str, Any]:
-    """What a model's config.json says of it; that of a DiT names no class of transformers."""
+    """Model type, architectures and mechanisms of a config, as far as it has them; a DiT has no `architectures`."""
     names = ("model_type", "architectures", "mixers")
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 def _short_run(place: Path, name: str) -> dict[str, Any]:
-    """The results of a short run of a recipe, if there was one."""
+    """The results of a short run of the recipe, as the field `short_run` of `Facts`; empty if there was none."""
     from crosshead.model_cards.facts import read_json
 
     path = place.absolute().parent / SHORT_RUNS
@@ -116,7 +118,7 @@ def _short_run(place: Path, name: str) -> dict[str, Any]:
 
 
 def _commands(recipe: Any, recipes: dict[str, Any]) -> list[str]:
-    """The commands before a training: those of recipes whose result it reads, and its conversion."""
+    """The commands to run before a training: those of the recipes whose output it reads, and its own conversion."""
     text = recipe.model.convert or ""
     found = []
     for name, earlier in recipes.items():
@@ -126,6 +128,6 @@ def _commands(recipe: Any, recipes: dict[str, Any]) -> list[str]:
 
 
 def _source(commands: list[str]) -> str | None:
-    """The Hub id of the first command's source."""
+    """Hub id of the source of the first command, or None if that is local."""
     source = commands[0].split()[2] if commands else None
     return None if source is None or source.startswith(LOCAL) else source

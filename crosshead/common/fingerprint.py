@@ -22,7 +22,7 @@ def files_digest(files: Iterable[Path]) -> str:
 
 
 def model_fingerprint(folder: Path) -> str:
-    """The sha256 of config.json and, per safetensors file, of name, size, header and the first bytes of each tensor."""
+    """The sha256 of config.json and of the name, size, header and first bytes per tensor of each safetensors file."""
     try:
         digest = hashlib.sha256((folder / CONFIG).read_bytes())
         for path in sorted(folder.glob(WEIGHTS)):
