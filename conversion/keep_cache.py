@@ -106,7 +106,7 @@ class WideHeads:
         }
 
     def rewrite(self, tensors: Tensors, layout: HeadLayout) -> Tensors:
-        """Return a layer's stock attention tensors. Rows of a wide q or k head are (half, component, feature of half)."""
+        """Return a layer's stock attention tensors. A wide q or k head has rows (half, component, feature of half)."""
         heads, queries = layout.key_value_heads, layout.query_heads
         keys, values = (self._scalars(tensors, side, heads) for side in ("key", "value"))
         new = dict(tensors)

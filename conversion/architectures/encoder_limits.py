@@ -1,4 +1,4 @@
-"""The conversions that encoders, and decoders with MLA, do not support, with the reasons."""
+"""Conversions that encoders, and decoders with MLA, do not support, and the reasons."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from .families import family_of
 
 @dataclass(frozen=True)
 class RequestedConversion:
-    """The source's configuration, and the requested mechanisms and options."""
+    """The source's config, and the requested mechanisms and options."""
 
     stock: Any
     mixers: MixerRequest
     options: Options
     statistics: set[str] = field(default_factory=set)
-    """The kinds of statistics that the conversion needs, once they are known."""
+    """Kinds of statistics that the conversion needs ("statistics", "use", "router"), once they are known."""
 
 
 @dataclass(frozen=True)
 class Limit:
-    """A conversion that is refused."""
+    """An unsupported conversion: its name and the reason for the error message, and its condition."""
 
     conversion: str
     reason: str
@@ -67,7 +67,7 @@ LIMITS = (
         lambda request: request.options.vocab_size is not None and family_of(request.stock).reads_images,
     ),
 )
-"""Of encoders, in the order in which they are checked."""
+"""Limits of encoders, in the order in which they are checked."""
 LATENT_LIMITS = (
     Limit(
         "--cache and --layers auto",
@@ -80,11 +80,11 @@ LATENT_LIMITS = (
         lambda request: "use" in request.statistics,
     ),
 )
-"""Of decoders with MLA."""
+"""Limits of decoders with MLA."""
 
 
 def check_limits(request: RequestedConversion) -> None:
-    """`ConversionError` if the model does not support the conversion."""
+    """Raise `ConversionError` if the model does not support the conversion."""
     family = family_of(request.stock)
     for limit in LIMITS if family.is_encoder else LATENT_LIMITS if family.latent else ():
         if limit.applies(request):
