@@ -1,4 +1,4 @@
-"""The demo's models: the conversions of the source, and a short training of one of them."""
+"""Makes the demo's models: conversions of the source, and a short training of one of them."""
 
 import json
 import shutil
@@ -13,9 +13,9 @@ from crosshead.recipes.schema.load import load_recipe
 from crosshead.recipes.train import train
 
 ROUTED = 75
-"""Per cent of the query heads that a mixture keeps active."""
+"""Percentage of the query heads that `mixture` keeps active."""
 CACHED = 2 / 3
-"""The share of the key/value heads that become component heads."""
+"""Number of component heads of `explicit` per key/value head."""
 
 
 @dataclass(frozen=True)
@@ -25,30 +25,34 @@ class Conversion:
     name: str
     message: str
     mixer: str
-    """As `crosshead convert --mixer` takes it."""
+    """Mechanism and options in the form of `crosshead convert --mixer`."""
     calibrated: bool = True
+    """True if the conversion reads a calibration text."""
 
     @property
     def mixers(self) -> dict[str, Any]:
-        """As `crosshead.convert` takes it."""
+        """Mechanism -> options, the argument of `crosshead.convert`."""
         return dict([split_argument(self.mixer)])
 
 
 @dataclass(frozen=True)
 class Training:
-    """Length and batch size of the training."""
+    """Settings of the demo's training."""
 
     steps: int
     batch_tokens: int
+    """Tokens per step."""
     length: int
+    """Tokens per sequence."""
     learning_rate: float
     transfer_steps: int
-    """First steps, which fit attention outputs."""
+    """Number of first steps, which fit the attention outputs of each layer to the teacher's."""
     log_every: int
+    """Steps between two log entries."""
 
 
 def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
-    """The conversions that a model with these counts of query and key/value heads allows; reasons against others."""
+    """Conversions of a model with these numbers of query and key/value heads, and messages about omitted ones."""
     query, key_value = heads
     found = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
     left_out = []
@@ -69,7 +73,7 @@ def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
 def continue_training(
     source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
 ) -> None:
-    """Train a converted model with its shipped recipe, shortened, with the source as the teacher."""
+    """Train a converted model with a shortened copy of a shipped recipe and the source as the teacher."""
     changes = {
         "output": str(work / "run"),
         "model.path": str(model),
@@ -96,5 +100,5 @@ def continue_training(
     )
     outcome = train(recipe, show)
     if outcome.model is None:
-        raise KeyboardInterrupt  # a checkpoint was saved
+        raise KeyboardInterrupt  # the run was stopped, and has saved a checkpoint
     shutil.move(outcome.model, target)
