@@ -1,4 +1,4 @@
-"""The size, FLOPs and memory of a run, without loading a model or reading a text."""
+"""`crosshead train --dry-run`: size, FLOPs and GPU memory of a run, without loading a model or reading data."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ from .diffusion import diffusion_estimate
 from .memory import ALONE, FSDP, ZERO3, Memory, Sharding, Teacher, memory
 
 CONFIG, RECIPE, SOURCE = "config.json", "model.config", "the model without mechanisms, in bfloat16"
-"""Sources of sizes."""
+"""Values of the report's `counted_from` and `teacher_counted_from`: the source of the model's sizes."""
 LABELS = {
     "parameters": "parameters",
     "trainable_parameters": "  trainable",
@@ -68,7 +68,7 @@ FIGURE = 22
 
 
 def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
-    """The report, for scripts and for `dry_run_lines`."""
+    """Return the report as a JSON object, which `dry_run_lines` formats."""
     if recipe.train.lora is not None and sharding.kind in (FSDP, ZERO3):
         raise RecipeError(f"train.trainable='mixers+lora' is not possible with {sharding.kind}: use 'mixers' or 'all'")
     if recipe.train.average is not None and sharding.kind in (FSDP, ZERO3):
@@ -96,7 +96,7 @@ def _report(
     counted_from: str,
     teacher_from: str | None,
 ) -> dict[str, Any]:
-    """`sizes` are those of the trained parameters."""
+    """Assemble the report; `sizes` are the numbers of elements of the trained parameters, by name."""
     return {
         "model": recipe.model.path,
         "counted_from": counted_from,
@@ -121,7 +121,7 @@ def _report(
 
 
 def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
-    """Parameters, FLOPs and, of a decoder, the KV cache."""
+    """Return parameters, FLOPs and, for a decoder, KV-cache bytes per token, for a classifier, its classes."""
     unit, amount = recipe.objective.unit.removesuffix("s"), recipe.steps * recipe.per_step
     if recipe.objective.auto_class in (DECODERS, CLASSIFIERS):
         is_decoder = recipe.objective.auto_class == DECODERS
@@ -140,7 +140,7 @@ def _counts(recipe: Recipe, config: Any) -> dict[str, int]:
 
 
 def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """The number of parameters, the highest learning rate and the weight decay of the model and of mechanisms."""
+    """Return parameter count, peak learning rate and weight decay of the stock model and of the mechanisms."""
     train = recipe.train
     mechanisms = sum(size for name, size in sizes.items() if is_mechanism(name))
     settings = {
@@ -152,7 +152,7 @@ def _optimizer(recipe: Recipe, sizes: Mapping[str, int]) -> dict[str, dict[str, 
 
 
 def _model(recipe: Recipe) -> tuple[Any, str]:
-    """The configuration of the model to train, and its source."""
+    """Return the configuration of the model to train, and its source (`CONFIG` or `RECIPE`)."""
     path, expected = recipe.model.path, recipe.model.config
     is_replaced = getattr(recipe.objective, "new_classifier", False)
     if expected is not None and (path is None or not Path(path).exists()):
@@ -167,7 +167,7 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
             check_expected(found, wanted)
         own = CONFIGS.get(f"crosshead_{found.model_type}")
         if own is not None and DECODERS not in own.auto_classes:
-            found = own.from_dict(found.to_dict())  # a stock model, counted as ours without mechanisms
+            found = own.from_dict(found.to_dict())  # count a stock model as a crosshead model without mechanisms
     is_new = recipe.objective.auto_class == CLASSIFIERS and (where == RECIPE or is_replaced)
     if is_new and CLASS_COUNT not in (expected or {}):
         found.num_labels = len(_class_folders(recipe)) or found.num_labels
@@ -177,14 +177,14 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
 
 
 def _class_folders(recipe: Recipe) -> set[str]:
-    """The names of the classes in folders of images; empty where they are not on this machine."""
+    """Return the class names of the image folders in the recipe; empty if the folders are not on this machine."""
     places = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
     found = [path for place in places if place.is_dir() for path in place.iterdir()]
     return {path.name for path in found if path.is_dir() and not path.name.startswith(".")}
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
-    """The teacher, and the source of its configuration."""
+    """Return the teacher's sizes and the source of its configuration; None for both without a teacher."""
     name = recipe.distillation.teacher if recipe.distillation else None
     if name is None:
         return None, None
@@ -202,12 +202,12 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
 
 @contextmanager
 def _counting(config: Any, name: str) -> Iterator[None]:
-    """`RecipeError` if no model can be built from a configuration, or one of an unsupported family."""
+    """Convert errors while a model is built or run on the meta device to a `RecipeError`."""
     try:
         yield
     except (RecipeError, ImportError):
         raise
-    except Exception as error:  # modules of other names or types
+    except Exception as error:  # unsupported families have modules of other names or types
         if f"crosshead_{config.model_type.removeprefix('crosshead_')}" in CONFIGS:
             raise RecipeError(f"{name}: {one_line(error)}") from error
         raise RecipeError(
@@ -217,7 +217,7 @@ def _counting(config: Any, name: str) -> Iterator[None]:
 
 
 def dry_run_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table, with notes."""
+    """Format the report as a table, followed by notes."""
     if report["counted_from"] == RECIPE and report["model"] is not None:
         yield f"{report['model']} does not exist: counted from model.config"
         if report["convert"]:
@@ -241,7 +241,7 @@ def _count(number: int) -> str:
 
 
 def _bytes(size: int) -> str:
-    """In the largest unit that gives a number of at least 1."""
+    """Format a size in the largest unit in which it is at least 1."""
     power = min(3, max(0, size.bit_length() - 1) // 10)
     return f"{size / 1024**power:,.2f} {UNITS[power]}"
 
