@@ -1,4 +1,4 @@
-"""Scores models on a user's data: which kind of scores follows from the class that a model's config names."""
+"""Scores models on a user's data. The class that a model's config names determines the kind of data and scores."""
 
 import gc
 import math
@@ -31,9 +31,9 @@ KINDS: dict[str, type[Data]] = {
     "ForImageClassification": LabelledImages,
     "ForImageClassificationWithTeacher": LabelledImages,
 }
-"""The ending of a class's name -> how its models are scored."""
+"""Ending of a model class's name -> the kind of data on which it is scored."""
 PACKAGES = ("crosshead", "transformers", "torch")
-"""Scores depend on their versions, and on Python's."""
+"""Packages whose versions are in the report, because scores depend on them."""
 
 
 def score_data(
@@ -49,8 +49,8 @@ def score_data(
 ) -> dict[str, Any]:
     """Score each model on a file or a folder; with `compared`, compare each later model with the first.
 
-    The report is that of `harness.evaluate`, with the name and the digest of the data; `save` is called with the
-    present one after each model and each comparison.
+    The report has the fields of `harness.evaluate`, and the name and the digest of the data. `save` is called with the
+    report so far after each model and each comparison.
     """
     check_options(models, limit, batch_size, compared)
     if not path.exists():
@@ -79,7 +79,7 @@ def score_data(
 
 
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
-    """The data as each model reads it; all of one kind."""
+    """Return the data as each model reads it; all models must be of one kind."""
     opened = [open_config(name, trust_remote_code) for name in models]
     kinds = [_kind(each) for each in opened]
     for each, kind in zip(opened, kinds, strict=True):
@@ -91,7 +91,7 @@ def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_cod
     if kinds[0].reads_text:
         opened = [replace(each, tokenizer=open_tokenizer(each)) for each in opened]
     contexts = [_context(each) for each in opened]
-    if issubclass(kinds[0], Windows):  # the same windows for each
+    if issubclass(kinds[0], Windows):  # all models must have the same windows
         contexts = [min(contexts)] * len(contexts)
     return [kinds[0](each, path, limit, context) for each, context in zip(opened, contexts, strict=True)]
 
@@ -108,7 +108,7 @@ def _kind(opened: Opened) -> type[Data]:
 
 
 def _context(opened: Opened) -> int:
-    """The tokens that the model and its tokenizer allow; `sys.maxsize` if neither has a limit."""
+    """Return the maximum number of tokens of model and tokenizer; `sys.maxsize` if neither has a limit."""
     limits = (
         getattr(opened.config.get_text_config(), "max_position_embeddings", None),
         getattr(opened.tokenizer, "model_max_length", None),  # a very large number if it has none
@@ -126,7 +126,7 @@ def _check_comparable(data: Sequence[Data]) -> None:
 
 
 def _score(data: Data, name: str, batch_size: int | str) -> tuple[dict[str, Any], list[Items | None]]:
-    """The report of one model, and the items behind its rows; the model is unloaded afterwards."""
+    """Return the report of one model and the items behind its scores; the model is unloaded afterwards."""
     model = load_model(data.opened, data.auto_class)
     scores = data.run(model, batch_size)
     report = {

@@ -1,4 +1,4 @@
-"""Reads the files of a user: rows with labels, plain text, and folders of images; errors name the file and the row."""
+"""Reads the user's files: rows with labels, plain text, and folders of images. Errors name the file and the row."""
 
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,18 @@ TEXT_COLUMNS = (
     ("#1 String", "#2 String"),
     ("sentence",),
 )
-"""The texts of a row in the tasks of GLUE, in its own files and in those of the Hub; the first ones found count."""
+"""Text columns in the tasks of GLUE, in its own files and on the Hub; the first complete entry is used."""
 LABEL_COLUMNS = ("label", "gold_label", "score", "is_duplicate", "Quality")
+"""Names of the label column in the tasks of GLUE; the first one in a row is used."""
 SUFFIXES = (".tsv", ".jsonl", ".json")
 LISTED_CLASSES = 4
-"""Maximum number of names of classes in a message."""
+"""Maximum number of class names in a message."""
 Row = tuple[str, tuple[str, ...], Any]
-"""File and line of a row, its texts, and its label."""
+"""File and line of a row (for messages), its texts, and its label."""
 
 
 def read_rows(path: Path, limit: int | None) -> list[Row]:
-    """The rows of a file with tab-separated values, which are never quoted, or with JSON lines."""
+    """Read the rows of a file with tab-separated values, which are never quoted, or with JSON lines."""
     if path.suffix not in SUFFIXES or not path.is_file():
         raise EvalError(
             f"{path} is not a file with rows: a sequence classifier reads {', '.join(SUFFIXES)} (JSON lines)"
@@ -43,7 +44,7 @@ def read_rows(path: Path, limit: int | None) -> list[Row]:
 
 
 def _row(where: str, line: str, header: list[str] | None) -> Row:
-    """Columns are looked for in each row, because lines of JSON may differ."""
+    """Parse one row. Its columns are looked up anew, because the fields of JSON lines may differ."""
     fields = json_object(line, where, EvalError) if header is None else _fields(where, line, header)
     names = next((names for names in TEXT_COLUMNS if all(name in fields for name in names)), None)
     label = next((name for name in LABEL_COLUMNS if name in fields), None)
@@ -67,7 +68,7 @@ def _fields(where: str, line: str, header: list[str]) -> dict[str, Any]:
 
 
 def text_files(path: Path) -> list[Path]:
-    """A file, or the .txt files in a folder and its subfolders."""
+    """Return the file itself, or the .txt files in a folder and its subfolders."""
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.rglob("*.txt") if file.is_file())
@@ -77,7 +78,7 @@ def text_files(path: Path) -> list[Path]:
 
 
 def class_folders(path: Path) -> dict[Path, list[Path]]:
-    """The images in each subfolder of a folder; a subfolder without images is left out."""
+    """Return the images in each subfolder of a folder; a subfolder without images is left out."""
     if not path.is_dir():
         raise EvalError(
             f"{path} is not a folder: an image classifier reads a folder with one subfolder for each class"
@@ -96,7 +97,7 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
 
 
 def class_of(config: Any, label: Any, where: str) -> int:
-    """A model's class by its name or its number; `EvalError` if it has none, or two of that name."""
+    """Return the index of a class by its name or its number; `EvalError` if it is unknown or ambiguous."""
     names = {int(index): str(name) for index, name in config.id2label.items()}
     found = [index for index, name in names.items() if name == label]
     if not found and isinstance(label, str) and label.isascii() and label.isdigit():

@@ -1,4 +1,4 @@
-"""Masked language models and T5 on plain text: the same masks and spans for every model with the same tokenizer."""
+"""Scores masked language models and T5 on plain text, with the same masks or spans for all models of a tokenizer."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from .metrics import Score, token_scores
 
 SEED = 0
 RATE, SPAN = 0.15, 3
-"""The part of the tokens that a model has to find, and the mean length of a span of T5."""
+"""Fraction of the tokens that a model has to predict, and mean length of a span of T5 in tokens."""
 LENGTH = 512
-"""The tokens of a window, if the model's context is long enough."""
+"""Length of a window in tokens, if the model's context is long enough."""
 IGNORED = -100
-"""The label of a token without a loss, in transformers."""
+"""Label of a token without a loss, in transformers."""
 
 
 class Windows(Data):
     """Windows of a text that do not overlap, and never reach from one file into the next."""
 
     tokens: list[list[int]]
-    """Of each window, without special tokens."""
+    """Token ids of each window, without special tokens."""
 
     def read(self, opened: Opened, path: Path, limit: int | None, length: int) -> None:
         """Cut the text into windows of `length` tokens."""
@@ -45,11 +45,11 @@ class Windows(Data):
         self.tokens = self.tokens[:limit]
 
     def comparable(self) -> Any:
-        """The tokens, and so the masks."""
+        """The token ids of all windows, which determine the masks and spans."""
         return self.tokens
 
     def scores(self, outcomes: Tensor) -> list[Score]:
-        """Loss, perplexity and accuracy."""
+        """Return loss, perplexity and accuracy."""
         return token_scores(*outcomes.unbind(1))
 
 
@@ -60,7 +60,7 @@ class MaskedWindows(Windows):
     title = "masked language modelling"
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
-        """Each window has the special tokens that the tokenizer puts around a text."""
+        """Mask random tokens of each window; the tokenizer's start and end tokens are around a window."""
         start, end = start_tokens(opened.tokenizer), end_tokens(opened.tokenizer)
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context - len(start) - len(end))
@@ -80,7 +80,7 @@ class MaskedWindows(Windows):
         self.lengths = [len(each["input_ids"]) for each in self.encoded]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Sums over the masked tokens."""
+        """Return sums over the masked tokens of each window (B, 3): loss, hits and number of tokens."""
         places, targets = zip(*(self.places[index] for index in indices), strict=True)
         counts = torch.tensor([len(each) for each in places])
         rows = torch.arange(len(indices)).repeat_interleave(counts)
@@ -96,7 +96,7 @@ class CorruptedWindows(Windows):
     title = "span corruption"
 
     def __init__(self, opened: Opened, path: Path, limit: int | None, context: int) -> None:
-        """As in T5's training: spans lie between other tokens, and the last one ends the window."""
+        """Corrupt spans as in T5's training: spans are never adjacent, and the last one ends the window."""
         self.context = min(context, LENGTH)
         self.read(opened, path, limit, self.context)
         generator = Generator().manual_seed(SEED)
@@ -108,7 +108,7 @@ class CorruptedWindows(Windows):
         self.lengths = [len(pair.inputs) for pair in self.pairs]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
-        """Sums over the tokens of the answer, with sentinels and the end token, as in training."""
+        """Return sums (B, 3) over the tokens of each answer, with sentinels and the end token, as in training."""
         pairs = [self.pairs[index] for index in indices]
         inputs = [{"input_ids": pair.inputs, "attention_mask": [1] * len(pair.inputs)} for pair in pairs]
         labels = padded([pair.answer for pair in pairs], IGNORED)
@@ -119,7 +119,7 @@ class CorruptedWindows(Windows):
 
 
 def _token(opened: Opened, word: str | None) -> int:
-    """The id of a special token, which the model must have."""
+    """Return the id of a special token, which tokenizer and model must have."""
     tokenizer = opened.tokenizer
     found = None if word is None else tokenizer.convert_tokens_to_ids(word)
     if found is None or (found == tokenizer.unk_token_id and word != tokenizer.unk_token):
@@ -132,14 +132,14 @@ def _token(opened: Opened, word: str | None) -> int:
 
 @dataclass(frozen=True)
 class Pair:
-    """A corrupted window and its answer."""
+    """Encoder input and decoder answer of a corrupted window."""
 
     inputs: list[int]
     answer: list[int]
 
 
 def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
-    """Begin and end of the spans of a window, `RATE` of its tokens in spans of `SPAN` on average."""
+    """Return begin and end of the random spans of a window: `RATE` of its tokens, in spans of `SPAN` on average."""
     noise = min(max(1, round(RATE * length)), length - 1)
     count = max(1, round(noise / SPAN))
     spans, place = [], 0
@@ -150,13 +150,13 @@ def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
 
 
 def _parts(total: int, count: int, generator: Generator) -> list[int]:
-    """Random positive numbers with a sum; every choice of them is equally likely."""
+    """Return `count` random positive numbers with the sum `total`; every choice is equally likely."""
     inner = torch.randperm(total - 1, generator=generator)[: count - 1].sort().values + 1
     return torch.diff(inner, prepend=torch.tensor([0]), append=torch.tensor([total])).tolist()
 
 
 def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Sequence[int], end: int) -> Pair:
-    """The window with a sentinel for each span, and the spans after their sentinels."""
+    """Return the window with a sentinel instead of each span, and the spans after their sentinels as the answer."""
     inputs: list[int] = []
     answer: list[int] = []
     place = 0
