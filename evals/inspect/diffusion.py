@@ -72,7 +72,7 @@ def load_dit(opened: Opened) -> Any:
 
 
 def image_reader(opened: Opened, time: int) -> Callable[[Path], tuple[dict[str, Any], torch.Tensor]]:
-    """Return a function from an image file to the model's arguments at a timestep, without a class, and the colours."""
+    """Return a function from an image file to the model's arguments at a timestep, without a class, and colours."""
     from diffusers import AutoencoderKL, DDPMScheduler
 
     folder, config = Path(opened.name), opened.config
