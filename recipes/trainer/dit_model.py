@@ -15,7 +15,7 @@ from torch import nn
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 ZERO = ("norm1.linear", "proj_out_1", "proj_out_2")
-"""Linear layers that are initialised to zero: adaLN-Zero modulation and the output layers."""
+"""Linear layers that are initialised to zero: adaLN-Zero modulation (norm1.linear, proj_out_1) and the output."""
 SMALL = ("timestep_embedder.linear_1", "timestep_embedder.linear_2", "class_embedder.embedding_table")
 """Layers that are initialised from a normal distribution with `SMALL_STD`."""
 SMALL_STD = 0.02
