@@ -1,15 +1,16 @@
-"""The loss of a model with fewer key and value heads, or fewer active heads, without training: JSON lines.
+"""Measures the loss of a model converted to fewer key and value heads, or fewer active heads, without training.
 
 usage: python -P tests/measure/component_heads.py MODEL TEXT [--part 0.5:1] [--calibration FILE] [...] CASE [CASE ...]
 
-MODEL is what `crosshead convert` takes; TEXT is what losses are measured on, in nats per token, in windows that do not
-overlap, in float32. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, active:PART,
-mixture:ACTIVE, differential:VERSION (1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as in the
-paper of grouped-query attention), followed by :DTYPE for the dtype of the result, as in svd:2 aligned:2
-aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 active:0.75 mixture:7:paper differential:2. aligned:4/auto leaves
-the number of groups to the conversion.
-Without `--calibration` the conversion's default text is read. `--part 0.5:1` reads the second half of a text alone.
-`--out` adds the figures to a JSON document, under `--name`.
+MODEL is a source of `crosshead convert`. The loss on TEXT is in nats per token, in windows that do not overlap, in
+float32. Output: JSON lines. A case is METHOD:COUNT, METHOD:KEYS,VALUES, METHOD:COUNT/GROUPS, auto:BUDGET, active:PART,
+mixture:ACTIVE, differential:VERSION (version 1 with half_values) or pooled:COUNT (means of neighbouring KV heads, as
+in the paper on grouped-query attention), optionally followed by :DTYPE for the dtype of the result. Examples: svd:2
+aligned:2 aligned:2:bfloat16 aligned:2,3 aligned:4/2 auto:0.75 active:0.75 mixture:7:paper differential:2. With
+aligned:4/auto, the conversion chooses the number of groups.
+
+Without `--calibration`, the conversion calibrates on its default text. `--part 0.5:1` reads only the second half of
+TEXT. `--out` adds the results to a JSON file under the key `--name`.
 """
 
 import argparse
@@ -35,14 +36,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("cases", nargs="+")
-    parser.add_argument("--part", default="0:1", help="of the text, as START:END between 0 and 1")
+    parser.add_argument("--part", default="0:1", help="part of TEXT to read, START:END between 0 and 1")
     parser.add_argument("--calibration", type=Path)
     parser.add_argument("--calibration-part", default="0:1")
-    parser.add_argument("--device", default="cpu", help="where the conversion runs the model")
-    parser.add_argument("--length", type=int, default=1024, help="of a window")
-    parser.add_argument("--windows", type=int, default=10**6, help="at most so many, spread over the text")
-    parser.add_argument("--out", type=Path, help="JSON document that the figures are added to")
-    parser.add_argument("--name", help="of the model and the text, in that document")
+    parser.add_argument("--device", default="cpu", help="device on which the conversion runs the model")
+    parser.add_argument("--length", type=int, default=1024, help="tokens per window")
+    parser.add_argument(
+        "--windows", type=int, default=10**6, help="maximum number of windows, evenly spaced in the text"
+    )
+    parser.add_argument("--out", type=Path, help="JSON file to which the results are added")
+    parser.add_argument("--name", help="key of the results in that file")
     given = parser.parse_args()
     if (given.out is None) != (given.name is None):
         parser.error("--out and --name go together: give both or neither")
@@ -55,7 +58,7 @@ def part_of(text: str, part: str) -> str:
 
 
 def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A case as mixers and options of a conversion."""
+    """The arguments `mixers` and further options of `crosshead.convert` for a case."""
     method, what, dtype = [*case.split(":"), "float32"][:3]
     if method == "mixture":
         way = "paper" if dtype == "paper" else "calibrated"
@@ -73,7 +76,7 @@ def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 DEVICE = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
-"""Where losses are computed."""
+"""Device on which losses are computed."""
 
 
 def loaded(folder: Path) -> Any:
@@ -82,7 +85,7 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def pooled(folder: Path, heads: int) -> Any:
-    """A stock model whose KV heads are the means of neighbours, from a neutral conversion."""
+    """Load a neutral conversion, and replace its KV heads by means of neighbouring heads, `heads` different ones."""
     model = loaded(folder)
     size, every = model.config.head_dim, model.config.num_key_value_heads // heads
     for layer in model.model.layers:
@@ -102,7 +105,7 @@ def loss(model: Any, tokens: torch.Tensor) -> float:
 
 
 def add(path: Path, name: str, found: dict[str, Any]) -> None:
-    """Add figures to the document, in the place of those that had the name."""
+    """Add results to the JSON file under the key `name`; earlier results with this key are replaced."""
     report = json.loads(path.read_bytes()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(report | {name: found}, indent=2) + "\n", encoding="utf-8")

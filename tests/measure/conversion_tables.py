@@ -1,4 +1,4 @@
-"""The tables of the page on conversion: what fewer key and value heads cost, and what a large checkpoint takes."""
+"""Tables of the pages on conversion: loss with fewer heads, time and memory of large checkpoints, and limits."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +12,7 @@ Content = Mapping[str, Any]
 
 
 def heads_table(report: Content) -> str:
-    """Losses above the source's, by model and way, and the time of the conversion."""
+    """Table of the loss increase over the source and the conversion time, per model and conversion (heads.json)."""
     lines = ["| model | converted to | loss above its source, in nats | time |", "| --- | --- | ---: | ---: |"]
     for name, found in report.items():
         for case, got in found["cases"].items():
@@ -26,8 +26,7 @@ def heads_table(report: Content) -> str:
 
 
 SAME_TEXT = ", calibrated on the same kind of text"
-
-
+"""Suffix of names in `heads.json`."""
 CONVERSIONS = (
     ("`explicit`, 2 of 3 component heads", "3 heads", "aligned:2", "explicit"),
     ("`explicit`, `--cache 75%`", "3 heads", "auto:0.75", None),
@@ -38,11 +37,11 @@ CONVERSIONS = (
     ("the paper's method: `explicit`, 2 of 3, `method=svd`", "3 heads", "svd:2", None),
     ("the paper's method: `mixture`, 7 of 9, `method=paper`", "9 heads", "mixture:7:paper", None),
 )
-"""Conversions of SmolLM2-135M: the words, the name's end and the case in `heads.json`, the name in `recovery.json`."""
+"""Conversions of SmolLM2-135M: description, end of the name and case in `heads.json`, name in `recovery.json`."""
 
 
 def conversions_table(heads: Content, recovery: Content) -> str:
-    """Losses of the most important conversions above the source's: not trained, and after a short training."""
+    """Table of the loss increase of the most important conversions: without training, and after a short training."""
     lines = ["| converted to | default text | WikiText | trained |", "| --- | ---: | ---: | ---: |"]
     for words, name, case, trained in CONVERSIONS:
         names = (f"SmolLM2-135M, {name}", f"SmolLM2-135M, {name}{SAME_TEXT}")
@@ -53,7 +52,7 @@ def conversions_table(heads: Content, recovery: Content) -> str:
 
 
 def _changed_to(case: str) -> str:
-    """A case of `component_heads.py`, for people."""
+    """The description of a case of `component_heads.py`."""
     method, what, *rest = case.split(":")
     suffix = f", in {rest[0]}" if rest else ""
     if method == "mixture":
@@ -73,7 +72,7 @@ def _changed_to(case: str) -> str:
 
 
 def folded_table(report: Content) -> str:
-    """The time of a decoded token of folded models, relative to their source's."""
+    """Table of the time per decoded token of folded models, relative to their source."""
     lines = ["| runs in | tokens in the cache | KV heads | time of a token | of the source's |"]
     lines.append("| --- | ---: | --- | ---: | ---: |")
     own = f"{report['shape']['num_key_value_heads']} of {report['shape']['head_dim']} features (source)"
@@ -89,7 +88,7 @@ def folded_table(report: Content) -> str:
 
 
 def streaming_table(report: Content) -> str:
-    """Time, where a copy does as much, and memory."""
+    """Table of peak memory, and of the time of a neutral conversion relative to a copy."""
     lines = [
         f"| a checkpoint of {report['bytes'] / 1e9:.2f} GB | time relative to `cp -r` | peak memory |",
         "| --- | ---: | ---: |",
@@ -107,7 +106,7 @@ def streaming_table(report: Content) -> str:
 
 
 def embedding_table(report: Content) -> str:
-    """The cosines of sentence embeddings."""
+    """Table of the cosines between sentence embeddings of a conversion and of its source."""
     lines = ["| all-MiniLM-L6-v2, converted with | mean cosine | smallest | largest difference |"]
     lines.append("| --- | ---: | ---: | ---: |")
     for name, found in report["cases"].items():
@@ -124,7 +123,7 @@ def embedding_table(report: Content) -> str:
 
 
 def images_table(report: Content) -> str:
-    """The time of mixture in a vision transformer, relative to stock attention."""
+    """Table of the time of `mixture` in a vision transformer, relative to stock attention."""
     lines = ["| part of a layer | time | of stock |", "| --- | ---: | ---: |"]
     for name, found in report["measured"].items():
         lines.append(f"| {name} | {min(found['ours']) * 1e3:.1f} ms | {found['ratio_of_best']:.2f} |")
@@ -137,7 +136,7 @@ def images_table(report: Content) -> str:
 
 
 def transnext_table() -> str:
-    """The options that TransNeXt does not support."""
+    """Table of the options that TransNeXt does not support."""
     lines = ["| option | layers | reason |", "| --- | --- | --- |"]
     for limit in TRANSNEXT_LIMITS:
         layers = "all" if limit.everywhere else "with windows"
@@ -146,18 +145,18 @@ def transnext_table() -> str:
 
 
 def limits_table(limits: Iterable[Limit] = LIMITS) -> str:
-    """The conversions that encoders do not support, or other ones."""
+    """Table of unsupported conversions, by default those of encoders."""
     lines = ["| conversion | reason |", "| --- | --- |"]
     return "\n".join([*lines, *(f"| {limit.conversion} | {limit.reason} |" for limit in limits)]) + "\n"
 
 
 def latent_limits_table() -> str:
-    """The conversions that decoders with MLA do not support."""
+    """Table of the conversions that decoders with multi-head latent attention do not support."""
     return limits_table(LATENT_LIMITS)
 
 
 def refused_table() -> str:
-    """What backbones refuse when a config is made: mechanisms with their defaults, and options."""
+    """Tables of the mechanisms and options that the config of each backbone rejects."""
     reasons: dict[tuple[str, str], list[str]] = {}
     for config in BACKBONES:
         for each in getattr(config, "refused", ()):

@@ -1,10 +1,10 @@
-"""The time of one decoded token of a stock checkpoint and of the same folded with half of its cache.
+"""Compares the time per decoded token of a stock checkpoint and of the same checkpoint folded to half its KV cache.
 
 usage: PYTHONPATH=tests python -P tests/measure/folded_decode.py FOLDER [--tokens 4096 16384] [--vllm PYTHON]
 
-Both are stock models of random weights (8 KV heads of 64 features, folded to 4 component heads in 4, 2 and 1 groups).
-They run in transformers' own classes with SDPA, and in vLLM where its interpreter is given. The results are in
-FOLDER/folded_decode.json. Times say something only on a machine that does nothing else.
+All are stock models with random weights (8 KV heads of 64 features, folded to 4 component heads in 4, 2 and 1 groups).
+They run in the classes of transformers with SDPA, and in vLLM if its Python interpreter is given. Writes the results
+to FOLDER/folded_decode.json. Stop other processes before you measure times.
 """
 
 import argparse
@@ -35,7 +35,7 @@ ROUNDS = 5
 
 
 def write_models(folder: Path) -> dict[str, Path]:
-    """The source, and the folded models by their names."""
+    """Write the source and the folded models; return name -> folder, the source first."""
     import crosshead
     from toy_checkpoints import write_stock
 
@@ -50,7 +50,7 @@ def write_models(folder: Path) -> dict[str, Path]:
 
 
 def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[float]]:
-    """Seconds for each token with a cache of this many random entries, by model; the models in turn."""
+    """Model -> seconds per token in each round, with `length` random entries in the cache; the models alternate."""
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -75,7 +75,7 @@ def transformers_times(places: dict[str, Path], length: int) -> dict[str, list[f
 
 
 def vllm_times(python: str, place: Path, length: int) -> list[float]:
-    """The same in vLLM, which keeps the prompt's cache between the runs."""
+    """Seconds per token of one model in each round in vLLM, which keeps the prompt's KV cache between rounds."""
     settings = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     settings |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | settings
@@ -86,7 +86,7 @@ def vllm_times(python: str, place: Path, length: int) -> list[float]:
 
 
 def vllm_worker(place: str, length: int) -> None:
-    """Print the seconds for each new token: many tokens and one, the difference divided."""
+    """Print the seconds per new token: the difference of the times for many tokens and for one, divided."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -111,17 +111,17 @@ def vllm_worker(place: str, length: int) -> None:
 
 
 def compared(times: dict[str, list[float]]) -> dict[str, Any]:
-    """Medians, and their ratios to the source's."""
+    """The median time of each model, and its ratio to the median of the source."""
     source = median(times["source"])
     return {name: {"seconds": median(found), "ratio": median(found) / source} for name, found in times.items()}
 
 
 def main() -> None:
-    """All of it."""
+    """Write the models, measure, and write and print the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 16384])
-    parser.add_argument("--vllm", help="the interpreter of an environment with vLLM")
+    parser.add_argument("--vllm", help="Python interpreter of an environment with vLLM")
     arguments = parser.parse_args()
     from crosshead.evals.bench.machine import machine
 

@@ -1,11 +1,11 @@
-"""Every mechanism from scratch on the same text: held-out losses at toy size, over several seeds, as a table.
+"""Trains a toy model with each mechanism from scratch on the same text, and compares held-out losses over seeds.
 
 usage: PYTHONPATH=tests:tests/measure python -P tests/measure/from_scratch.py FOLDER [--text FILE] [--tokens 1000000]
 
-The text is the prose that this CPython carries, unless another is given; a tenth of its documents is held out. All
-models see the same windows in the same order for the same seed, with the same schedule; they differ in `mixers` alone.
-The same command goes on where it was interrupted. The figures go to FOLDER/from_scratch.json, also while it runs:
-losses after the last token, in nats per token, and how far each lies from the baseline of the same seed.
+The default text is the prose in the standard library of this CPython; a tenth of its documents is held out. With the
+same seed, all models see the same windows in the same order with the same schedule; only `mixers` differs. The same
+command resumes an interrupted run. After each training, the results are written to FOLDER/from_scratch.json: final
+held-out losses in nats per token, and their differences from the baseline with the same seed.
 """
 
 import argparse
@@ -45,11 +45,11 @@ SHAPE: dict[str, Any] = {
 }
 LENGTH, SEQUENCES = 256, 8
 DOCUMENT = 2000
-"""Characters, at least, of a document that a file of text is divided into."""
+"""Minimum number of characters of the documents into which a text file is divided."""
 
 
 def divided(text: str) -> list[str]:
-    """Paragraphs, joined until they are long enough: a source of one document would leave none to hold out."""
+    """Divide a text into documents of whole paragraphs: a single document would leave none to hold out."""
     found: list[str] = [""]
     for paragraph in text.split("\n\n"):
         if len(found[-1]) >= DOCUMENT:
@@ -59,7 +59,7 @@ def divided(text: str) -> list[str]:
 
 
 def prepare(folder: Path, text: Path | None) -> int:
-    """Write text and tokenizer, where they are not there yet; returns how many tokens there are in the vocabulary."""
+    """Write text and tokenizer, if they do not exist yet; return the size of the vocabulary."""
     tokenizer = folder / "tokenizer"
     if not tokenizer.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def prepare(folder: Path, text: Path | None) -> int:
 
 
 def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> Recipe:
-    """One model's run."""
+    """The recipe that trains the case `name` with one seed."""
     batch = LENGTH * SEQUENCES
     return Recipe(
         output=str(folder / "runs" / f"{name.replace(', ', '-').rstrip('%')}-{seed}"),
@@ -100,7 +100,7 @@ def recipe(folder: Path, name: str, seed: int, tokens: int, vocabulary: int) -> 
 def report(
     losses: dict[str, dict[int, float]], cases: dict[str, dict[str, Any]], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Means and spread over the seeds."""
+    """The results: means and standard deviations over seeds, from case -> seed -> loss."""
     figures = {}
     for name, found in losses.items():
         apart = [loss - losses[BASELINE][seed] for seed, loss in found.items() if seed in losses[BASELINE]]
@@ -111,7 +111,7 @@ def report(
 
 
 def lines(found: dict[str, Any]) -> list[str]:
-    """The table: mean and standard deviation over seeds, and the same of the difference to the baseline."""
+    """The table: mean and standard deviation over seeds of the loss, and of its difference from the baseline."""
     table = [f"{'held-out loss':18}  seeds  {'mean':>7}  {'+-':>6}  {'beside':>7}  {'+-':>6}"]
     for name, figures in found["losses"].items():
         spreads = (figures["spread"], figures["spread_beside"])
@@ -122,11 +122,11 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 
 def main() -> None:
-    """Train what is not trained yet, a seed after the other, and print."""
+    """Train all models that are not trained yet, seed by seed, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="that each model is trained on")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="number of training tokens of each model")
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     disable_progress_bar()

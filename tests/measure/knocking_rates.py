@@ -1,11 +1,12 @@
-"""Continued training of SmolLM2-135M with knocking heads: learning rates of the mechanism, beside the plain model.
+"""Compares learning rates of the knocking mechanism in continued training of SmolLM2-135M.
 
 usage: python -P tests/measure/knocking_rates.py MODEL TEXT FOLDER [--tokens 500000] [--seeds 3]
 
-MODEL and TEXT are those of recovery.py. Knocking starts as the source, and is trained by its shipped recipe with a
-learning rate of 1, 3 and 10 times that of the other weights; the source is trained in the same way. The figures go to
-FOLDER/knocking_rates.json, also while it runs: held-out losses, how far each lies from the plain model's of the same
-seed, and the drift of the mechanism from its start. The same command goes on where it was interrupted.
+MODEL and TEXT are as in recovery.py. `knocking` starts with the outputs of the source, and is trained by its shipped
+recipe with a learning rate of 1, 3 and 10 times that of the other weights. The plain source is trained in the same
+way. After each training, the results are written to FOLDER/knocking_rates.json: held-out losses, their differences
+from the plain model with the same seed, and the drift of the mechanism from its initial values. The same command
+resumes an interrupted run.
 """
 
 import argparse
@@ -24,15 +25,17 @@ from crosshead.recipes.train import train
 from crosshead.recipes.trainer.metrics import MetricsFile
 
 RATES = (1, 3, 10)
+"""Learning rates of the mechanism, as multiples of the model's."""
 PLAIN = "plain"
 CASES = (PLAIN, *(f"{rate} x" for rate in RATES))
 STEPS = 120
-"""Of a run, about: with fewer tokens a step, the model learns more."""
+"""Approximate number of steps per run: with fewer tokens per step, the model learns more."""
 LENGTH = 512
+"""Tokens per sequence."""
 
 
 def run(folder: Path, case: str, seed: int, tokens: int) -> Recipe:
-    """One model's training."""
+    """The recipe that trains one case with one seed."""
     shipped = recipe(folder, "knocking", tokens, []).train
     batch = max(LENGTH, tokens // STEPS // LENGTH * LENGTH)
     rate = shipped.learning_rate * (batch / shipped.batch_tokens) ** 0.5
@@ -51,7 +54,7 @@ def run(folder: Path, case: str, seed: int, tokens: int) -> Recipe:
 
 
 def trained(folder: Path, case: str, seed: int, tokens: int) -> dict[str, float]:
-    """The held-out loss at the end, and the mechanism's drift."""
+    """Train one case, and return its final held-out loss and the drift of the mechanism."""
     wanted = run(folder, case, seed, tokens)
     if train(wanted).model is None:
         raise SystemExit("stopped: the same command goes on")
@@ -61,7 +64,7 @@ def trained(folder: Path, case: str, seed: int, tokens: int) -> dict[str, float]
 
 
 def report(found: dict[str, dict[int, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
-    """Means and spreads over seeds."""
+    """The results: means and standard deviations over seeds, from case -> seed -> loss and drift."""
     figures = {}
     for case, seeds in found.items():
         apart = [each["loss"] - found[PLAIN][seed]["loss"] for seed, each in seeds.items()]
@@ -72,12 +75,12 @@ def report(found: dict[str, dict[int, dict[str, float]]], settings: dict[str, An
 
 
 def main() -> None:
-    """Train what is not trained yet, a seed after the other, and print."""
+    """Train all cases that are not trained yet, seed by seed, and print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("text", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--tokens", type=int, default=500_000, help="of training, for each")
+    parser.add_argument("--tokens", type=int, default=500_000, help="number of training tokens of each case")
     parser.add_argument("--seeds", type=int, default=3)
     asked = parser.parse_args()
     disable_progress_bar()

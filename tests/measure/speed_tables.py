@@ -1,4 +1,4 @@
-"""The tables of speeds: what `crosshead bench` has measured, and what was measured on a GPU."""
+"""Tables of the speeds measured by `crosshead bench` and by tests/gpu_check.py."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +15,13 @@ SPEEDS = {
     "decode_zen5": "Decoding, on a newer processor (Zen 5)",
     "convert": "Conversion",
 }
-"""What `crosshead bench` has measured: `evals/results/NAME.json`, from its first word -> the heading of its table."""
+"""Name of a file in `evals/results/`, which begins with the subcommand of `crosshead bench` -> table heading."""
 ON_A_GPU = "python tests/gpu_check.py speed OUT.json"
+"""The command that writes gpu.json."""
 
 
 def speed_tables(folder: Path = RESULTS) -> str:
-    """Every figure of the bench command beside its baseline and its target."""
+    """All tables: measurements, baselines and targets."""
     parts = [
         (title, f"{name}.json", f"crosshead bench {name.partition('_')[0]}", speed_table)
         for name, title in SPEEDS.items()
@@ -32,12 +33,12 @@ def speed_tables(folder: Path = RESULTS) -> str:
 
 
 def speed_table(report: Content) -> str:
-    """That of one report."""
+    """The table of one report of `crosshead bench`."""
     return "\n".join(speed_lines(report)) + "\n"
 
 
 def train_table(report: Content) -> str:
-    """Training speeds relative to transformers' Trainer with the stock model."""
+    """Table of training speeds relative to transformers' Trainer with the stock model."""
     lines = ["| model | options | tokens a second, relative to Trainer with the stock model (range) |"]
     lines.append("| --- | --- | ---: |")
     for name, found in report["tokens_per_second"].items():
@@ -53,7 +54,7 @@ def train_table(report: Content) -> str:
 
 
 def gpu_table(report: Content) -> str:
-    """Times of functions as called, and by the GPU's own clock; then the launches of a layer of talking."""
+    """Tables of wall-clock times and of GPU times of functions, and the kernel launches of a `talking` layer."""
     lines: list[str] = []
     report = report["speed"]
     for part, title in (("called", "As called"), ("queued", "By the GPU's own clock")):
@@ -64,7 +65,7 @@ def gpu_table(report: Content) -> str:
 
 
 def speed_lines(report: Content) -> Iterator[str]:
-    """One report's table, and what it was measured on."""
+    """The lines of a report's table, and a line with the machine and versions."""
     yield "| case | what | baseline | time | time of the baseline | ratio (quartiles) | target |"
     yield "| --- | --- | --- | ---: | ---: | ---: | --- |"
     for name, found in report["cases"].items():
