@@ -1,4 +1,4 @@
-"""Every command works, writes the fields that the page on formats names, and lets no access token out."""
+"""Every command works, writes only fields documented in formats.md, and leaks no access token."""
 
 import json
 import re
@@ -23,29 +23,29 @@ def chain(tmp_path_factory):
 
 @pytest.fixture
 def report(chain):
-    """A JSON file that a command has written."""
+    """Return a function that reads a JSON file written by a command."""
     return lambda path: json.loads((chain.folder / path).read_text())
 
 
 def keys_of(content):
-    """Every key of a JSON object that is a name, and not a tensor's or a number."""
+    """Return all keys in nested JSON that look like field names (not tensor names or numbers)."""
     if isinstance(content, list):
         return set().union(*map(keys_of, content))
     if not isinstance(content, dict):
         return set()
-    found = {key for key in content if re.fullmatch(r"[a-z][a-z_0-9]*", key)}
-    return found | set().union(*(keys_of(value) for value in content.values()))
+    names = {key for key in content if re.fullmatch(r"[a-z][a-z_0-9]*", key)}
+    return names | set().union(*(keys_of(value) for value in content.values()))
 
 
 def fields_in(heading):
-    """All that a section of the formats names."""
+    """Return the field names that a section of formats.md mentions."""
     section = FORMATS.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert section
     return set(re.findall(r"[a-z][a-z_0-9]*", " ".join(re.findall(r"`([^`]+)`", section))))
 
 
 def holding(folder, token):
-    """The files that hold a token, by their place in the folder."""
+    """Return the relative paths of the files that contain a token."""
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix() for path in files if token.encode() in path.read_bytes()}
 
@@ -110,8 +110,8 @@ def test_a_run_has_the_fields_that_are_named(chain, report):
     lines = [json.loads(line) for line in (chain.folder / "run" / "metrics.jsonl").read_text().splitlines()]
     named = fields_in("A training run")
     assert report("run/model/training.json").keys() <= named
-    found = {key.partition("/")[0] for line in lines for key in line if not key.startswith("eval_")}
-    assert found - {"epoch"} - named == set()
+    keys = {key.partition("/")[0] for line in lines for key in line if not key.startswith("eval_")}
+    assert keys - {"epoch"} - named == set()
     caches = [json.loads(path.read_text()) for path in chain.folder.rglob("tokens/*/cache.json")]
     assert caches and set().union(*caches) <= named
     assert {"run.json", "metrics.jsonl", "model", ".lock"} <= {path.name for path in (chain.folder / "run").iterdir()}
@@ -123,18 +123,18 @@ def test_measurements_have_the_fields_that_are_named(chain, report):
     figures = {f"{phase}_{unit}" for phase in SPEED for unit in ("flops", "multiplications")}
     assert costs.keys() <= named and costs["cost"].keys() - figures <= named
     for scores in (report("eval.json"), report("rows.json")):
-        for each in (scores, *scores["models"], *scores["compared"], scores.get("data", {})):
-            assert each.keys() <= named
-            assert all(row.keys() <= named for row in each.get("scores", ()))
+        for entry in (scores, *scores["models"], *scores["compared"], scores.get("data", {})):
+            assert entry.keys() <= named
+            assert all(row.keys() <= named for row in entry.get("scores", ()))
     page = report("page.json")
     for model in page["models"]:
-        for each in (
+        for entry in (
             page,
             model,
             *model["texts"],
             *model["texts"][0]["layers"],
             model["texts"][0]["layers"][0]["maps"],
         ):
-            assert each.keys() <= named
+            assert entry.keys() <= named
     heads = report("heads.json")
     assert heads.keys() <= named and all(row.keys() <= named for row in heads["models"]["made"])
