@@ -1,4 +1,4 @@
-"""The attention forward of all backbones: transformers' own, with the hooks of the mechanisms in between."""
+"""The attention forward that all backbones share: transformers' own, with calls to the mechanisms' hooks."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +16,15 @@ from .ops import HeadRMSNorm, add_position_bias, eager_attention_forward, split_
 
 
 class HeadScale(HeadRMSNorm):
-    """The norm on keys without its division: `explicit` divides by the RMS of the combined keys."""
+    """The weight of a key norm, without the division: `explicit` divides by the RMS of the combined keys instead."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """`weight * x`."""
+        """Return `weight * x`."""
         return self.weight * x
 
 
 class CrossheadAttention(nn.Module):
-    """Turns a stock attention class into one with mechanisms; each backbone combines the two."""
+    """Mixin that adds mechanisms to attention; each backbone inherits from it and from the stock attention class."""
 
     config: Any
     layer_idx: int
@@ -55,7 +55,7 @@ class CrossheadAttention(nn.Module):
         if layout.key_norm_eps is not None:
             self.q_norm = HeadRMSNorm(layout.head_dim, layout.key_norm_eps)
             self.k_norm = (HeadScale if layout.combines_keys else HeadRMSNorm)(layout.head_dim, layout.key_norm_eps)
-        # Names and not modules: wrappers such as peft's replace the modules.
+        # Names, not modules: wrappers such as peft's replace the modules.
         self.mapping_order = sorted(settings, key=lambda name: MECHANISMS[name].maps_last)
         self.output_order = sorted(settings, key=lambda name: not MECHANISMS[name].rules.replaces_attention)
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
@@ -76,9 +76,9 @@ class CrossheadAttention(nn.Module):
         position_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attention outputs (B, T, hidden), and the attention weights where the implementation returns them.
+        """Return attention outputs (B, T, hidden), and attention weights, None if the implementation has none.
 
-        Keys and values come from `key_value_states` if given; `position_bias` (B or 1, H, T, S) is added to logits.
+        Keys and values come from `key_value_states` if given. `position_bias` (B or 1, H, T, S) is added to logits.
         """
         input_shape = hidden_states.shape[:-1]
         source = hidden_states if key_value_states is None else key_value_states
@@ -124,9 +124,9 @@ class CrossheadAttention(nn.Module):
         return self.o_proj(attn_output.reshape(*input_shape, -1).contiguous()), attn_weights
 
     def _attention_function(self, state: AttentionState, masked: bool, kwargs: dict[str, Any]) -> str | None:
-        """The choice of the first mechanism that makes one, else the model's `attn_implementation`."""
+        """Return the function of the first mechanism that chooses one, else the model's `attn_implementation`."""
         implementation: str | None = self.config._attn_implementation
-        is_paged = kwargs.get("cache") is not None  # continuous batching
+        is_paged = kwargs.get("cache") is not None  # in continuous batching
         for name in self.output_order if not is_paged else ():
             mechanism: Any = self.mixers[name]
             state.function = mechanism.attention_function(state, implementation, masked)
