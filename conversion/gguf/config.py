@@ -32,7 +32,7 @@ EXPERT_SIZES = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""The same as `SIZES`, for a mixture of experts."""
+"""Metadata key of a mixture of experts, without the architecture's prefix -> field of config.json."""
 TOKENS = {
     "tokenizer.ggml.bos_token_id": "bos_token_id",
     "tokenizer.ggml.eos_token_id": "eos_token_id",

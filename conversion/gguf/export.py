@@ -91,8 +91,8 @@ def run_gguf(
             "convert that with llama.cpp"
         )
     out = expanded(out)
-    for place in request.source.store.places:
-        check_apart(place, out)
+    for source_path in request.source.store.places:
+        check_apart(source_path, out)
     if plan_only:
         check_file(out, MAGIC, overwrite)
         check_record(out, overwrite)
@@ -142,7 +142,7 @@ def _tolerance(plan: Plan, targets: Sequence[Target]) -> Tolerance | None:
     if not {target.format for target in targets} <= DTYPES.keys():
         return None
     rounded = {step.entry.dtype for step in plan.steps if step.action == "rewritten"}
-    rounded |= {each.format for each in targets if {step.entry.dtype for step in each.steps} != {each.format}}
+    rounded |= {target.format for target in targets if {step.entry.dtype for step in target.steps} != {target.format}}
     return tolerance(plan.config, {"F32"} | rounded)
 
 

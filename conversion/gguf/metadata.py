@@ -149,7 +149,7 @@ def _longrope_factors(parameters: Mapping[str, Any], length: int, head_size: int
 
 
 def _refused(field: str, value: Any, where: str = "") -> ConversionError:
-    place = f" {where}" if where else ""
+    suffix = f" {where}" if where else ""
     return ConversionError(
-        f"the model has {field}={shown(value)}, which llama.cpp does not support{place}: fold it to a folder instead"
+        f"the model has {field}={shown(value)}, which llama.cpp does not support{suffix}: fold it to a folder instead"
     )

@@ -61,7 +61,7 @@ class GgufStore:
     def fingerprint(self) -> str:
         """Return a cheap fingerprint of the files: a hash of names, sizes, modification times and headers."""
         states = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in self.file.paths]
-        table = [(name, str(held.format), held.shape, held.start) for name, held in self.file.tensors.items()]
+        table = [(name, str(tensor.format), tensor.shape, tensor.start) for name, tensor in self.file.tensors.items()]
         return hashlib.sha256(repr((states, self.file.metadata, table)).encode()).hexdigest()
 
     def _stock_tensors(self, name: str) -> dict[str, StockTensor]:

@@ -87,8 +87,8 @@ def pre_tokeniser(name: str) -> Any:
 
 def further_templates(metadata: Mapping[str, Any], lists: Mapping[str, Any]) -> dict[str, str]:
     """Return the chat templates other than the default one, by name."""
-    found = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
-    return {name: text for name, text in found.items() if isinstance(text, str)}
+    texts = {name: metadata.get(f"{TEMPLATE}.{name}") for name in lists.get(f"{TEMPLATE}s", ())}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}
 
 
 def correct_tokens(path: Path, lists: Mapping[str, Any]) -> None:
@@ -128,7 +128,7 @@ def _flat(part: Mapping[str, Any] | None) -> list[dict[str, Any]]:
     if part is None:
         return []
     if part["type"] == "Sequence":
-        return [each for nested in part["pretokenizers"] for each in _flat(nested)]
+        return [step for nested in part["pretokenizers"] for step in _flat(nested)]
     return [{key: value for key, value in part.items() if key != _TRIM}]
 
 

@@ -97,8 +97,8 @@ def plan_targets(plan: Plan, description: Description, type: str) -> list[Target
 
 def _expert(step: Step) -> int:
     """Return the index of the expert in a tensor's name, or 0."""
-    _, found, after = step.entry.name.partition(".experts.")
-    return int(after.split(".")[0]) if found else 0
+    _, separator, after = step.entry.name.partition(".experts.")
+    return int(after.split(".")[0]) if separator else 0
 
 
 def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: int, type: str) -> Target:
@@ -116,7 +116,7 @@ def _target(name: str, steps: Sequence[Step], family: Architecture, head_size: i
 
 def unblocked(targets: Iterable[Target], type: str) -> list[str]:
     """Return the names of the matrices that are not in the format of the file's type because of their row length."""
-    return [each.name for each in targets if each.format == _UNBLOCKED != type.upper()]
+    return [target.name for target in targets if target.format == _UNBLOCKED != type.upper()]
 
 
 def write_gguf(

@@ -149,22 +149,22 @@ def drop_tokens(config: Mapping[str, Any], folder: Path) -> dict[str, list[str]]
 
 def code_references(folder: Path) -> list[str]:
     """Return the references to code in a folder's settings; loading runs this code, from the folder or elsewhere."""
-    found = []
+    references = []
     for name in (CONFIG, "tokenizer_config.json", IMAGE_PROCESSOR, "processor_config.json"):
         for value in _object(_read_json(folder / name).get("auto_map")).values():
-            found += [str(part) for part in (value if isinstance(value, list) else [value]) if part is not None]
-    return found
+            references += [str(part) for part in (value if isinstance(value, list) else [value]) if part is not None]
+    return references
 
 
 def foreign_code(folder: Path) -> str | None:
     """Return the first Python file or reference to code in a folder that is not crosshead's own; None if all are."""
-    files, named = sorted(folder.rglob("*.py")), code_references(folder)
-    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or named else {}
+    files, references = sorted(folder.rglob("*.py")), code_references(folder)
+    content = read_object(folder / CONFIG, MAX_CONFIG_BYTES, "a configuration") if files or references else {}
     own = code_files(saved_config(content, folder.name)) if kind_of(content) == "crosshead" else {}
     for file in files:
         if not file.is_file() or own.get(file.name) != file.read_text(encoding="utf-8", errors="replace"):
             return file.name
-    return next((each for each in named if f"{each.split('.')[0]}.py" not in own), None)
+    return next((reference for reference in references if f"{reference.split('.')[0]}.py" not in own), None)
 
 
 def write_json(path: Path, content: Mapping[str, Any] | list[str]) -> None:

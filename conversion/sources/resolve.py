@@ -179,7 +179,7 @@ def _check_modules(path: Path) -> None:
 
 def _check_tokens(files: Sequence[Path], name: str) -> None:
     """Refuse access tokens in text files; from JSON objects, they are removed when the files are copied."""
-    texts = [each for file in files for each in (sorted(file.iterdir()) if file.is_dir() else [file])]
+    texts = [text_file for file in files for text_file in (sorted(file.iterdir()) if file.is_dir() else [file])]
     for file in texts:
         if file in files and file.name in VOCABULARIES | _TEXT_VOCABULARIES:
             continue

@@ -149,7 +149,7 @@ class SafetensorsStore:
 
     def read(self, name: str) -> torch.Tensor:
         """Return one tensor in its stored dtype, in memory of its own."""
-        entry, (path, start) = self.entries[name], self._place(name)
+        entry, (path, start) = self.entries[name], self._location(name)
         raw = torch.empty(entry.size, dtype=torch.uint8)
         with opened(path) as (descriptor, _):
             fill(raw.numpy().data, descriptor, path, start)
@@ -157,7 +157,7 @@ class SafetensorsStore:
 
     def chunks(self, name: str) -> Iterator[memoryview]:
         """Return an iterator over the bytes of one tensor in chunks; each is valid until the next is requested."""
-        path, start = self._place(name)
+        path, start = self._location(name)
         return chunks_at(path, start, self.entries[name].size)
 
     def fingerprint(self) -> str:
@@ -165,7 +165,7 @@ class SafetensorsStore:
         lines = [f"{file} {header.fingerprint}\n" for file, header in self._headers.items()]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    def _place(self, name: str) -> tuple[Path, int]:
+    def _location(self, name: str) -> tuple[Path, int]:
         file = self._files[name]
         return self.folder / file, self._headers[file].starts[self._stored_names[name]]
 
@@ -208,8 +208,8 @@ def _read_indexed_headers(folder: Path) -> dict[str, Header]:
         for name in sorted(listed - header.entries.keys()):
             raise ConversionError(f"{index} lists tensor {shown(name)} in {shown(file)}, which does not contain it")
         for name in sorted(header.entries.keys() - listed):
-            place = f"lists it in {shown(files[name])}" if name in files else "does not list it"
-            raise ConversionError(f"{folder / file} contains tensor {shown(name)}, but {INDEX} {place}")
+            fault = f"lists it in {shown(files[name])}" if name in files else "does not list it"
+            raise ConversionError(f"{folder / file} contains tensor {shown(name)}, but {INDEX} {fault}")
     return headers
 
 

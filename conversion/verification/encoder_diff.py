@@ -51,9 +51,9 @@ def _size(inputs: torch.Tensor) -> dict[str, int]:
 
 def _classes(before: torch.Tensor, after: torch.Tensor) -> dict[str, float]:
     """Return KL divergence and agreement of the predicted classes, from logits (B, classes)."""
-    expected, found = (logits.double().log_softmax(-1) for logits in (before, after))
+    expected, actual = (logits.double().log_softmax(-1) for logits in (before, after))
     return {
-        "kl_divergence": float(functional.kl_div(found, expected, reduction="batchmean", log_target=True)),
+        "kl_divergence": float(functional.kl_div(actual, expected, reduction="batchmean", log_target=True)),
         "class_agreement": float((before.argmax(-1) == after.argmax(-1)).double().mean()),
     }
 

@@ -47,7 +47,7 @@ def run_vllm(job: dict[str, Any]) -> dict[str, Any]:
     return {
         "version": vllm.__version__,
         "logprobs": [
-            [each[token].logprob for token, each in zip(tokens[1:], result.prompt_logprobs[1:], strict=True)]
+            [logprobs[token].logprob for token, logprobs in zip(tokens[1:], result.prompt_logprobs[1:], strict=True)]
             for tokens, result in zip(job["prompts"], scored, strict=True)
         ],
         "tokens": [list(result.outputs[0].token_ids) for result in generated],
@@ -66,8 +66,8 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     import numpy
 
     length = max(map(len, job["prompts"])) + job["new_tokens"]
-    cached = llama_cpp.GGML_TYPE_F32 if job["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
-    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=cached, type_v=cached, verbose=True)
+    kv_type = llama_cpp.GGML_TYPE_F32 if job["dtype"] == "float32" else llama_cpp.GGML_TYPE_F16
+    model = llama_cpp.Llama(job["model"], n_ctx=length, logits_all=True, type_k=kv_type, type_v=kv_type, verbose=True)
 
     def last_logprobs(count: int) -> Any:
         logits = numpy.array(model.scores[model.n_tokens - count : model.n_tokens], dtype=numpy.float64)
@@ -78,9 +78,9 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     for prompt in job["prompts"]:
         model.reset()
         model.eval(prompt)
-        found = last_logprobs(len(prompt))
-        logprobs.append([float(found[i, token]) for i, token in enumerate(prompt[1:])])
-        tokens = [int(found[-1].argmax())]
+        prompt_logprobs = last_logprobs(len(prompt))
+        logprobs.append([float(prompt_logprobs[i, token]) for i, token in enumerate(prompt[1:])])
+        tokens = [int(prompt_logprobs[-1].argmax())]
         started = time.perf_counter()
         while len(tokens) < job["new_tokens"]:
             model.eval(tokens[-1:])

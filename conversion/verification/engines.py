@@ -61,29 +61,29 @@ def verify_in_engine(
     if engine not in ENGINES:
         raise ConversionError(f"--engine {engine} is not known: use {' or '.join(ENGINES)}")
     with tempfile.TemporaryDirectory() as scratch:
-        opened = {
+        checkpoints = {
             "source": open_source(source, revision, scratch=Path(scratch, "source"), further_files=["*.py"]),
             "model": open_source(model, scratch=Path(scratch, "model"), further_files=["*.py"]),
         }
-        _check_decoder(opened["source"], engine)
-        sample = read_sample(opened["source"], None if text is None else expanded(text))
+        _check_decoder(checkpoints["source"], engine)
+        sample = read_sample(checkpoints["source"], None if text is None else expanded(text))
         prompts = sample.tokens[:PROMPTS, :PROMPT_LENGTH].tolist()
         results = {}
-        for done, (role, checkpoint) in enumerate(opened.items(), 1):
+        for done, (role, checkpoint) in enumerate(checkpoints.items(), 1):
             if not trust_remote_code:
                 refuse_foreign_code(checkpoint)
-            place = _runnable(checkpoint, engine, Path(scratch, role))
+            model_path = _runnable(checkpoint, engine, Path(scratch, role))
             config = checkpoint.config if engine == "vllm" else {}  # llama.cpp's cache is float16 by default
-            results[role] = run_engine(engine, place, prompts, config, python)
+            results[role] = run_engine(engine, model_path, prompts, config, python)
             texts = [load_tokenizer(checkpoint).decode(tokens) for tokens in results[role]["tokens"]]
             results[role]["greedy_text"] = texts[0]
-            progress(f"running in {engine}", done, len(opened), role)
+            progress(f"running in {engine}", done, len(checkpoints), role)
     report = compared(results) | {"text": sample.text}
-    local = folder_of(opened["model"]) or Path(model)
-    place = record_file(local, kind_of(opened["model"].config) == "stock")
-    if opened["model"].origin["kind"] != "hub" and (record := read_record(place)):
+    path = folder_of(checkpoints["model"]) or Path(model)
+    record_path = record_file(path, kind_of(checkpoints["model"].config) == "stock")
+    if checkpoints["model"].origin["kind"] != "hub" and (record := read_record(record_path)):
         with suppress(OSError):  # a published folder may be read-only
-            write_json(place, record | {"engines": record.get("engines", {}) | {engine: report}})
+            write_json(record_path, record | {"engines": record.get("engines", {}) | {engine: report}})
     return {"engine": {"name": engine, **report}}
 
 
@@ -138,26 +138,26 @@ def run_engine(
         environment.pop("HF_HUB_CACHE", None)
         command = [interpreter, "-P", str(WORKER), str(job)]
         try:
-            done = subprocess.run(
+            process = subprocess.run(
                 command, cwd=scratch, env=environment, stdin=subprocess.DEVNULL, capture_output=True, check=False
             )
         except OSError as error:
             raise ConversionError(f"--engine-python {interpreter} cannot be started: {error.strerror}") from error
-        log = done.stderr.decode(errors="replace")
-        if done.returncode == MISSING:
+        log = process.stderr.decode(errors="replace")
+        if process.returncode == MISSING:
             raise ConversionError(
                 f"{engine} is not installed for {interpreter}: run `pip install {ENGINES[engine]}`, or name the "
                 "interpreter of another environment with --engine-python"
             )
-        if done.returncode:
+        if process.returncode:
             lines = LLAMA_CPP_ERROR.findall(log) or [line for line in log.splitlines() if line.strip()]
-            reason = lines[-1] if lines else f"it ended with status {done.returncode}"
+            reason = lines[-1] if lines else f"it ended with status {process.returncode}"
             raise ConversionError(f"{engine} cannot run {model}: {reason}")
-        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+        report: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     if engine == "llama.cpp":
         sizes = [(float(size) * 2**20 / int(cells)) for size, cells in LLAMA_CPP_CACHE.findall(log)]
-        found["kv_bytes_per_token"] = sum(sizes) if sizes else None
-    return found
+        report["kv_bytes_per_token"] = sum(sizes) if sizes else None
+    return report
 
 
 def _runnable(checkpoint: Source, engine: str, scratch: Path) -> Path:

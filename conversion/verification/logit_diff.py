@@ -65,8 +65,8 @@ def compare(
             logits = _finite(target_head(after[window, start:end]), "converted model")[:, : expected.shape[1]]
             rows.append(_rows(expected, logits))
             labels = tokens[window, start + 1 : end + 1].to(logits.device)  # the last token has no label
-            both = (each[: len(labels)].double() for each in (expected, logits))
-            losses.append(torch.stack([functional.cross_entropy(each, labels, reduction="none") for each in both]))
+            both = (values[: len(labels)].double() for values in (expected, logits))
+            losses.append(torch.stack([functional.cross_entropy(values, labels, reduction="none") for values in both]))
     greatest, mean, loss = torch.cat(rows).amax(0), torch.cat(rows).mean(0), torch.cat(losses, dim=1).mean(1)
     return Comparison(
         windows=len(tokens),

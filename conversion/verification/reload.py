@@ -77,11 +77,11 @@ def _run(job: dict[str, Any], scratch: Path, folder: Path) -> dict[str, Any]:
     # This process may have found its libraries through a changed sys.path, which the stricter option -I would ignore.
     settings["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path and path != HF_MODULES_CACHE)
     command = [sys.executable, "-P", str(WORKER), str(request)]
-    done = subprocess.run(
+    worker = subprocess.run(
         command, cwd=scratch, env=os.environ | settings, stdin=subprocess.DEVNULL, capture_output=True, check=False
     )
-    if done.returncode:
-        lines = done.stderr.decode(errors="replace").strip().splitlines()
-        reason = lines[-1] if done.returncode == 1 else f"it ended with status {done.returncode} (out of memory?)"
+    if worker.returncode:
+        lines = worker.stderr.decode(errors="replace").strip().splitlines()
+        reason = lines[-1] if worker.returncode == 1 else f"it ended with status {worker.returncode} (out of memory?)"
         raise ConversionError(f"{folder} does not load in a clean process: {reason}")
     return json.loads(result.read_text(encoding="utf-8"))

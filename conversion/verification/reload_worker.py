@@ -97,8 +97,8 @@ def run_model(model: Any, tokenizer: Any, tokens: torch.Tensor, new_tokens: int,
         outputs = [model(image[None]) for image in tokens]
     else:
         run = model if generates else model.base_model
-        outputs = [run(**model_inputs(model.config, each[None])) for each in tokens]
-    save_file({"logits": torch.cat([each.get("logits", each.get("last_hidden_state")) for each in outputs])}, logits)
+        outputs = [run(**model_inputs(model.config, sequence[None])) for sequence in tokens]
+    save_file({"logits": torch.cat([out.get("logits", out.get("last_hidden_state")) for out in outputs])}, logits)
     if not generates:
         return {}
     continuations = continue_greedily(model, tokens, new_tokens)

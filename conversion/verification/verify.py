@@ -115,10 +115,10 @@ def verify(
         if not trust_remote_code:
             refuse_foreign_code(converted)
         sample = read_sample(origin, None if text is None else expanded(text))
-        local = folder_of(converted)
-        place = None if local is None else record_file(local, kind_of(converted.config) == "stock")
-        record = {} if place is None else read_record(place)
-        total = sum(entry.size for each in (origin, converted) for entry in each.store.entries.values())
+        folder = folder_of(converted)
+        record_path = None if folder is None else record_file(folder, kind_of(converted.config) == "stock")
+        record = {} if record_path is None else read_record(record_path)
+        total = sum(entry.size for checkpoint in (origin, converted) for entry in checkpoint.store.entries.values())
         advance = Counter(progress, "checking", total).add
         if record and record["source"]["digest"] != store_digest(origin.store, {}, advance):
             raise ConversionError(
@@ -129,9 +129,9 @@ def verify(
         tolerance = None if allowed is None else recorded_tolerance(allowed)
         measured = measure(origin, converted, sample, tolerance, progress, device)
         measured["tensors"] |= {"changed_since_conversion": len(changed)} if record else {}
-        if place is not None and record and converted.origin["kind"] == "folder":
+        if record_path is not None and record and converted.origin["kind"] == "folder":
             with suppress(OSError):  # a published folder may be read-only
-                write_json(place, record | {"verification": measured})
+                write_json(record_path, record | {"verification": measured})
         check_equal(measured, tolerance)
         return {"verification": measured}
 
@@ -185,10 +185,10 @@ def _compared(
 ) -> dict[str, Any]:
     advance = partial(progress, "comparing")
     if predicts_tokens(streamed[0].config):
-        found = asdict(compare(*streamed, sample.tokens, advance))
+        result = asdict(compare(*streamed, sample.tokens, advance))
     else:
-        found = compare_encoders(*streamed, sample.tokens, advance)
-    return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **found}
+        result = compare_encoders(*streamed, sample.tokens, advance)
+    return {"must_equal": tolerance is not None, "tensors": tensors, "sample": {"text": sample.text}, **result}
 
 
 def _needs_eager(config: Any) -> bool:

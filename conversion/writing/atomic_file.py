@@ -29,8 +29,8 @@ def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> It
             try:
                 yield paths
                 check_file(target, magic, overwrite)
-                for path, place in moves.items():
-                    path.replace(place)
+                for path, destination in moves.items():
+                    path.replace(destination)
             finally:
                 _settle(work, moves)
     except OSError as error:
@@ -39,9 +39,9 @@ def atomic_file(target: Path, record: Path, magic: bytes, overwrite: bool) -> It
 
 def _settle(work: Path, moves: dict[Path, Path]) -> None:
     """Finish an interrupted move, and remove all files but the lock from the working directory."""
-    (file, _), (record, place) = moves.items()
+    (file, _), (record, destination) = moves.items()
     if record.exists() and not file.exists():
-        record.replace(place)
+        record.replace(destination)
     for path in work.iterdir():
         if path.name != "lock":
             remove(path)

@@ -272,8 +272,8 @@ def check_free(work: Path, target: Path, needed: int) -> None:
 
 def check_apart(source: Path, target: Path) -> None:
     """Refuse a target that equals, contains or lies inside the source."""
-    origin, place = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
-    if origin == place or origin in place.parents or place in origin.parents:
+    origin, resolved = source.resolve(), Path(os.path.abspath(target)).resolve()  # `..` as in `atomic_output`
+    if origin == resolved or origin in resolved.parents or resolved in origin.parents:
         raise ConversionError(f"{target} overlaps with the source {source}: write to a folder outside the source")
 
 

@@ -31,23 +31,23 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def move(path: Path, place: Path) -> None:
-    """Move a file or a folder to `place` and replace what is there; an interrupted move can be repeated.
+def move(path: Path, target: Path) -> None:
+    """Move a file or a folder to `target` and replace what is there; an interrupted move can be repeated.
 
     A move to another disk copies to a temporary name first.
     """
-    if place.is_dir() and not place.is_symlink():
-        shutil.rmtree(place)
+    if target.is_dir() and not target.is_symlink():
+        shutil.rmtree(target)
     try:
-        os.replace(path, place)
+        os.replace(path, target)
     except OSError as error:
         if error.errno != errno.EXDEV:
             raise
-        draft = place.with_name(f".{place.name}.partial")
+        draft = target.with_name(f".{target.name}.partial")
         if os.path.lexists(draft):
             remove(draft)
         (shutil.copytree if path.is_dir() else shutil.copyfile)(path, draft)
-        os.replace(draft, place)
+        os.replace(draft, target)
         remove(path)
 
 
