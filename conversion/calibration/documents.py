@@ -12,22 +12,25 @@ from crosshead.common.plain_text import conversation_text, json_object, read_tex
 from ..options import DATASET, is_dataset
 
 LINES_SUFFIX = ".jsonl"
+"""File suffix of JSON Lines."""
 CHAT, TEXT = "messages", "text"
-"""The fields of a line or row that are read; a conversation, if there is one."""
+"""Fields of a line or row that are read: a conversation if there is one, else a text."""
 CHARACTERS = 2**20
-"""Enough characters for all windows. Of a longer file, evenly spaced lines are read; of a dataset, the first rows."""
+"""Number of characters to read: enough for all windows. In a longer file, lines are read in the order of
+`spread_indices`; a dataset is read from its first row."""
 GOLDEN_RATIO = 0.618
+"""Step of `spread_indices` relative to the number of lines."""
 Row = tuple[int, str, dict[str, Any]]
-"""Its number, where it stands, and its fields."""
+"""(Number of the line or row, its location for error messages, its fields)."""
 
 
 def has_documents(given: Path) -> bool:
-    """Whether a calibration is JSON lines or a dataset."""
+    """True if a --calibration value is a JSON Lines file or a dataset."""
     return is_dataset(given) or given.suffix == LINES_SUFFIX
 
 
 def read_documents(given: Path, tokenizer: Any) -> str:
-    """The documents as one text; conversations are written by the tokenizer's chat template."""
+    """Return the documents as one text; conversations are formatted by the tokenizer's chat template."""
     documents, size = {}, 0
     for number, place, row in _dataset_rows(given) if is_dataset(given) else _json_lines(given):
         documents[number] = _document(row, tokenizer, place)
@@ -40,6 +43,7 @@ def read_documents(given: Path, tokenizer: Any) -> str:
 
 
 def _json_lines(path: Path) -> Iterator[Row]:
+    """Yield the lines of a JSON Lines file in the order of `spread_indices`."""
     content = read_text(path, ConversionError)
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     for index in spread_indices(len(lines)):
@@ -49,7 +53,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def spread_indices(count: int) -> Iterator[int]:
-    """All indices below `count`, in an order of which every beginning is spread evenly."""
+    """Return all indices below `count`, in an order whose every prefix is spread evenly over them."""
     step = max(1, round(count * GOLDEN_RATIO))
     while gcd(step, count) > 1:
         step += 1
@@ -57,6 +61,7 @@ def spread_indices(count: int) -> Iterator[int]:
 
 
 def _dataset_rows(given: Path) -> Iterator[Row]:
+    """Yield the rows of a Hub dataset, named as `datasets:NAME:SUBSET:SPLIT`, in order."""
     name, *rest = str(given).removeprefix(DATASET).split(":")
     if not name or len(rest) > 2:
         raise ConversionError(f"--calibration {given} is not {DATASET}NAME, with :SUBSET or :SUBSET:SPLIT after it")
@@ -67,7 +72,7 @@ def _dataset_rows(given: Path) -> Iterator[Row]:
 
 
 def _document(row: dict[str, Any], tokenizer: Any, place: str) -> str:
-    """The text of a row, or its conversation in the chat template."""
+    """Return the text of a row, or its conversation formatted by the chat template."""
     if row.get(CHAT) is not None and (tokenizer.chat_template is not None or TEXT not in row):
         return conversation_text(tokenizer, row[CHAT], place, ConversionError)
     if not isinstance(row.get(TEXT), str):

@@ -1,4 +1,4 @@
-"""Images for calibration and comparison: those of a folder, or random pixel values."""
+"""Images for calibration and verification: the images in a folder, or random pixel values."""
 
 from dataclasses import dataclass
 from hashlib import sha256
@@ -21,15 +21,16 @@ from .text import SEED, Text
 IMAGES = 256
 """Maximum number of images for calibration."""
 RANDOM_NAME = f"random pixel values of a normal distribution, seed {SEED}"
+"""Name of random images in conversion.json."""
 
 
 def random_pixels(config: Any, count: int) -> torch.Tensor:
-    """Pixel values (count, channels, height, width) with the mean and the spread of normalised images."""
+    """Return pixel values (count, channels, height, width) with the mean and variance of normalised images."""
     return torch.randn(count, *image_shape(config), generator=torch.Generator().manual_seed(SEED))
 
 
 def image_files(folder: Path) -> list[Path]:
-    """The images in a folder and its subfolders; `ConversionError` if there are none."""
+    """Return the image files in a folder and its subfolders; `ConversionError` if there are none."""
     if not folder.is_dir():
         raise ConversionError(f"{folder} is not a folder: this model reads images, give a folder of them")
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES and file.is_file())
@@ -39,7 +40,7 @@ def image_files(folder: Path) -> list[Path]:
 
 
 def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.Tensor:
-    """Pixel values of at most `count` images, evenly spaced over the folder, from the source's image processor."""
+    """Return pixel values of at most `count` evenly spaced images of a folder, from the source's image processor."""
     files = image_files(folder)
     count = min(count, len(files))
     selected = [files[index * len(files) // count] for index in range(count)]
@@ -50,10 +51,10 @@ def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.
 
 @dataclass(frozen=True)
 class Images(Text):
-    """The images for the calibration of a model that reads them: a folder, or a saved calibration."""
+    """The input of calibration for a vision model: a folder of images, or a saved calibration."""
 
     def described(self) -> dict[str, str | bool]:
-        """Name and digest, for the record."""
+        """Return name and digest of the images, for conversion.json."""
         if self.given is None:
             raise ConversionError(
                 "this conversion fits routers to images: give a folder of them with --calibration, or use "
@@ -65,12 +66,12 @@ class Images(Text):
         return {"images": self.given.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
-        """Pixel values (B, channels, height, width)."""
+        """Return the pixel values (B, channels, height, width) of the images to calibrate on."""
         if self.given is None:
             raise ValueError("no folder of images was given")
         return read_pixels(source, model.config, self.given, IMAGES)
 
 
 def calibration_input(given: Path | None, source: Source) -> Text:
-    """The input of a calibration: text, or images if the source reads them."""
+    """Return the input of a calibration: text, or images for a vision model."""
     return Images(given) if FAMILIES[source.config["model_type"]].reads_images else Text.of(given, source)
