@@ -1,4 +1,4 @@
-"""A real vLLM on the CPU generates with our models as transformers does: `make test-vllm` sets it up and runs this."""
+"""vLLM on the CPU generates the same with our models as transformers; `make test-vllm` installs it and runs this."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from vllm_models import CASES, REFUSED, SPLIT, write_model
 ROOT = Path(__file__).parents[2]
 PYTHON = ROOT / "build" / "vllm" / "bin" / "python"
 TOLERANCE = 1e-3
-"""Of a log-probability."""
+"""Maximum absolute error of a log-probability."""
 
 pytestmark = [
     pytest.mark.slow,
@@ -23,7 +23,7 @@ RUNS = [(name, mode, 1) for name in CASES for mode in ("eager", "compiled")] + [
 
 
 def run(folder: Path, mode: str, processes: int) -> subprocess.CompletedProcess[str]:
-    """vLLM in a process of its own, outside the repository and without crosshead."""
+    """Run vllm_worker.py in vLLM's environment, outside the repository and without crosshead."""
     worker = Path(__file__).with_name("vllm_worker.py")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     return subprocess.run(

@@ -1,6 +1,8 @@
-"""Runs in vLLM's environment: generates for the prompts of a folder's expected.json, and prints what vLLM gives.
+"""Generates with vLLM for the prompts in expected.json of a model folder, and prints the results.
 
-python vllm_worker.py MODEL eager|compiled PROCESSES
+Runs in the environment of vLLM.
+
+usage: python vllm_worker.py MODEL eager|compiled PROCESSES
 """
 
 import json
@@ -21,7 +23,7 @@ if sys.argv[3:] == ["1"]:
 
 
 def main(model: str, mode: str, processes: str) -> None:
-    """One line of JSON: tokens and log-probabilities of each prompt."""
+    """Print `RESULT ` and a JSON list with tokens and log-probabilities per prompt, on one line."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(
@@ -50,7 +52,7 @@ def main(model: str, mode: str, processes: str) -> None:
 
 
 def found(result: Any) -> dict[str, Any]:
-    """The tokens, and the log-probability of each token of the prompt but the first, and of each new one."""
+    """The new tokens, and the log-probabilities of all prompt and new tokens except the first."""
     tokens = list(result.outputs[0].token_ids)
     prompt_tokens = result.prompt_token_ids
     prompt = [each[token].logprob for each, token in zip(result.prompt_logprobs, prompt_tokens, strict=True) if each]

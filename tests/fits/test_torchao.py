@@ -1,4 +1,4 @@
-"""torchao's 8-bit weights: the projections shrink, the mechanisms' own small parameters stay as they are."""
+"""8-bit weights of torchao: projections are quantised, the parameters of mechanisms are not."""
 
 import pytest
 import torch

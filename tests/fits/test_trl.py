@@ -1,4 +1,4 @@
-"""TRL's SFTTrainer: chats, packing, accumulation, adapters, and the balance loss that it must be told to count."""
+"""SFTTrainer of TRL: chats, packing, gradient accumulation, adapters, and the balance loss, which it omits."""
 
 from typing import Any
 
@@ -19,18 +19,18 @@ datasets = pytest.importorskip("datasets")
 
 TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
 ROWS = 8
-BALANCE_WEIGHT = 8.0  # as large as the cross-entropy: left out, it would show
+BALANCE_WEIGHT = 8.0  # as large as the cross-entropy, so that its omission is noticed
 
 
 class BalancedTrainer(trl.SFTTrainer):
-    """Trains on the model's own loss, as transformers' Trainer does: SFTTrainer's own has no balance loss in it."""
+    """Trains with the loss of the model, like Trainer of transformers; the loss of SFTTrainer has no balance loss."""
 
     compute_loss = Trainer.compute_loss
 
 
 @pytest.fixture(autouse=True)
 def quiet():
-    """No bars for eight rows of text."""
+    """Disable progress bars."""
     datasets.disable_progress_bars()
     disable_progress_bar()
     yield
@@ -39,14 +39,14 @@ def quiet():
 
 
 def chats():
-    """Conversations of different lengths, two or more of which fit into a row of 128 tokens."""
+    """Conversations of different lengths; two or more fit into a sequence of 128 tokens."""
     texts = [f"what is {index} {'and ' * (index % 3)}{index + 1}" for index in range(ROWS)]
     messages = [[{"role": "user", "content": text}, {"role": "assistant", "content": text[::-1]}] for text in texts]
     return datasets.Dataset.from_list([{"messages": each} for each in messages])
 
 
 def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config: Any = None, **options: Any) -> Any:
-    """An SFTTrainer as its users make it, on the CPU."""
+    """An SFTTrainer on the CPU with the usual arguments of its users."""
     tokenizer = character_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token = "<unknown>"
     tokenizer.chat_template = TEMPLATE
@@ -59,14 +59,14 @@ def trainer_for(model: Any, folder: Any, kind: Any = trl.SFTTrainer, peft_config
 
 
 def losses(trainer: Any) -> list[float]:
-    """Of every step."""
+    """Train, and return the loss of every step."""
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 @torch.no_grad()
 def by_hand(model: Any, rows: Any) -> float:
-    """The cross-entropy of all conversations, each alone."""
+    """The mean cross-entropy per predicted token of all conversations, computed one by one."""
     total, predicted = 0.0, 0
     for row in rows:
         ids = torch.tensor(row["input_ids"])
@@ -109,8 +109,8 @@ def test_the_balance_loss_counts_where_the_models_own_loss_is_taken(backbone, op
             found[weight, kind], *_ = losses(trainer_for(model, tmp_path, kind, max_steps=1, **options))
     own = found[0.0, trl.SFTTrainer]
     assert found[0.0, BalancedTrainer] == pytest.approx(own, rel=1e-5)  # the experts' balance loss is in both
-    assert found[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer knows nothing of it
-    # Three of four heads are on, two of them always: P_i and f_i are 1/2 for each of the two others if all is even.
+    assert found[BALANCE_WEIGHT, trl.SFTTrainer] == pytest.approx(own, rel=1e-5)  # SFTTrainer ignores it
+    # Of four heads, two are shared and one of the other two is active: with equal routing, both have P_i = f_i = 1/2.
     assert 0.5 * BALANCE_WEIGHT - 0.1 < found[BALANCE_WEIGHT, BalancedTrainer] - own < 0.6 * BALANCE_WEIGHT
 
 

@@ -1,4 +1,4 @@
-"""The printed report and its JSON form."""
+"""Prints the report of the suite, and converts it to JSON."""
 
 from collections import defaultdict
 from dataclasses import asdict
@@ -9,14 +9,14 @@ from hf_reasons import REASONS
 
 
 def summary_line(result: Result) -> str:
-    """A case's counts and time, in one line."""
+    """The counts and the time of a case, on one line."""
     counts = result.counts()
     numbers = ", ".join(f"{counts[outcome]} {outcome}" for outcome in ("passed", "skipped", "failed"))
-    return f"{numbers} in {result.seconds:.0f} s" + (" (DID NOT GET THROUGH)" if result.error else "")
+    return f"{numbers} in {result.seconds:.0f} s" + (" (DID NOT FINISH)" if result.error else "")
 
 
 def print_table(results: dict[str, Result], found: list[Difference]) -> None:
-    """One row per case: its counts, and how many tests fall behind stock."""
+    """Print one row per case: its counts, and the number of tests and subtests that only the stock class passes."""
     print(f"\n{'case':24} {'passed':>7} {'skipped':>8} {'failed':>7} {'behind stock':>13} {'unexplained':>12}")
     for name, result in results.items():
         counts = result.counts()
@@ -28,7 +28,7 @@ def print_table(results: dict[str, Result], found: list[Difference]) -> None:
 
 
 def print_differences(found: list[Difference]) -> None:
-    """The explained differences under their reasons, case by case, and then the unexplained ones."""
+    """Print the explained differences grouped by case and reason, and then the unexplained ones."""
     groups: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for difference in found:
         if difference.key is not None:
@@ -47,12 +47,12 @@ def print_differences(found: list[Difference]) -> None:
 
 
 def label(difference: Difference) -> str:
-    """The test's name, with its subtest."""
+    """The name of the test, with its subtest."""
     return difference.test + (f" [{difference.subtest}]" if difference.subtest else "")
 
 
 def print_report(results: dict[str, Result], found: list[Difference], stale: list[tuple[str, str]]) -> int:
-    """Print everything; returns the exit status."""
+    """Print the whole report; return the exit status."""
     print_table(results, found)
     print_differences(found)
     for name, result in results.items():
@@ -63,12 +63,12 @@ def print_report(results: dict[str, Result], found: list[Difference], stale: lis
         print(f"\nSTALE: hf_reasons.py explains {test!r} on {case!r}, but there is no such difference any more")
     broken = {name: result.error for name, result in results.items() if result.error or not result.outcomes}
     for name, error in broken.items():
-        print(f"\nDID NOT GET THROUGH: {name}: {error or 'no test ran'}")
+        print(f"\nDID NOT FINISH: {name}: {error or 'no test ran'}")
     unexplained = sum(difference.key is None for difference in found)
     good = not (unexplained or stale or broken)
     print(
         f"\n{'OK' if good else 'NOT OK'}: {len(found)} differences from stock, {unexplained} unexplained, "
-        f"{len(stale)} stale reasons, {len(broken)} cases that did not get through"
+        f"{len(stale)} stale reasons, {len(broken)} cases that did not finish"
     )
     return 0 if good else 1
 
@@ -80,7 +80,7 @@ def to_json(
     stale: list[tuple[str, str]],
     status: int,
 ) -> dict[str, Any]:
-    """All outcomes and differences, for scripts."""
+    """All outcomes and differences as a JSON object."""
     cases = {}
     for name, result in results.items():
         rows = [

@@ -1,4 +1,4 @@
-"""Kernels compile for a GPU, which takes none: the compiler does not forgive all that the interpreter does."""
+"""Kernels compile for a GPU, without having one: the compiler is stricter than Triton's interpreter."""
 
 import ast
 import json
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 TESTS = Path(__file__).parents[1]
 MOST_SHARED = 227 * 1024
-"""Bytes of an H100's fast memory that a program may have."""
+"""Maximum bytes of shared memory per program on an H100."""
 KERNELS = {
     "mixture": {"list_tokens", "attend", "query_gradients", "key_gradients", "_look"},
     "token": {"attend_to_part", "join_parts"},
@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def launched() -> Iterator[str]:
-    """Names of kernels that our files start: `name[grid](...)`."""
+    """Names of the kernels launched in modeling/kernels, as in `name[grid](...)`."""
     for path in (TESTS.parent / "modeling" / "kernels").glob("*_triton.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = node.func if isinstance(node, ast.Call) else None

@@ -1,4 +1,4 @@
-"""`mixture`'s kernels for one token, in Triton's interpreter: against attention by the book in float64."""
+"""Kernels of `mixture` for one query token, in Triton's interpreter, compared with plain attention in float64."""
 
 import os
 import random
@@ -31,12 +31,12 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_decode_triton, "PART", 32)
     monkeypatch.setattr(routed_decode_triton, "PARTS", 2)
     monkeypatch.setattr(routed_decode_triton, "keys_at_once", lambda *_: 16)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_decode_triton.FACTORS, torch.bfloat16, tl.float32)
 
 
 def laid_out(batch: int, heads: int, length: int, size: int) -> torch.Tensor:
-    """Heads each in one piece, or a token's side by side, or with features apart."""
+    """Random heads (batch, heads, length, size), contiguous per head or per token, or with strided features."""
     dims = random.choice(((0, 1, 2, 3), (0, 2, 1, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims))
     return whole.permute(*(dims.index(i) for i in range(4)))
@@ -59,7 +59,7 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """For each of 6 masks and 3 formats 28 shapes: 504."""
+    """28 random shapes for each of 6 masks and 3 dtypes."""
     for seed in range(28):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
@@ -68,7 +68,7 @@ def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("head", range(4))
 def test_what_is_not_needed_is_not_read(head: int) -> None:
-    """Nor what is hidden: it may hold anything; here it would spoil every sum."""
+    """Keys and values of other heads and masked keys are not read: they are NaN and would spoil every sum."""
     q, (k, v) = torch.randn(2, 8, 1, 4), (torch.full((2, 4, 70, 4), torch.nan) for _ in range(2))
     k[0, head, :50], v[0, head, :50] = torch.randn(2, 50, 4)
     chosen, mask = torch.zeros(2, 1, 8, dtype=torch.bool), (torch.arange(70) < 50)[None, None]
@@ -81,7 +81,7 @@ def test_what_is_not_needed_is_not_read(head: int) -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a GPU, however few the keys: how many each call met."""
+    """Use the kernel as on a GPU, for any number of keys; the list receives the number of keys of each call."""
     seen: list[int] = []
 
     def noted(query: torch.Tensor, key: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -109,7 +109,7 @@ def test_eligible_calls(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("changes", ({}, WINDOW), ids=("full", "window"))
 def test_model(changes: dict[str, Any], asked: list[int]) -> None:
-    """Token by token after a prompt, and as a whole."""
+    """Decoding token by token after a prompt gives the same logits as one pass over the whole sequence."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", num_key_value_heads=4, **changes)
     ids = tokens(2, 16)
     found = logits_in_parts(model, ids, (10, 1, 1, 1, 1, 1, 1))

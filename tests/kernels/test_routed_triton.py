@@ -1,4 +1,4 @@
-"""`mixture`'s kernels, in Triton's interpreter: against attention by the book in float64, and against the oracle."""
+"""Kernels of `mixture` in Triton's interpreter, compared with plain attention in float64 and with the oracle."""
 
 import os
 import random
@@ -42,7 +42,7 @@ TILES = (Tile(16, 16, 1), Tile(4, 16, 1), Tile(16, 4, 1))
 
 
 def heads_of(batch: int, heads: int, length: int, size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Heads that lie as a projection leaves them, or each in one piece, or with features apart."""
+    """Random heads (batch, heads, length, size), laid out like a projection, per head, or with strided features."""
     dims = random.choice(((0, 2, 1, 3), (0, 1, 2, 3), (0, 1, 3, 2)))
     whole = torch.randn(*([batch, heads, length, size][i] for i in dims)).to(dtype)
     return whole.permute(*(dims.index(i) for i in range(4))).requires_grad_()
@@ -64,14 +64,14 @@ def check_a_random_shape(kind: str, dtype: torch.dtype) -> None:
 def _small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(routed_triton, "tiles_of", lambda *_: (random.choice(TILES), random.choice(TILES)))
     monkeypatch.setattr(routed_triton, "MOST_TOKENS", 16)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(routed_triton.FACTORS, torch.bfloat16, tl.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("kind", MASKS)
 def test_random_shapes(kind: str, dtype: torch.dtype) -> None:
-    """For each of 7 masks and 3 formats 24 shapes: 504."""
+    """24 random shapes for each of 7 masks and 3 dtypes."""
     for seed in range(24):
         torch.manual_seed(seed)
         random.seed(f"{kind}{dtype}{seed}")
@@ -95,7 +95,7 @@ def test_a_mask_of_one_sequence_holds_for_all() -> None:
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
-    """What hides behind a mask may be anything; here it would spoil every sum."""
+    """Masked keys and values are not read: they are NaN and would spoil every sum."""
     q, k, v = (torch.randn(1, 1, 64, 16) for _ in range(3))
     mask, chosen = lower((1, 64, 64)) & (torch.arange(64) >= 32), torch.ones(1, 64, 1, dtype=torch.bool)
     k[:, :, :32] = v[:, :, :32] = torch.nan
@@ -107,7 +107,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """As on a GPU, however few the queries; the kernels compute in float32 whatever they are given."""
+    """Use the kernels as on a GPU, in float32 for any dtype; the list receives the query shape of each call."""
     shapes: list[torch.Size] = []
 
     def narrowed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -125,7 +125,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", MIXTURES)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[torch.Size]) -> None:
-    """Against the oracle, with a mask and without."""
+    """A layer agrees with the oracle, with a mask and without."""
     if "version 2" in case and heads[0] == heads[1]:
         pytest.skip("two query heads read each key/value head")
     assert_sdpa_agrees(MIXTURES[case], heads, padding, "crosshead_mixture_triton")
@@ -134,7 +134,7 @@ def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | Non
 
 @pytest.mark.parametrize("kind", INPUTS)
 def test_model(kind: str, asked: list[torch.Size]) -> None:
-    """A whole model, one layer of which has a window, as the library makes its masks."""
+    """A whole model with masks made by transformers; one layer has a sliding window."""
     model = mixed_model("Qwen3", SKIPPING, "crosshead_mixture_triton", **WINDOW)
     found = logits_and_gradients(model, kind)
     assert len(asked) == 2

@@ -1,4 +1,4 @@
-"""`talking`'s kernels, in Triton's interpreter: against the plain computation in float64, and against the oracle."""
+"""Kernels of `talking` in Triton's interpreter, compared with the plain computation in float64 and the oracle."""
 
 import os
 from dataclasses import fields, replace
@@ -30,13 +30,13 @@ TALKING = {name: mixers for name, mixers in OPTION_CASES.items() if "talking" in
 
 
 def parts_of(call: TalkingCall) -> list[Any]:
-    """The arguments of `talking_blocks`."""
+    """The fields of a call, as arguments of `talking_blocks`."""
     return [getattr(call, part.name) for part in fields(call)]
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
-    """As on a GPU; the kernels compute in float32 when they are given float64."""
+    """Use the kernels as on a GPU, with float64 inputs in float32; the list receives all calls."""
     calls: list[TalkingCall] = []
 
     def narrowed(call: TalkingCall) -> torch.Tensor:
@@ -52,7 +52,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
     monkeypatch.setattr(triton_backends, "runs_triton", lambda x: True)
     monkeypatch.setattr(oracle_layers, "OUTPUT_TOLERANCE", 3e-5)
     monkeypatch.setattr(oracle_layers, "GRADIENT_TOLERANCE", 3e-4)
-    # NumPy, which the interpreter computes with, has no bfloat16 to multiply.
+    # The interpreter computes with NumPy, which cannot multiply bfloat16.
     monkeypatch.setitem(talking_triton.FACTORS, torch.bfloat16, tl.float32)
     rows = [(heads, own, size) for heads in (16, 32) for own in (False, True) for size in (2, 4, 8)]
     monkeypatch.setattr(talking_triton, "TILES", dict.fromkeys(rows, Tile(16, 16, 16, 16, 1)))
@@ -61,7 +61,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[TalkingCall]:
 
 @pytest.mark.parametrize("first", range(0, 500, 50))
 def test_random_calls_agree_with_the_plain_computation(first: int, asked: list[TalkingCall]) -> None:
-    """Outputs and gradients."""
+    """Outputs and gradients agree for 50 random calls."""
     for seed in range(first, first + 50):
         Drawn(seed, RANGES).agrees(torch.float32, 3e-5)
     assert len(asked) == 50
@@ -91,7 +91,7 @@ def test_too_many_heads_are_left_to_the_blocks() -> None:
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
-    """What hides behind a mask may be anything; here it would spoil every sum."""
+    """Masked keys and values are not read: they are NaN and would spoil every sum."""
     query, key, value = (torch.randn(1, 2, 64, 16) for _ in range(3))
     key[:, :, :32] = value[:, :, :32] = torch.nan
     mask = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril() & (torch.arange(64) >= 32)
@@ -106,7 +106,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 @pytest.mark.parametrize("heads", ((4, 2), (4, 4)))
 @pytest.mark.parametrize("case", TALKING)
 def test_layer(case: str, heads: tuple[int, int], padding: tuple[int, int] | None, asked: list[TalkingCall]) -> None:
-    """Against the oracle, with a mask and without."""
+    """A layer agrees with the oracle, with a mask and without."""
     assert_sdpa_agrees(TALKING[case], heads, padding, "crosshead_talking_triton")
     assert len(asked) == 1
 
