@@ -12,7 +12,7 @@ def _models(config: Any) -> tuple[type, ...]:
 
 
 BACKBONES: dict[type[MixersConfig], tuple[type, ...]] = {
-    config: _models(config) for config in (each for name, each in vars(backbones).items() if name.endswith("Config"))
+    config: _models(config) for config in (item for name, item in vars(backbones).items() if name.endswith("Config"))
 }
 """Configuration class -> its model classes, in the order of its `auto_classes`: the backbone, then task heads."""
 

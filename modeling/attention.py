@@ -61,10 +61,10 @@ class CrossheadAttention(nn.Module):
         replaced = any(MECHANISMS[name].rules.replaces_attention for name in settings)
         self.wide_cache = not replaced and any(bool(mechanism.wide_cache) for mechanism in self.mixers.values())
 
-    def _resize(self, stock: Any, inputs: int, outputs: int, wanted: bool = True) -> None:
-        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features, True) != (inputs, outputs, wanted):
+    def _resize(self, stock: Any, inputs: int, outputs: int, linear: bool = True) -> None:
+        if isinstance(stock, nn.Linear) and (stock.in_features, stock.out_features, True) != (inputs, outputs, linear):
             name = next(name for name, module in self.named_children() if module is stock)
-            setattr(self, name, nn.Linear(inputs, outputs, stock.bias is not None) if wanted else nn.Identity())
+            setattr(self, name, nn.Linear(inputs, outputs, stock.bias is not None) if linear else nn.Identity())
 
     def forward(
         self,

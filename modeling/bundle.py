@@ -60,9 +60,9 @@ class Module:
     """Path relative to the package, without suffix: "mechanisms/knocking"."""
     doc: str
     definitions: list[Definition] = field(default_factory=list)
-    ours: dict[str, str] = field(default_factory=dict)
+    package_imports: dict[str, str] = field(default_factory=dict)
     """Name imported from this package -> the module that it is imported from."""
-    others: dict[str, tuple[str, str]] = field(default_factory=dict)
+    library_imports: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Name imported from a library -> (library module, name there); the name is empty for the module itself."""
 
 
@@ -75,16 +75,18 @@ def write_code(config: Any, directory: str | os.PathLike[str]) -> None:
 
 def code_files(config: Any) -> dict[str, str]:
     """Return file name -> text of the two code files that a configuration needs."""
-    own = next(each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones."))
-    backbone = own.__module__.rsplit(".", 1)[1]
+    config_class = next(
+        each for each in type(config).__mro__ if each.__module__.startswith(f"{__package__}.backbones.")
+    )
+    backbone = config_class.__module__.rsplit(".", 1)[1]
     prefix, mechanisms = str(config.class_prefix), tuple(config.mechanisms())
     bundle = Bundle(f"backbones/{backbone}", f"{prefix}Config", mechanisms)
-    first = bundle.closure([bundle.config_class], calling=False)
+    config_definitions = bundle.closure([bundle.config_class], calling=False)
     models = [f"{prefix}{ending}" for ending in config.auto_classes.values()]
-    rest = [each for each in bundle.closure(models) if each not in first]
+    model_definitions = [each for each in bundle.closure(models) if each not in config_definitions]
     contents = f"{prefix.removeprefix('Crosshead')} with {', '.join(mechanisms) or 'no mechanism'}"
-    of_models = bundle.text(rest, contents, imported=first)
-    return {f"{CONFIGURATION}.py": bundle.text(first, contents), f"{MODELING}.py": of_models}
+    modeling_text = bundle.text(model_definitions, contents, imported=config_definitions)
+    return {f"{CONFIGURATION}.py": bundle.text(config_definitions, contents), f"{MODELING}.py": modeling_text}
 
 
 class Bundle:
@@ -104,67 +106,72 @@ class Bundle:
             chosen = [MECHANISMS[each] for each in self.mechanisms]
             kinds = [Mechanism, Rules, *chosen, *(each.rules for each in chosen)]
             module.definitions = [_table(table, self.mechanisms) for table in TABLES]
-            module.ours = {kind.__name__: _module_of(kind) for kind in kinds}
-        for imported in module.ours.values():
+            module.package_imports = {kind.__name__: _module_of(kind) for kind in kinds}
+        for imported in module.package_imports.values():
             if imported not in self.modules and imported != name:
                 self._read(imported)
         self.modules.setdefault(name, module)
 
     def closure(self, roots: Iterable[str], calling: bool = True) -> list[Definition]:
         """Return the definitions that the root names need, in order; `calling` adds their modules' registrations."""
-        found: list[Definition] = []
-        waiting = [(self.root, name) for name in roots]
-        while waiting:
-            module, name = waiting.pop()
+        included: list[Definition] = []
+        pending = [(self.root, name) for name in roots]
+        while pending:
+            module, name = pending.pop()
             definition = self._find(module, name)
-            if definition is None or definition in found:
+            if definition is None or definition in included:
                 continue
             calls = [each for each in self.modules[definition.module].definitions if not each.names and calling]
-            new = [each for each in (definition, *calls) if each not in found]
-            found += new
-            waiting += [(each.module, used) for each in new for used in each.uses]
-        return [each for module in self.modules.values() for each in module.definitions if each in found]
+            new = [each for each in (definition, *calls) if each not in included]
+            included += new
+            pending += [(each.module, used) for each in new for used in each.uses]
+        return [each for module in self.modules.values() for each in module.definitions if each in included]
 
     def _find(self, module: str, name: str) -> Definition | None:
         """Return the definition of a name used in a module; None for a name of a library or of Python."""
-        while name in self.modules[module].ours:
-            module = self.modules[module].ours[name]
+        while name in self.modules[module].package_imports:
+            module = self.modules[module].package_imports[name]
         return next((each for each in self.modules[module].definitions if name in each.names), None)
 
     def text(self, definitions: list[Definition], contents: str, imported: list[Definition] | None = None) -> str:
         """Return the text of a file with `definitions`, which imports the definitions that the other file has."""
         header = (
             f'"""crosshead {version("crosshead")}: {contents}.\n\n'
-            "Generated from the source of crosshead (Apache-2.0) when this model was saved: the part that the model\n"
-            'needs, to load without crosshead.\n"""\n\n'
+            "Generated from the source of crosshead (Apache-2.0) when this model was saved. It contains only the code that\n"
+            'this model needs, and loads without crosshead.\n"""\n\n'
         )
-        text, told = header + self._imports(definitions, imported) + "\n", set[str]()
-        for before, each in zip([None, *definitions], definitions, strict=False):
-            plain = before is not None and not before.is_block and not each.is_block
-            text += "" if plain else "\n\n" if before or each.is_block else "\n"
-            if imported and each.module in self.documented - told:
-                doc = indent(self.modules[each.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
-                text += ("\n\n" if plain else "") + doc + "\n"
-                told.add(each.module)
-            text += each.text + "\n"
+        text, printed = header + self._imports(definitions, imported) + "\n", set[str]()
+        for previous, definition in zip([None, *definitions], definitions, strict=False):
+            adjacent = previous is not None and not previous.is_block and not definition.is_block
+            text += "" if adjacent else "\n\n" if previous or definition.is_block else "\n"
+            if imported and definition.module in self.documented - printed:
+                doc = indent(self.modules[definition.module].doc, "# ", lambda line: True).replace("# \n", "#\n")
+                text += ("\n\n" if adjacent else "") + doc + "\n"
+                printed.add(definition.module)
+            text += definition.text + "\n"
         return text
 
     def _imports(self, definitions: list[Definition], imported: list[Definition] | None) -> str:
-        bound: dict[str, tuple[str, str]] = {}
-        known = {name: each.module for each in imported or [] for name in each.names}
-        for each in definitions:
-            for name in each.names:
-                if known.setdefault(name, each.module) != each.module:
-                    raise BundleError(f"{name} is defined in {known[name]} and in {each.module}")
-            for name in each.uses & self.modules[each.module].others.keys():
-                source = self.modules[each.module].others[name]
-                if bound.setdefault(name, source) != source or name in known:
-                    raise BundleError(f"{name} of {source[0]} in {each.module} has another meaning elsewhere")
-        modules = {module for module, _ in bound.values()}
+        imports: dict[str, tuple[str, str]] = {}
+        defined = {name: definition.module for definition in imported or [] for name in definition.names}
+        for definition in definitions:
+            for name in definition.names:
+                if defined.setdefault(name, definition.module) != definition.module:
+                    raise BundleError(f"{name} is defined in {defined[name]} and in {definition.module}")
+            for name in definition.uses & self.modules[definition.module].library_imports.keys():
+                source = self.modules[definition.module].library_imports[name]
+                if imports.setdefault(name, source) != source or name in defined:
+                    raise BundleError(f"{name} of {source[0]} in {definition.module} has another meaning elsewhere")
+        modules = {module for module, _ in imports.values()}
         libraries = {module for module in modules if module.split(".")[0] not in sys.stdlib_module_names}
-        blocks = [_import_lines(bound, modules - libraries), _import_lines(bound, libraries)]
+        blocks = [_import_lines(imports, modules - libraries), _import_lines(imports, libraries)]
         if imported is not None:
-            used = {name for each in definitions for name in each.uses if self._find(each.module, name) in imported}
+            used = {
+                name
+                for definition in definitions
+                for name in definition.uses
+                if self._find(definition.module, name) in imported
+            }
             blocks.append([_import_from(f".{CONFIGURATION}", used | {self.config_class})])
         return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -191,11 +198,13 @@ def read_module(name: str) -> Module:
     lines = source.splitlines()
     for node in tree.body[1:] if module.doc else tree.body:
         if isinstance(node, ast.ImportFrom) and node.level:
-            module.ours |= {alias.name: _resolve(name, node.level, node.module or "") for alias in node.names}
+            module.package_imports |= {
+                alias.name: _resolve(name, node.level, node.module or "") for alias in node.names
+            }
         elif isinstance(node, ast.ImportFrom):
-            module.others |= {each.name: (str(node.module), each.name) for each in node.names}
+            module.library_imports |= {alias.name: (str(node.module), alias.name) for alias in node.names}
         elif isinstance(node, ast.Import):
-            module.others |= {each.asname or each.name: (each.name, "") for each in node.names}
+            module.library_imports |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):  # the doc of the constant before it
             module.definitions[-1].text += "\n" + "\n".join(lines[node.lineno - 1 : node.end_lineno])
         else:
@@ -223,8 +232,8 @@ def _definition(module: str, node: ast.stmt, lines: list[str]) -> Definition:
         first = min(part.lineno for part in each.decorator_list) - 1
         lines[first : each.end_lineno] = [""] * (each.end_lineno - first)
     text = "\n".join(_single_blanks(lines[start : node.end_lineno])).rstrip()
-    left_out = {id(part) for each in marked for part in ast.walk(each)}
-    uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in left_out}
+    excluded = {id(part) for each in marked for part in ast.walk(each)}
+    uses = {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and id(part) not in excluded}
     return Definition(module, text, frozenset(_own_names(node)), frozenset(uses - _own_names(node)))
 
 
@@ -244,11 +253,11 @@ def _single_blanks(lines: list[str]) -> Iterator[str]:
             yield line
 
 
-def _import_lines(bound: dict[str, tuple[str, str]], modules: set[str]) -> list[str]:
+def _import_lines(imports: dict[str, tuple[str, str]], modules: set[str]) -> list[str]:
     """Return import lines: whole modules first, then names from modules."""
-    whole = [(name, module) for name, (module, original) in bound.items() if module in modules and not original]
+    whole = [(name, module) for name, (module, original) in imports.items() if module in modules and not original]
     lines = sorted(f"import {module}" + (f" as {name}" if name != module else "") for name, module in whole)
-    parts = {module: [name for name, source in bound.items() if source == (module, name)] for module in modules}
+    parts = {module: [name for name, source in imports.items() if source == (module, name)] for module in modules}
     return lines + [_import_from(module, names) for module, names in sorted(parts.items()) if names]
 
 

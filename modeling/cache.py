@@ -21,18 +21,18 @@ def update_cache(state: AttentionState, cache: Cache, layer_index: int, wide: bo
 
     `wide` stores the heads as one wide head, unless the cache already holds separate heads, as after prefix tuning.
     """
-    past, uneven = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
-    if not (state.key_side_data or uneven or (wide and (past is None or past[0] == 1))):
-        _check_past(past, state.key, state.value, layer_index)
+    past_shape, unequal = _stored_shape(cache, layer_index), state.key.shape[1] != state.value.shape[1]
+    if not (state.key_side_data or unequal or (wide and (past_shape is None or past_shape[0] == 1))):
+        _check_past(past_shape, state.key, state.value, layer_index)
         state.key, state.value = cache.update(state.key, state.value, layer_index)
         return
-    parts = [wide_heads(state.key), *[numbers.unsqueeze(1) for numbers in state.key_side_data.values()]]
+    parts = [wide_heads(state.key), *[data.unsqueeze(1) for data in state.key_side_data.values()]]
     keys = torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
-    _check_past(past, keys, values := wide_heads(state.value), layer_index)
+    _check_past(past_shape, keys, values := wide_heads(state.value), layer_index)
     keys, values = cache.update(keys, values, layer_index)
     if len(parts) > 1:
-        keys, *cached = keys.split([part.shape[-1] for part in parts], dim=-1)
-        state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, cached, strict=True)}
+        keys, *side_data = keys.split([part.shape[-1] for part in parts], dim=-1)
+        state.key_side_data = {name: x.squeeze(1) for name, x in zip(state.key_side_data, side_data, strict=True)}
     if not wide:
         keys, values = split_heads(keys, state.key.shape[-1]), split_heads(values, state.value.shape[-1])
     state.key, state.value = keys, values

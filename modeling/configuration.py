@@ -115,8 +115,8 @@ class MixersConfig(ConfigBase):
     def __post_init__(self, **kwargs: Any) -> None:
         """Complete and check `mixers`, set `auto_map` and drop the `model_type` of a stock config."""
         self._check_family(kwargs.get("model_type"))
-        own = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
-        super().__post_init__(**own)
+        fields = {key: value for key, value in kwargs.items() if key not in ("model_type", "auto_map")}
+        super().__post_init__(**fields)
         self.auto_map = self.code_map()
         self.validate()  # the stock checks, which transformers runs for the stock class only
         self.check_mixers()
@@ -124,8 +124,8 @@ class MixersConfig(ConfigBase):
     def _check_family(self, model_type: str | None) -> None:
         allowed = (type(self).model_type.removeprefix("crosshead_"), type(self).model_type)
         if model_type not in (None, *allowed, f"crosshead_{allowed[0]}"):
-            words = " or ".join(map(repr, dict.fromkeys(allowed)))
-            raise refuse("model_type", model_type, f"{type(self).__name__} takes {words}")
+            names = " or ".join(map(repr, dict.fromkeys(allowed)))
+            raise refuse("model_type", model_type, f"{type(self).__name__} takes {names}")
 
     def code_map(self) -> dict[str, str]:
         """Return `auto_map`: Auto class -> class, all in one code file, so that loading a model imports it once."""
@@ -179,10 +179,10 @@ class MixersConfig(ConfigBase):
         """Build from a dictionary, also of a stock config; fields in `kwargs` override it before the checks."""
         fields = [key for key in kwargs if key in cls.__dataclass_fields__ and key != "dtype"]  # dtype may be "auto"
         # Resolve aliases: the saved field has the resolved name, is set last and would win.
-        given = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in fields}
-        if "num_hidden_layers" in given and config_dict.get("layer_types"):
-            given = {"layer_types": config_dict["layer_types"][: given["num_hidden_layers"]]} | given
-        return super().from_dict(config_dict | given, **kwargs)
+        overrides = {cls.attribute_map.get(key, key): kwargs.pop(key) for key in fields}
+        if "num_hidden_layers" in overrides and config_dict.get("layer_types"):
+            overrides = {"layer_types": config_dict["layer_types"][: overrides["num_hidden_layers"]]} | overrides
+        return super().from_dict(config_dict | overrides, **kwargs)
 
     def to_json_string(self, use_diff: bool = True) -> str:
         """Return JSON with sorted keys, except in `mixers`, whose order is that of the mechanisms."""

@@ -261,7 +261,7 @@ class CrossheadDiTTransformer2DModel(SavedWithCode, DiTTransformer2DModel):  # t
 
     def _check_gradients(self, scores: list[Tensor]) -> None:
         """Raise if the scores have no gradient: reentrant checkpointing runs blocks without gradients first."""
-        if self.gradient_checkpointing and scores and not any(each.requires_grad for each in scores):
+        if self.gradient_checkpointing and scores and not any(score.requires_grad for score in scores):
             layers: list[Any] = [block.attn1 for block in self.transformer_blocks]
             routers = [*(layer.processor for layer in layers), *(layer.to_q for layer in layers)]
             if any(parameter.requires_grad for router in routers for parameter in router.parameters()):

@@ -151,7 +151,7 @@ def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) 
         if outputs.get("loss") is not None or output_head_router_scores:
             _add_losses(outputs, backbone_outputs)
         if output_head_router_scores:
-            scores = [of_backbone.get("head_router_scores") or () for _, of_backbone, _ in backbone_outputs]
+            scores = [output.get("head_router_scores") or () for _, output, _ in backbone_outputs]
             outputs.head_router_scores = tuple(chain.from_iterable(scores)) or None
         return outputs
 
@@ -161,9 +161,9 @@ def task_forward(forward: Callable[..., Any], output_class: type[RouterOutput]) 
 def _add_losses(outputs: Any, backbone_outputs: list[Any]) -> None:
     """Add the auxiliary losses, each the mean over encoder and decoder if there are both, to the output."""
     losses: dict[str, list[AuxiliaryLoss]] = {}
-    for backbone, of_backbone, attention_mask in backbone_outputs:
-        for each in backbone._auxiliary_losses(of_backbone, attention_mask):
-            losses.setdefault(each.name, []).append(each)
+    for backbone, output, attention_mask in backbone_outputs:
+        for loss in backbone._auxiliary_losses(output, attention_mask):
+            losses.setdefault(loss.name, []).append(loss)
     for name, parts in losses.items():
         outputs[name] = torch.stack([part.value.to(parts[0].value.device) for part in parts]).mean()
         if outputs.get("loss") is not None:
@@ -187,6 +187,6 @@ class CrossheadTask(CrossheadPreTrained):
             # The stock backbone's constructor has removed this field from the config.
             self.config.gradient_checkpointing = True
         options = {"add_pooling_layer": stock.pooler is not None} if hasattr(stock, "pooler") else {}
-        ours = self.backbone_class(self.config, **options)
-        setattr(self, self.base_model_prefix, ours)
+        backbone = self.backbone_class(self.config, **options)
+        setattr(self, self.base_model_prefix, backbone)
         super().post_init()

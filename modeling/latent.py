@@ -36,13 +36,13 @@ class Refusal(NamedTuple):
 
 def check_refused(refused: Iterable[Refusal], mixers: Any) -> None:
     """Raise `ValueError` if `mixers`, which may be incomplete, holds a refused mechanism or option value."""
-    for each in refused:
-        if isinstance(mixers, Mapping) and each.mechanism in mixers:
-            options = mixers[each.mechanism]
-            given = options.get(each.option) if isinstance(options, Mapping) else None
-            if not each.option or each.value in (given if isinstance(given, list | tuple) else [given]):
-                name = ".".join(filter(None, ("mixers", each.mechanism, each.option)))
-                raise refuse(name, given if each.option else options, each.reason)
+    for refusal in refused:
+        if isinstance(mixers, Mapping) and refusal.mechanism in mixers:
+            options = mixers[refusal.mechanism]
+            value = options.get(refusal.option) if isinstance(options, Mapping) else None
+            if not refusal.option or refusal.value in (value if isinstance(value, list | tuple) else [value]):
+                name = ".".join(filter(None, ("mixers", refusal.mechanism, refusal.option)))
+                raise refuse(name, value if refusal.option else options, refusal.reason)
 
 
 class LatentConfig(MixersConfig):
@@ -123,9 +123,9 @@ class LatentAttention(CrossheadAttention):
 
     def rotate(self, query: Tensor, key: Tensor, *position_embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """Rotate the last `qk_rope_head_dim` features of queries; the keys in the cache are rotated already."""
-        plain, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
+        unrotated, rotary = query.split([query.shape[-1] - self.qk_rope_head_dim, self.qk_rope_head_dim], dim=-1)
         rotary, _ = self.apply_rotary(rotary, rotary[:, :1], *position_embeddings)
-        return torch.cat((plain, rotary), dim=-1), key.contiguous()
+        return torch.cat((unrotated, rotary), dim=-1), key.contiguous()
 
     def forward(  # type: ignore[override]
         self,
@@ -136,8 +136,8 @@ class LatentAttention(CrossheadAttention):
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """Return attention outputs (B, T, hidden), and attention weights, None if the implementation has none."""
-        is_one = isinstance(position_embeddings, Tensor)
-        positions: Any = (position_embeddings,) if is_one else position_embeddings
+        is_tensor = isinstance(position_embeddings, Tensor)
+        positions: Any = (position_embeddings,) if is_tensor else position_embeddings
         sizes = [self.kv_lora_rank, self.qk_rope_head_dim]
         latent, rotary = self.kv_a_proj_with_mqa(hidden_states).unsqueeze(1).split(sizes, dim=-1)  # (B, 1, T, size)
         latent, (_, rotary) = self.kv_a_layernorm(latent), self.apply_rotary(rotary, rotary, *positions)

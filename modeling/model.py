@@ -70,7 +70,7 @@ class CrossheadPreTrained(ModelBase):
 
     def _recorded(self) -> list[str]:
         """Return the output fields that this model's mechanisms record."""
-        return [each for name in self.config.mechanisms() for each in MECHANISMS[name].recorded]
+        return [field for name in self.config.mechanisms() for field in MECHANISMS[name].recorded]
 
     def _auxiliary_losses(self, outputs: Any, attention_mask: Tensor | None) -> Iterator[AuxiliaryLoss]:
         for name in self.config.mechanisms():
@@ -99,13 +99,13 @@ class CrossheadPreTrained(ModelBase):
     def _set_gradient_checkpointing(
         self, enable: bool = True, gradient_checkpointing_func: Any = checkpoint, *arguments: Any, **options: Any
     ) -> None:
-        asked = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and asked.get("use_reentrant") and self._recorded():
+        keywords = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and keywords.get("use_reentrant") and self._recorded():
             logger.warning_once(
                 "use_reentrant=True would drop the gradient of the balance loss, which is computed outside the "
                 "checkpointed layers: checkpointing with use_reentrant=False"
             )
-            gradient_checkpointing_func = partial(checkpoint, **{**asked, "use_reentrant": False})
+            gradient_checkpointing_func = partial(checkpoint, **{**keywords, "use_reentrant": False})
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *arguments, **options)
 
 
@@ -177,16 +177,16 @@ class CrossheadCausalLM(CrossheadPreTrained):
             **{f"output_{name}": True for name in recorded},
             **kwargs,
         )
-        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(outputs.last_hidden_state[:, kept, :])
+        slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(outputs.last_hidden_state[:, slice_indices, :])
         for name in recorded:
             if not outputs.get(name):
                 raise RuntimeError(
                     f"{type(self.model).__name__} recorded no {name}, so an auxiliary loss would be missing: "
                     "shard or wrap the decoder layers and the whole model, not the backbone in between"
                 )
-        new = 0 if past_key_values is None else outputs.last_hidden_state.shape[1]  # [-0:] is the whole mask
-        mask = attention_mask[:, -new:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
+        tokens = 0 if past_key_values is None else outputs.last_hidden_state.shape[1]  # [-0:] is the whole mask
+        mask = attention_mask[:, -tokens:] if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2 else None
         return CrossheadCausalLMOutput(
             **self._losses(outputs, logits, labels, mask, kwargs),
             logits=logits,

@@ -39,9 +39,9 @@ def head_map_init(weight: Tensor) -> Tensor:
 
     With more rows, neighbouring rows copy one column; with fewer, each row averages neighbouring columns.
     """
-    (rows, columns), many, few = weight.shape, max(weight.shape), min(weight.shape)
-    member_of = torch.arange(many, device=weight.device) * few // many
-    membership = functional.one_hot(member_of, few).to(torch.float64)
+    (rows, columns), larger, smaller = weight.shape, max(weight.shape), min(weight.shape)
+    member_of = torch.arange(larger, device=weight.device) * smaller // larger
+    membership = functional.one_hot(member_of, smaller).to(torch.float64)
     return membership if rows >= columns else membership.T / membership.sum(0).unsqueeze(-1)
 
 

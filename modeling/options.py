@@ -13,11 +13,11 @@ def refuse(name: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not allowed: {allowed}")
 
 
-def unknown(name: str, kind: str, given: Any, allowed: list[str]) -> ValueError:
+def unknown(name: str, kind: str, value: Any, allowed: list[str]) -> ValueError:
     """Return the error for an unknown name, with the most similar known name as a hint."""
-    near = get_close_matches(given, allowed, n=1) if isinstance(given, str) else []
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"{name} has no {kind} {given!r}: {hint}allowed are {', '.join(map(repr, allowed))}")
+    matches = get_close_matches(value, allowed, n=1) if isinstance(value, str) else []
+    hint = f"did you mean {matches[0]!r}? " if matches else ""
+    return ValueError(f"{name} has no {kind} {value!r}: {hint}allowed are {', '.join(map(repr, allowed))}")
 
 
 def is_whole(value: Any) -> bool:
@@ -72,8 +72,8 @@ class Subset(Option):
     def parse(self, name: str, value: Any, layers: int) -> list[str]:
         """Return the list of words in the given order, or the default."""
         words = list(self.default if value is None else value if isinstance(value, list | tuple) else [None])
-        different = all(isinstance(word, str) for word in words) and len(set(words)) == len(words)
-        if not different or not set(words) <= set(self.allowed) or not (words or self.may_be_empty):
+        distinct = all(isinstance(word, str) for word in words) and len(set(words)) == len(words)
+        if not distinct or not set(words) <= set(self.allowed) or not (words or self.may_be_empty):
             raise refuse(name, value, f"use a list of any of {', '.join(map(repr, self.allowed))}, each once")
         return words
 
@@ -148,8 +148,8 @@ class Layers(Option):
     def check(self, name: str, value: Any, layers: int) -> list[int]:
         """Return the layer indices in ascending order."""
         indices = list(value) if isinstance(value, list | tuple | range) else []
-        inside = all(is_whole(index) and 0 <= index < layers for index in indices)
-        if not indices or not inside or len(set(indices)) < len(indices):
-            wanted = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
-            raise refuse(name, value, wanted)
+        in_range = all(is_whole(index) and 0 <= index < layers for index in indices)
+        if not indices or not in_range or len(set(indices)) < len(indices):
+            allowed = f"use a list of different layer indices from 0 to {layers - 1}, or leave it out for all layers"
+            raise refuse(name, value, allowed)
         return sorted(indices)

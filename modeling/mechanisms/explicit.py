@@ -100,8 +100,8 @@ class HeadCombination(ParameterModule):
         # Not `unflatten`, which breaks the graph of a compiled model under a default device.
         blocks = weight.reshape(self.groups, -1, weight.shape[1])
         components = regrouped(components, self.groups * blocks.shape[2])
-        of_group = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
-        return torch.einsum("gij,bgjsd->bgisd", blocks, of_group).flatten(1, 2)
+        grouped = components.reshape(components.shape[0], self.groups, -1, *components.shape[2:])
+        return torch.einsum("gij,bgjsd->bgisd", blocks, grouped).flatten(1, 2)
 
 
 class Explicit(Mechanism):
@@ -150,9 +150,9 @@ class Explicit(Mechanism):
     def _fits_kernel(self, state: AttentionState, implementation: str) -> bool:
         """Whether an implementation other than "sdpa" can attend to wide heads; warns if it cannot."""
         components, size = self.layout.key_components, self.layout.head_dim
-        wide = components // self.settings["groups"] * size
+        wide_size = components // self.settings["groups"] * size
         fits = self.wide_cache and not self.divides_keys and state.key.shape == state.value.shape
-        if fits and (wide <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
+        if fits and (wide_size <= FLASH_HEAD_SIZE or not implementation.startswith("flash")):
             return True
         logger.warning_once(
             f"attn_implementation={implementation!r} cannot attend to the component heads of 'explicit' here "
@@ -165,8 +165,8 @@ class Explicit(Mechanism):
         if not self.divides_keys:
             return None
         parts = state.key_side_data["explicit.inverse_rms"].split(self.layout.key_value_heads, dim=-1)
-        wide = widened(state.key.dtype)
-        return sum((part.to(wide) for part in parts[1:]), parts[0].to(wide)).transpose(1, 2)
+        dtype = widened(state.key.dtype)
+        return sum((part.to(dtype) for part in parts[1:]), parts[0].to(dtype)).transpose(1, 2)
 
     def after_cache(self, state: AttentionState) -> None:
         """Combine components into heads, unless "crosshead_explicit" reads the components."""
@@ -266,11 +266,11 @@ def weigh_components(
 def wide_product(left: Tensor, right: Tensor) -> Tensor:
     """Return batched products (B, n, ., .) in the widened dtype. Without gradients, a GPU multiplies half-precision
     factors and accumulates in float32; otherwise, both factors, such as the cache, are copied to the widened dtype."""
-    wide, product = widened(right.dtype), (*left.shape[:3], right.shape[3])
-    if right.device.type == "cuda" and right.dtype != wide and not torch.is_grad_enabled():
+    out_dtype, shape = widened(right.dtype), (*left.shape[:3], right.shape[3])
+    if right.device.type == "cuda" and right.dtype != out_dtype and not torch.is_grad_enabled():
         factors = left.to(right.dtype).flatten(0, 1), right.flatten(0, 1)
-        return torch.bmm(*factors, out_dtype=wide).view(product)
-    return torch.matmul(left.to(wide), right.to(wide))
+        return torch.bmm(*factors, out_dtype=out_dtype).view(shape)
+    return torch.matmul(left.to(out_dtype), right.to(out_dtype))
 
 
 register_backend("crosshead_explicit", explicit_attention_forward)

@@ -123,21 +123,21 @@ class Mixture(Mechanism):
             probabilities = query_norm_scores(query[:, self.shared_heads :])
         else:
             probabilities = routed(hidden_states) if routed else hidden_states[..., :0]
-        chosen = probabilities.topk(self.selected_heads, dim=-1)
-        first, second = (1.0, 1.0) if balance is None else balance(hidden_states).chunk(2, dim=-1)
+        top = probabilities.topk(self.selected_heads, dim=-1)
+        shared_factor, routed_factor = (1.0, 1.0) if balance is None else balance(hidden_states).chunk(2, dim=-1)
         if shared is None:
             scores = probabilities.new_ones(*probabilities.shape[:-1], self.shared_heads)
         else:
-            scores = first * shared(hidden_states)
+            scores = shared_factor * shared(hidden_states)
         if self.settings["gate"] == "binary":
-            selected = torch.zeros_like(probabilities).scatter(-1, chosen.indices, 1.0)
-            gates = straight_through(selected, second * probabilities)
+            selected = torch.zeros_like(probabilities).scatter(-1, top.indices, 1.0)
+            gates = straight_through(selected, routed_factor * probabilities)
             return torch.cat([straight_through(torch.ones_like(scores), scores), gates], dim=-1), probabilities
-        gates, unit = chosen.values, self.settings["gate_scale"] == "unit"
+        gates, unit = top.values, self.settings["gate_scale"] == "unit"
         if unit:
             gates = gates / gates.mean(-1, keepdim=True)
             scores = scores if shared is None or self.shared_heads == 1 else self.shared_heads * scores
-        gates = torch.zeros_like(probabilities).scatter(-1, chosen.indices, gates * second)
+        gates = torch.zeros_like(probabilities).scatter(-1, top.indices, gates * routed_factor)
         gates = torch.cat([scores, gates], dim=-1)
         return (gates + gates if unit and balance is not None else gates), probabilities
 
@@ -147,12 +147,12 @@ class Mixture(Mechanism):
 
     def attention_function(self, state: AttentionState, implementation: str | None, masked: bool) -> str | None:
         """Choose "crosshead_mixture", which may skip heads whose gate is zero."""
-        own = str(implementation).startswith("crosshead_mixture")
-        if not is_plain_sdpa(implementation) or (state.query.shape[2] == 1 and not own):
+        is_mixture = str(implementation).startswith("crosshead_mixture")
+        if not is_plain_sdpa(implementation) or (state.query.shape[2] == 1 and not is_mixture):
             return None
         shared, active = self.shared_heads, self.shared_heads + self.selected_heads
         state.attention_kwargs = {"gates": state.gates, "shared_heads": shared, "active_heads": active}
-        return implementation if own else "crosshead_mixture"
+        return implementation if is_mixture else "crosshead_mixture"
 
     def head_outputs(self, output: Tensor, state: AttentionState) -> Tensor:
         """Return each head's output multiplied by its gate."""

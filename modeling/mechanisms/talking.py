@@ -128,8 +128,8 @@ class Talking(Mechanism):
         maps: list[Tensor | None] = []
         for stage in STAGES:
             static = getattr(self, stage)(state.query)[None, None] if stage in self.settings["on"] else None
-            made = self._dynamic(f"query_{stage}", state)
-            maps += [static if static is None or made is None else static + made, self._dynamic(f"key_{stage}", state)]
+            term = self._dynamic(f"query_{stage}", state)
+            maps += [static if static is None or term is None else static + term, self._dynamic(f"key_{stage}", state)]
         state.attention_kwargs = {"head_maps": HeadMaps(*maps), "position_bias": state.position_bias}
         state.position_bias = None
         if implementation in (None, "eager"):
@@ -140,9 +140,9 @@ class Talking(Mechanism):
         """Return the maps (B, tokens, to, from) of a dynamic term, or None if the term is off."""
         if name not in self.settings["dynamic"]:
             return None
-        made = state.key_side_data.get(f"talking.{name}")
-        made = getattr(self, name)(state.hidden_states) if made is None else made
-        return made.view(*made.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(made.dtype))
+        maps = state.key_side_data.get(f"talking.{name}")
+        maps = getattr(self, name)(state.hidden_states) if maps is None else maps
+        return maps.view(*maps.shape[:-1], *self.sizes[name.split("_")[1]]).to(widened(maps.dtype))
 
 
 class HeadMaps(NamedTuple):
@@ -154,14 +154,14 @@ class HeadMaps(NamedTuple):
     weights_by_key: Tensor | None
 
 
-def mix_heads(maps: Tensor | None, key_maps: Tensor | None, given: Tensor) -> Tensor:
+def mix_heads(maps: Tensor | None, key_maps: Tensor | None, x: Tensor) -> Tensor:
     """Map (B, from, T, S) across heads by the sum of maps (B or 1, T or 1, to, from) and key maps (B, S, to, from)."""
     if maps is None:
-        return given
-    with maybe_autocast(given.device.type, enabled=False):  # logits and weights keep the widened dtype
+        return x
+    with maybe_autocast(x.device.type, enabled=False):  # logits and weights keep the widened dtype
         static = maps.shape[:2] == (1, 1)
-        mixed = torch.einsum("ij,bjts->bits" if static else "btij,bjts->bits", maps[0, 0] if static else maps, given)
-        return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, given)
+        mixed = torch.einsum("ij,bjts->bits" if static else "btij,bjts->bits", maps[0, 0] if static else maps, x)
+        return mixed if key_maps is None else mixed + torch.einsum("bsij,bjts->bits", key_maps, x)
 
 
 def talking_eager_attention_forward(
@@ -205,15 +205,15 @@ def talking_attention_forward(
         options = {"scaling": scaling, "is_causal": is_causal, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
     causal = bool(getattr(module, "is_causal", True)) if is_causal is None else is_causal
-    queries, kind = query.shape[2], query.device.type
-    learnt = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
-    whole = kwargs.get("dropout") or kwargs.get("position_bias") is not None or under_torch_func()
-    if queries == 1 or learnt or whole:
+    queries, device_type = query.shape[2], query.device.type
+    mask_has_grad = attention_mask is not None and attention_mask.requires_grad and torch.is_grad_enabled()
+    at_once = kwargs.get("dropout") or kwargs.get("position_bias") is not None or under_torch_func()
+    if queries == 1 or mask_has_grad or at_once:
         if attention_mask is None and causal and queries > 1:
             attention_mask = causal_mask(queries, key.shape[2], query.device)
         options = {"scaling": scaling, "head_maps": head_maps, **kwargs}
         return talking_eager_attention_forward(module, query, key, value, attention_mask, **options)[0], None
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+    dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else value.dtype
     identity = torch.eye(query.shape[1], dtype=widened(dtype), device=query.device)[None, None]
     logits_map = identity if head_maps.logits is None else head_maps.logits
     weights_map = identity if head_maps.weights is None else head_maps.weights

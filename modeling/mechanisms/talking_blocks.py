@@ -21,7 +21,7 @@ TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
 in a block. Timed with 16 heads and 4,096 tokens; shared blocks with 4 heads and 32 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
 """TALKING_CPU_BLOCKS for other devices: 1 GB in float32, 16 blocks for 8 x 2,048 tokens with 32 heads. Not timed."""
-TALKING_HELD_FORWARD, TALKING_HELD_BACKWARD = 2, 4  # buffers, with an element for each head, query and key
+TALKING_BUFFERS_FORWARD, TALKING_BUFFERS_BACKWARD = 2, 4  # buffers, with an element for each head, query and key
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
 
@@ -31,7 +31,7 @@ class TalkingBlock:
 
     queries: slice
     keys: slice
-    blind: bool = False  # a boolean mask may hide all keys from a query: uniform weights, no gradient
+    has_masked_rows: bool = False  # a boolean mask may hide all keys from a query: uniform weights, no gradient
 
     def rows(self, x: Tensor) -> Tensor:
         """View (sequences x queries, ...) as (sequences, queries, ...)."""
@@ -53,22 +53,22 @@ class TalkingMaps:
     by_query: Tensor
     by_key: Tensor | None
 
-    def apply(self, block: TalkingBlock, given: Tensor, out: Tensor, back: bool = False) -> Tensor:
-        """Map (sequences x queries, from, keys) across heads into `out`; `back` transposes maps, for gradients."""
-        rows = block.rows(given)
+    def apply(self, block: TalkingBlock, x: Tensor, out: Tensor, transpose: bool = False) -> Tensor:
+        """Map (sequences x queries, from, keys) across heads into `out`; for gradients, `transpose` the maps."""
+        rows = block.rows(x)
         maps = block.query_part(self.by_query).expand(*rows.shape[:2], -1, -1).flatten(0, 1)
-        torch.bmm(maps.mT if back else maps, given, out=out)
+        torch.bmm(maps.mT if transpose else maps, x, out=out)
         if self.by_key is not None:
-            equation = "nsji,nmjs->nmis" if back else "nsij,nmjs->nmis"
+            equation = "nsji,nmjs->nmis" if transpose else "nsij,nmjs->nmis"
             block.rows(out).add_(torch.einsum(equation, self.by_key[:, block.keys], rows))
         return out
 
-    def add(self, block: TalkingBlock, grad: Tensor, given: Tensor) -> None:
-        """Add the gradients of maps that were applied to `given` and whose result has the gradient `grad`."""
+    def add(self, block: TalkingBlock, grad: Tensor, x: Tensor) -> None:
+        """Add the gradients of maps that were applied to `x` and whose result has the gradient `grad`."""
         total = block.query_part(self.by_query)
-        total += block.rows(torch.bmm(grad, given.mT)).sum_to_size(total.shape)
+        total += block.rows(torch.bmm(grad, x.mT)).sum_to_size(total.shape)
         if self.by_key is not None:
-            self.by_key[:, block.keys] += torch.einsum("nmis,nmjs->nsij", block.rows(grad), block.rows(given))
+            self.by_key[:, block.keys] += torch.einsum("nmis,nmjs->nsij", block.rows(grad), block.rows(x))
 
 
 class TalkingPart:
@@ -93,28 +93,28 @@ class TalkingPart:
         """Yield all blocks. On the CPU, the mask limits a block's keys; on a GPU, reading it would synchronise."""
         tokens, keys = self.query.shape[1], self.key.shape[1]
         for start in range(0, tokens, self.size):
-            part = slice(start, min(start + self.size, tokens))
-            met = slice(0, keys if self.triangle is None else min(part.stop, keys))
-            blind = self.mask is not None and self.mask.dtype == torch.bool
+            queries = slice(start, min(start + self.size, tokens))
+            visible = slice(0, keys if self.triangle is None else min(queries.stop, keys))
+            masked_rows = self.mask is not None and self.mask.dtype == torch.bool
             if self.mask is not None and self.mask.device.type == "cpu":
-                met, blind = talking_mask_span(TalkingBlock(part, met).query_part(self.mask))
-            yield TalkingBlock(part, met, blind)
+                visible, masked_rows = talking_mask_span(TalkingBlock(queries, visible).query_part(self.mask))
+            yield TalkingBlock(queries, visible, masked_rows)
 
     def take(self, index: int, block: TalkingBlock, heads: int, by_head: bool = False) -> Tensor:
         """Return buffer `index` as (sequences x queries, heads, keys), stored heads first if `by_head`."""
         rows, keys = self.sequences * (block.queries.stop - block.queries.start), block.keys.stop - block.keys.start
-        taken = self.memory[index, : heads * rows * keys]
-        return taken.view(heads, rows, keys).transpose(0, 1) if by_head else taken.view(rows, heads, keys)
+        buffer = self.memory[index, : heads * rows * keys]
+        return buffer.view(heads, rows, keys).transpose(0, 1) if by_head else buffer.view(rows, heads, keys)
 
     def products(self, index: int, block: TalkingBlock, rows: Tensor, columns: Tensor) -> Tensor:
         """Return products (sequences x queries, heads, keys) of query rows and key columns, in buffer `index`."""
         rows, columns = rows[:, block.queries], columns[:, block.keys].mT
-        found = self.take(index, block, len(rows) // self.sequences, by_head=True)
-        if rows.dtype == found.dtype:
-            torch.bmm(rows, columns, out=block.by_head(found))
+        out = self.take(index, block, len(rows) // self.sequences, by_head=True)
+        if rows.dtype == out.dtype:
+            torch.bmm(rows, columns, out=block.by_head(out))
         else:
-            block.by_head(found).copy_(torch.bmm(rows, columns))
-        return found
+            block.by_head(out).copy_(torch.bmm(rows, columns))
+        return out
 
     def hide(self, block: TalkingBlock, logits: Tensor, lowest: Tensor) -> None:
         """Apply the mask in place: a boolean mask writes `lowest` at hidden keys, an additive mask is added."""
@@ -134,10 +134,10 @@ class TalkingPart:
         self.hide(block, self.logits_maps.apply(block, logits, out), self.lowest)
         return torch.softmax(out, dim=-1, out=self.take(index, block, out.shape[1]))
 
-    def mix(self, maps: TalkingMaps, block: TalkingBlock, given: Tensor, back: bool = False) -> Tensor:
+    def mix(self, maps: TalkingMaps, block: TalkingBlock, x: Tensor, transpose: bool = False) -> Tensor:
         """Apply maps in buffer 1, and return (heads x sequences, queries, keys) in the dtype of the values."""
-        out = self.take(1, block, maps.by_query.shape[3 if back else 2], by_head=self.sequences > 1)
-        return block.by_head(maps.apply(block, given, out, back)).to(self.value.dtype)
+        out = self.take(1, block, maps.by_query.shape[3 if transpose else 2], by_head=self.sequences > 1)
+        return block.by_head(maps.apply(block, x, out, transpose)).to(self.value.dtype)
 
     def attend(self, output: Tensor) -> None:
         """Write the attention outputs (sequences, T, heads, features) to `output`."""
@@ -154,19 +154,19 @@ class TalkingPart:
         """Add to `sums` the gradients of queries, keys, values and both maps, from output gradients `output`."""
         query, key, value, logits, weights = sums
         for block in self.blocks():
-            given = self.products(0, block, self.query, self.key)
-            attention = self.weights(block, given, 2)
+            scores = self.products(0, block, self.query, self.key)
+            attention = self.weights(block, scores, 2)
             mixed = self.mix(self.weights_maps, block, attention)
             talking_add_products(value[:, block.keys], mixed.mT, output[:, block.queries])
             grad = self.products(1, block, output, self.value)  # of the mixed weights
             weights.add(block, grad, attention)
-            grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), back=True)
+            grad = self.weights_maps.apply(block, grad, self.take(3, block, attention.shape[1]), transpose=True)
             product = torch.mul(grad, attention, out=self.take(1, block, attention.shape[1]))
             torch.addcmul(product, attention, product.sum(-1, keepdim=True), value=-1, out=grad)  # of the mixed logits
-            if block.blind:
+            if block.has_masked_rows:
                 self.hide(block, grad, self.zero)
-            logits.add(block, grad, given)
-            mixed = self.mix(self.logits_maps, block, grad, back=True)
+            logits.add(block, grad, scores)
+            mixed = self.mix(self.logits_maps, block, grad, transpose=True)
             talking_add_products(query[:, block.queries], mixed, self.key[:, block.keys])
             talking_add_products(key[:, block.keys], mixed.mT, self.query[:, block.queries])
 
@@ -202,18 +202,18 @@ def talking_add_products(total: Tensor, maps: Tensor, rows: Tensor) -> None:
 
 def talking_block_size(device: str, batch: int, queries: int, row: int) -> tuple[int, int]:
     """Return (sequences per block, queries per sequence), given `row`, the buffer elements for one query."""
-    numbers, shared, fewest, most = TALKING_CPU_BLOCKS if device == "cpu" else TALKING_GPU_BLOCKS
-    size = min(queries, max(fewest, min(most, numbers // row)))
-    return max(1, min(batch, shared // (row * size))), size
+    elements, shared_elements, minimum, maximum = TALKING_CPU_BLOCKS if device == "cpu" else TALKING_GPU_BLOCKS
+    size = min(queries, max(minimum, min(maximum, elements // row)))
+    return max(1, min(batch, shared_elements // (row * size))), size
 
 
-def talking_parts(call: Sequence[Any], scaling: float, causal: bool, held: int) -> Iterator[TalkingPart]:
-    """Yield the sequences of a call in parts, which all use the same `held` buffers."""
+def talking_parts(call: Sequence[Any], scaling: float, causal: bool, buffers: int) -> Iterator[TalkingPart]:
+    """Yield the sequences of a call in parts, which all use the same memory, divided into `buffers`."""
     tensors = [*call[:3], *(x if x is None else x * scaling for x in call[3:5]), *call[5:]]
     (batch, _, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
     row = keys * max(*tensors[3].shape[2:], *tensors[5].shape[2:])
-    sequences, size = talking_block_size(tensors[0].device.type, batch, queries, held * row)
-    memory = tensors[0].new_empty(held, sequences * size * row, dtype=widened(tensors[0].dtype))
+    sequences, size = talking_block_size(tensors[0].device.type, batch, queries, buffers * row)
+    memory = tensors[0].new_empty(buffers, sequences * size * row, dtype=widened(tensors[0].dtype))
     for start in range(0, batch, sequences):
         yield TalkingPart(tensors, slice(start, start + sequences), size, memory, causal)
 
@@ -239,7 +239,7 @@ def talking_forward(
     tensors = [query, key, value, logits_map, logits_key_map, weights_map, weights_key_map, mask]
     output = talking_fake(query, key, value, *tensors[3:])
     with maybe_autocast(query.device.type, enabled=False):
-        for part in talking_parts(tensors, scaling, causal, TALKING_HELD_FORWARD):
+        for part in talking_parts(tensors, scaling, causal, TALKING_BUFFERS_FORWARD):
             part.attend(output[part.items])
     return output
 
@@ -250,18 +250,18 @@ def talking_backward(
     """Return gradients of all tensors but the mask; of maps in the widened dtype, and empty without a map."""
     totals = talking_gradients_fake(grad_output, tensors)
     with maybe_autocast(grad_output.device.type, enabled=False):
-        for part in talking_parts(tensors, scaling, causal, TALKING_HELD_BACKWARD):
+        for part in talking_parts(tensors, scaling, causal, TALKING_BUFFERS_BACKWARD):
             output = talking_by_head(grad_output[part.items].transpose(1, 2), grad_output.shape[2])
             maps = talking_items([x if x.numel() else None for x in totals[3:]], part.items)
             parts, wide = [x[part.items] for x in totals[:3]], part.memory.dtype
             heads = (part.query, part.key, part.value)
-            own = [x.dtype == wide and x.shape[:2] == (1, len(y)) for x, y in zip(parts, heads, strict=True)]
-            each = zip(parts, heads, own, strict=True)  # one sequence with all heads: no copy of its sums is needed
-            sums = [x[0].zero_() if same else torch.zeros_like(y, dtype=wide) for x, y, same in each]
+            direct = [x.dtype == wide and x.shape[:2] == (1, len(y)) for x, y in zip(parts, heads, strict=True)]
+            triples = zip(parts, heads, direct, strict=True)  # one sequence with all heads: its sums need no copy
+            sums = [x[0].zero_() if is_direct else torch.zeros_like(y, dtype=wide) for x, y, is_direct in triples]
             part.add_gradients(output, [*sums, TalkingMaps(*maps[:2]), TalkingMaps(*maps[2:])])
-            for total, found, same in zip(parts, sums, own, strict=True):
-                groups = found.view(total.shape[1], -1, part.sequences, *total.shape[2:])
-                if not same:
+            for total, part_sum, is_direct in zip(parts, sums, direct, strict=True):
+                groups = part_sum.view(total.shape[1], -1, part.sequences, *total.shape[2:])
+                if not is_direct:
                     total.copy_(groups.sum(1).transpose(0, 1))
     for total in totals[3:5]:  # gradients of maps that the scaling was multiplied into
         total *= scaling
@@ -288,9 +288,9 @@ def talking_keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def talking_autograd(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of all inputs, None for those that need none."""
-    found = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
-    used = [grad if needed else None for grad, needed in zip(found, ctx.needs_input_grad, strict=False)]
-    return (*used, None, None, None)
+    grads = talking_gradients(grad_output, ctx.saved_tensors, *ctx.rest)
+    results = [grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False)]
+    return (*results, None, None, None)
 
 
 talking_blocks = torch.library.custom_op(f"{TALKING_NAMESPACE}::talking", talking_forward, mutates_args=())
