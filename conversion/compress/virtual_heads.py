@@ -110,7 +110,10 @@ class ComponentHeads:
         return shapes | {self.fitted_name(part): of_part[part] for part in self.fitted_parts() if part in of_part}
 
     def fitted_parts(self) -> list[str]:
-        """Return the parts that Adam fits, except a side that keeps all heads; lists biases even without any."""
+        """Return the parts that Adam fits, except projections of a side that keeps all heads.
+
+        Lists biases even if the model has none.
+        """
         in_order = replace(self, counts=replace(self.counts, reorders=False))
         return sorted({*in_order.rewritten_names()} - {"o_proj.bias"})
 
