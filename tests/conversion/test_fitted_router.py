@@ -128,10 +128,8 @@ def test_it_loses_less_than_the_papers_method(source, text, tmp_path):
     losses = {}
     for method in ("calibrated", "paper"):
         mixers = {"mixture": {"active_heads": 5, "method": method}}
-        options = {"calibration": text} if method == "calibrated" else {}
-        losses[method] = crosshead.convert(source, tmp_path / method, mixers, **options)["verification"][
-            "kl_divergence"
-        ]
+        extra = {"calibration": text} if method == "calibrated" else {}
+        losses[method] = crosshead.convert(source, tmp_path / method, mixers, **extra)["verification"]["kl_divergence"]
     assert losses["calibrated"] < 0.7 * losses["paper"]
 
 

@@ -61,20 +61,8 @@ def test_both_sides_do_the_same_work_in_turn(recorded):
     same = set(vars(stock.args)) - {"output_dir", "logging_dir", "accelerator_config", "distributed_state"}
     assert {name: getattr(stock.args, name) for name in same} == {name: getattr(ours.args, name) for name in same}
     turns = [trainer is ours for trainer, _ in batches[: 2 * 3 * 2]]
-    assert turns == [
-        False,
-        False,
-        True,
-        True,
-        True,
-        True,
-        False,
-        False,
-        False,
-        False,
-        True,
-        True,
-    ]  # two micro batches per step
+    # Two micro batches per step.
+    assert turns == [False, False, True, True, True, True, False, False, False, False, True, True]
     theirs, mine = ([inputs for trainer, inputs in batches if trainer is side] for side in (stock, ours))
     assert [sorted(each) for each in theirs] == [sorted(each) for each in mine] == 6 * [["input_ids", "labels"]]
     rows = [{tuple(sample["input_ids"].tolist()) for sample in side.train_dataset} for side in (stock, ours)]

@@ -115,9 +115,8 @@ def test_attention_is_matched_first():
     assert losses[0] == losses[1] != losses[2]
     model.zero_grad()
     losses[0].backward()
-    assert (
-        model.lm_head.weight.grad.abs().max() == 0
-    )  # zero instead of None, since data parallelism waits for all gradients
+    # The gradient is zero instead of None, since data parallelism waits for all gradients.
+    assert model.lm_head.weight.grad.abs().max() == 0
     assert model.model.layers[1].self_attn.q_proj.weight.grad.abs().max() > 0
 
 
