@@ -111,7 +111,10 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
             progress("measuring", index, len(names), name)
             ours, stock = partial(_train_ours, recipe, name), partial(_train_stock, recipe, data)
             times = _step_times(ours, stock, WARM_UPS + rounds * steps)
-            speeds[name] = {"mixers": CASES[name], **_compare(*(_speeds(each[WARM_UPS:], steps) for each in times))}
+            speeds[name] = {
+                "mixers": CASES[name],
+                **_compare(*(_speeds(run_times[WARM_UPS:], steps) for run_times in times)),
+            }
             gc.collect()  # a trainer and its model are a reference cycle
     settings: dict[str, Any] = {"sequences_a_step": SEQUENCES, "at_once": MICRO_BATCH, "length": LENGTH}
     settings |= {"steps": steps, "rounds": rounds, "warm_ups": WARM_UPS, "logged_every": LOG_EVERY}
@@ -122,14 +125,14 @@ def bench_train(names: list[str], rounds: int, steps: int, progress: Progress = 
 def _step_times(ours: Callable[[EndStep], None], stock: Callable[[EndStep], None], steps: int) -> list[list[float]]:
     """Return the seconds of each step of our run and of the stock run; the first step includes the startup."""
     with SteppedRun(ours) as our_run, SteppedRun(stock) as stock_run:
-        found = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
-    return [found["ours"], found["baseline"]]
+        times = in_turn(lambda: seconds(our_run.step), lambda: seconds(stock_run.step), steps)
+    return [times["ours"], times["baseline"]]
 
 
 def _speeds(times: list[float], steps: int) -> list[float]:
     """Return the tokens per second of each round, given the seconds of each step."""
     rounds = (times[start : start + steps] for start in range(0, len(times), steps))
-    return [steps * SEQUENCES * LENGTH / sum(each) for each in rounds]
+    return [steps * SEQUENCES * LENGTH / sum(round_times) for round_times in rounds]
 
 
 def _compare(ours: list[float], stock: list[float]) -> dict[str, Any]:

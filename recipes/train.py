@@ -127,14 +127,14 @@ def initial_weights(recipe: Recipe, model: Any, teacher: Any) -> dict[str, str]:
     options = recipe.distillation
     loaded = {"model.path": (recipe.model.path, model)}
     loaded["distillation.teacher"] = (options.teacher if options else None, teacher)
-    found = {
+    identities = {
         f"{checkpoints.WEIGHTS_OF} {key}": weights_identity(name, part.config)
         for key, (name, part) in loaded.items()
         if name is not None
     }
     if options is not None and options.logits is not None and (identity := teacher_of(options.logits)) is not None:
-        found[f"{checkpoints.WEIGHTS_OF} distillation.logits"] = identity
-    return found
+        identities[f"{checkpoints.WEIGHTS_OF} distillation.logits"] = identity
+    return identities
 
 
 def _newest_checkpoint(output: Path) -> Path | None:
@@ -184,8 +184,8 @@ def published_recipe(recipe: Recipe) -> dict[str, Any]:
     """
     content = asdict(recipe)
     for source in (*content["data"]["sources"], *content["data"]["evaluation"]):
-        if source["kind"] == "hub" and (place := Path(expand_home(source["path"]))).is_dir():
-            source["path"] = f"./{place.name}"
+        if source["kind"] == "hub" and (folder := Path(expand_home(source["path"]))).is_dir():
+            source["path"] = f"./{folder.name}"
     return without_folders(content)
 
 

@@ -60,15 +60,15 @@ class TokenMasking(Corruption):
         """Return `input_ids` and `labels` and, with two segments, `token_type_ids` and `order_labels`."""
         text = sample["input_ids"].numpy()
         segments = [text]
-        more: Sample = {}
+        segment_fields: Sample = {}
         if self.ordered:
             segments, label = self._segments(text, draws)
             sizes = [len(self.begin) + len(segments[0]) + len(self.end), len(segments[1]) + len(self.end)]
-            more["token_type_ids"] = torch.from_numpy(np.repeat(np.arange(2), sizes))
-            more["order_labels"] = torch.tensor(label)
-        parts = [part for each in segments for part in (each, self.end)]
+            segment_fields["token_type_ids"] = torch.from_numpy(np.repeat(np.arange(2), sizes))
+            segment_fields["order_labels"] = torch.tensor(label)
+        parts = [part for segment in segments for part in (segment, self.end)]
         inputs, labels = self._masked(np.concatenate([self.begin, *parts]).astype(np.int64), draws)
-        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **more}
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels), **segment_fields}
 
     def _segments(self, text: Tokens, draws: np.random.Generator) -> tuple[list[Tokens], int]:
         """Split a window into two segments, swapped in half of the cases; return them and the label of their order.
@@ -76,9 +76,9 @@ class TokenMasking(Corruption):
         Each segment has at least a quarter of the window. The cut avoids document boundaries if possible.
         """
         quarter = max(1, len(text) // 4)
-        places = np.arange(quarter, len(text) - quarter + 1)
-        inside = places[np.isin(text[places - 1], self.ordinary)]
-        cut = draws.choice(inside if len(inside) else places)
+        positions = np.arange(quarter, len(text) - quarter + 1)
+        inside = positions[np.isin(text[positions - 1], self.ordinary)]
+        cut = draws.choice(inside if len(inside) else positions)
         swapped = draws.random() < 0.5
         segments = [text[:cut], text[cut:]]
         return (segments[::-1], SWAPPED) if swapped else (segments, IN_ORDER)
@@ -141,9 +141,9 @@ class SpanCorruption(Corruption):
     def __call__(self, sample: Sample, draws: np.random.Generator) -> Sample:
         """Return the encoder's `input_ids`, the `labels`, and `decoder_input_ids`: the labels shifted right by one."""
         text = sample["input_ids"].numpy()
-        kept = random_sizes(len(text) - self.noise, len(self.sentinels), draws)
-        cut = random_sizes(self.noise, len(self.sentinels), draws)
-        bounds = np.cumsum(np.stack([kept, cut], axis=1).reshape(-1))
+        kept_lengths = random_sizes(len(text) - self.noise, len(self.sentinels), draws)
+        cut_lengths = random_sizes(self.noise, len(self.sentinels), draws)
+        bounds = np.cumsum(np.stack([kept_lengths, cut_lengths], axis=1).reshape(-1))
         pieces = np.split(text, bounds[:-1])
         inputs, labels = list[Any](), list[Any]()
         for sentinel, plain, span in zip(self.sentinels, pieces[::2], pieces[1::2], strict=True):

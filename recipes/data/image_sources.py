@@ -66,13 +66,13 @@ class ClassFolders:
         self.labels: list[int] = []
         self._files: list[Path] = []
         for label, folder in enumerate(folders):
-            found = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
-            if not found:
+            files = files_in(folder, (*IMAGE_SUFFIXES, *(suffix.upper() for suffix in IMAGE_SUFFIXES)))
+            if not files:
                 raise RecipeError(
                     f"the class folder {folder} has no images: add some ({', '.join(IMAGE_SUFFIXES)}), or remove it"
                 )
-            self._files += found
-            self.labels += [label] * len(found)
+            self._files += files
+            self.labels += [label] * len(files)
         if len(folders) < 2:
             raise RecipeError(
                 f"the images {source.path} have {len(folders)} class folders: give a folder with a folder of images "
@@ -168,11 +168,11 @@ def digests(source: ImageSource, name: str, root: Path, progress: Progress) -> l
         path = root / f"{blake2b(key.encode(), digest_size=16).hexdigest()}.images"
         root.mkdir(parents=True, exist_ok=True)
         with locked(path.with_suffix(".lock")):
-            found = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-            if len(found) != len(source.labels):
-                found = list(_checked(source, Counter(progress, name, len(source.labels))))
-                write_whole({path: "".join(f"{digest}\n" for digest in found)})
-        return found
+            result = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+            if len(result) != len(source.labels):
+                result = list(_checked(source, Counter(progress, name, len(source.labels))))
+                write_whole({path: "".join(f"{digest}\n" for digest in result)})
+        return result
     except OSError as error:
         raise RecipeError(
             f"{name} cannot be read, or the cache {root} not written: {error.strerror or one_line(error)}"

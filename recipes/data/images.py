@@ -51,7 +51,7 @@ class ImageInputs:
 def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, channels: int) -> ImageInputs:
     """Open the sources and check that their classes agree; `columns` name image and label in a Hub dataset."""
 
-    def found(source: DataSource) -> ImageSource:
+    def open_source(source: DataSource) -> ImageSource:
         images: ImageSource = ClassFolders(source) if source.kind == FOLDERS else DatasetImages(source, *columns)
         if inputs:
             check_classes(source.path, images.classes, options.sources[0].path, inputs[0].classes)
@@ -59,8 +59,8 @@ def find_images(options: DataOptions, columns: tuple[str, str], processor: Any, 
         return images
 
     inputs: list[ImageSource] = []
-    training = tuple(map(found, options.sources))
-    return ImageInputs(processor, channels, training, tuple(map(found, options.evaluation)))
+    training = tuple(map(open_source, options.sources))
+    return ImageInputs(processor, channels, training, tuple(map(open_source, options.evaluation)))
 
 
 def renumber(inputs: ImageInputs, order: Sequence[str], names: Sequence[str]) -> None:
@@ -71,14 +71,17 @@ def renumber(inputs: ImageInputs, order: Sequence[str], names: Sequence[str]) ->
         source.classes = tuple(names)
 
 
-def check_classes(place: str, found: Sequence[str], other: str, expected: Sequence[str]) -> None:
+def check_classes(source: str, classes: Sequence[str], first: str, expected: Sequence[str]) -> None:
     """Raise `RecipeError` if two sources have different classes."""
-    if len(found) != len(expected):
-        raise RecipeError(f"{place} has {len(found)} classes, but {other} has {len(expected)}: use the same classes")
-    for own, wanted in zip(found, expected, strict=True):
-        if own != wanted:
+    if len(classes) != len(expected):
+        raise RecipeError(
+            f"{source} has {len(classes)} classes, but {first} has {len(expected)}: use the same classes"
+        )
+    for name, expected_name in zip(classes, expected, strict=True):
+        if name != expected_name:
             raise RecipeError(
-                f"{place} has the class {own!r}, but {other} has {wanted!r} in its place: use the same classes"
+                f"{source} has the class {name!r}, but {first} has {expected_name!r} in its place: use the same "
+                "classes"
             )
 
 
@@ -91,8 +94,8 @@ class Images(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, place: int) -> dict[str, Any]:
-        index = self.indices[place]
+    def __getitem__(self, position: int) -> dict[str, Any]:
+        index = self.indices[position]
         label = torch.tensor(self.source.labels[index])
         return {"image": decoded(self.source, index, self._channels), "labels": label}
 
@@ -152,17 +155,17 @@ def read_images(options: DataOptions, inputs: ImageInputs, progress: Progress) -
     """Split the sources into training and held-out images; images that the cache does not know are decoded once."""
     root = Path(expand_home(options.cache))
     training, evaluation, content = [], [], []
-    for source, place in zip(inputs.sources, options.sources, strict=True):
-        contents = digests(source, place.path, root, progress)
-        held_out = [is_held_out(digest, options.held_out) for digest in contents]
+    for source, data_source in zip(inputs.sources, options.sources, strict=True):
+        image_digests = digests(source, data_source.path, root, progress)
+        held_out = [is_held_out(digest, options.held_out) for digest in image_digests]
         parts = [[index for index, held in enumerate(held_out) if held == kind] for kind in (False, True)]
         if not parts[0]:
-            raise RecipeError(f"{place.path} has no images left to train on: add some, or hold less out")
+            raise RecipeError(f"{data_source.path} has no images left to train on: add some, or hold less out")
         training.append(Images(source, parts[0], inputs.channels))
         evaluation.append(Images(source, parts[1], inputs.channels))
-        content.append([place.weight, [(contents[index], source.labels[index]) for index in parts[0]]])
-    for source, place in zip(inputs.evaluation, options.evaluation, strict=True):
-        digests(source, place.path, root, progress)
+        content.append([data_source.weight, [(image_digests[index], source.labels[index]) for index in parts[0]]])
+    for source, data_source in zip(inputs.evaluation, options.evaluation, strict=True):
+        digests(source, data_source.path, root, progress)
         evaluation.append(Images(source, list(range(len(source.labels))), inputs.channels))
     evaluation = [images for images in evaluation if len(images)]
     if not evaluation and (options.held_out or options.evaluation):

@@ -46,13 +46,13 @@ class AddNoise:
             image = ImageOps.mirror(image)
         is_hidden = self.trains and draws.random() < NO_CLASS
         values = np.asarray(image, dtype=np.float32).reshape(self.size, self.size, -1) / 127.5 - 1
-        found = {
+        prepared = {
             "pixel_values": torch.from_numpy(values).permute(2, 0, 1).contiguous(),
             "labels": torch.tensor(self.classes) if is_hidden else sample["labels"],
             TIMES: torch.tensor(int(draws.integers(self.times))),
             NOISE: self._noise(draws),
         }
-        return found | ({LATENT_NOISE: self._noise(draws)} if self.has_latents else {})
+        return prepared | ({LATENT_NOISE: self._noise(draws)} if self.has_latents else {})
 
     def _noise(self, draws: Draws) -> torch.Tensor:
         return torch.from_numpy(draws.standard_normal(self.shape, dtype=np.float32))

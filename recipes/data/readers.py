@@ -46,8 +46,8 @@ def documents(source: DataSource, tokenizer: Any, advance: Advance) -> Iterator[
             _check_not_compressed(path)
             yield _text_blocks(path, advance)
     else:
-        for row, place in _rows(source, advance):
-            yield [_document(row, source.column, place, tokenizer)]
+        for row, location in _rows(source, advance):
+            yield [_document(row, source.column, location, tokenizer)]
 
 
 def _rows(source: DataSource, advance: Advance) -> Iterator[Row]:
@@ -74,28 +74,28 @@ def _check_not_compressed(path: Path) -> None:
 
 def source_files(source: DataSource) -> list[Path]:
     """Return the files of a local source, sorted by name; raise `RecipeError` if there are none."""
-    place = Path(expand_home(source.path))
-    if place.is_file():
-        return [place]
-    if place.is_dir():
-        files, suffix = files_in(place, SUFFIXES[source.kind]), SUFFIXES[source.kind]
+    root = Path(expand_home(source.path))
+    if root.is_file():
+        return [root]
+    if root.is_dir():
+        files, suffix = files_in(root, SUFFIXES[source.kind]), SUFFIXES[source.kind]
         advice = f"no {suffix} file at any depth: name its files by a pattern, such as {source.path}/**/*"
     else:
-        for part in (place, *place.parents):
+        for part in (root, *root.parents):
             if escape(part.name) != part.name:
                 _check_folders(part if part.name == "**" else part.parent)
-        files = sorted(path for path in map(Path, glob(str(place), recursive=True)) if path.is_file())
+        files = sorted(path for path in map(Path, glob(str(root), recursive=True)) if path.is_file())
         advice = "no file there: check the path"
     if not files:
         raise RecipeError(f"the {source.kind} source {source.path} has {advice}")
     return files
 
 
-def expand_home(place: str) -> str:
+def expand_home(name: str) -> str:
     """Replace a leading `~` by the home folder; other paths and Hub ids are returned unchanged."""
-    path = os.path.expanduser(place)
+    path = os.path.expanduser(name)
     if path.startswith("~"):
-        raise RecipeError(f"{place} begins with the home folder of an unknown user: write the whole path")
+        raise RecipeError(f"{name} begins with the home folder of an unknown user: write the whole path")
     return path
 
 
@@ -104,13 +104,13 @@ def files_in(folder: Path, suffix: str | tuple[str, ...]) -> list[Path]:
 
     Links are followed; a folder that is reached by several links is read once.
     """
-    paths, seen = list[Path](), set[str]()
+    paths, visited = list[Path](), set[str]()
     for root, folders, names in os.walk(folder, onerror=_refuse, followlinks=True):
         folders.sort()
-        if (real := os.path.realpath(root)) in seen:
+        if (real := os.path.realpath(root)) in visited:
             folders.clear()  # without this, a link to a parent folder would loop forever
             continue
-        seen.add(real)
+        visited.add(real)
         paths += [Path(root, name) for name in names if name.endswith(suffix)]
     return sorted(path for path in paths if path.is_file())
 
@@ -194,12 +194,14 @@ def _json_lines(path: Path, advance: Advance) -> Iterator[Row]:
             advance(len(line))
 
 
-def _json_row(line: bytes, place: str) -> Row:
+def _json_row(line: bytes, location: str) -> Row:
     try:
         content = line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{place} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines") from None
-    return json_object(content, place, RecipeError), place
+        raise RecipeError(
+            f"{location} is not UTF-8 text (its byte {error.start} is invalid): give JSON lines"
+        ) from None
+    return json_object(content, location, RecipeError), location
 
 
 def _parquet_rows(path: Path, column: str, advance: Advance) -> Iterator[Row]:
@@ -232,20 +234,21 @@ def _hub_rows(source: DataSource, advance: Advance) -> Iterator[Row]:
         advance(1)
 
 
-def missing_column(place: str, column: str, present: Iterable[str]) -> RecipeError:
+def missing_column(location: str, column: str, present: Iterable[str]) -> RecipeError:
     """Return the error for a column that a table does not have."""
-    return RecipeError(f"{place} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
+    return RecipeError(f"{location} has no column {column!r}: choose among {', '.join(map(repr, present)) or 'none'}")
 
 
-def _document(row: dict[str, Any], column: str, place: str, tokenizer: Any) -> str:
+def _document(row: dict[str, Any], column: str, location: str, tokenizer: Any) -> str:
     """Return the text of a document or conversation; empty for null and for an empty list of messages."""
     if column not in row:
-        raise missing_column(place, column, row)
+        raise missing_column(location, column, row)
     value = row[column]
     if value is None or value == []:
         return ""
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        value = conversation_text(tokenizer, value, place, RecipeError).rstrip()  # ends with the end of the last turn
+        # Strip the white space after the last turn, so that the text ends with its end-of-turn token.
+        value = conversation_text(tokenizer, value, location, RecipeError).rstrip()
     if not isinstance(value, str):
-        raise RecipeError(f"{place} has {value!r:.40} in {column!r}, which is not text: choose another column")
-    return check_characters(value, f"{place} in {column!r}", RecipeError)
+        raise RecipeError(f"{location} has {value!r:.40} in {column!r}, which is not text: choose another column")
+    return check_characters(value, f"{location} in {column!r}", RecipeError)

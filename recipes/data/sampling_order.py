@@ -76,9 +76,9 @@ class SourceOrder:
 
     def source(self, index: int) -> tuple[int, int]:
         """Return the source of sample `index`, and the number of earlier samples of this source."""
-        periods, place = divmod(index, self.period)
-        source = int(self._source[place])
-        return source, periods * self.units[source] + int(self._number[place])
+        periods, offset = divmod(index, self.period)
+        source = int(self._source[offset])
+        return source, periods * self.units[source] + int(self._number[offset])
 
 
 class SampleOrder:
@@ -91,5 +91,5 @@ class SampleOrder:
     def sample(self, index: int) -> tuple[int, int]:
         """Return the source and the window of sample `index`, counted from 0 over the whole run."""
         source, draw = self._sources.source(index)
-        epoch, place = divmod(draw, self._windows[source])
-        return source, shuffled(f"{self._seed} {source} {epoch}", self._windows[source], place)
+        epoch, position = divmod(draw, self._windows[source])
+        return source, shuffled(f"{self._seed} {source} {epoch}", self._windows[source], position)

@@ -84,9 +84,9 @@ def open_cache(
     except OSError as error:
         raise RecipeError(f"{source.path} cannot be read: {error.strerror}") from error
     folder = root / blake2b(json.dumps(key).encode(), digest_size=16).hexdigest()
-    found = _complete(folder, encoder)
-    if found is not None:
-        return found
+    cached = _complete(folder, encoder)
+    if cached is not None:
+        return cached
     try:
         root.mkdir(parents=True, exist_ok=True)
         with locked(root / f"{folder.name}.lock") as is_locked:
@@ -139,8 +139,8 @@ def _build(
         content = {"key": key, "parts": {name: asdict(part) for name, part in parts.items()}}
         (partial / RECORD).write_text(json.dumps(content, indent=2), encoding="utf-8")
         if folder.exists():  # damaged, or published by another process on a file system without locks
-            if found := _complete(folder, encoder):
-                return found
+            if cached := _complete(folder, encoder):
+                return cached
             shutil.rmtree(folder)
         partial.rename(folder)
     finally:

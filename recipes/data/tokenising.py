@@ -108,7 +108,7 @@ class TokenEncoder:
     def encode(self, texts: list[str]) -> list[Tokens]:
         """Return the token ids of each text, without special tokens at its beginning or end."""
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # no offsets: twice as fast
-        return [self._checked(each.ids) for each in encoded]
+        return [self._checked(encoding.ids) for encoding in encoded]
 
     def _checked(self, tokens: list[int]) -> Tokens:
         check_vocabulary(tokens, self._vocabulary)
@@ -183,7 +183,7 @@ def write_tokens(
                 )
             if piece.last:
                 part.end_document()
-                if limit is not None and sum(each.tokens for each in parts.values()) >= limit:
+                if limit is not None and sum(writer.tokens for writer in parts.values()) >= limit:
                     break
     return {name: part.record() for name, part in parts.items()}
 

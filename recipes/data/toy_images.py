@@ -20,13 +20,13 @@ def write_toy_images(folder: Path) -> str:
     rows, columns = np.indices((SIZE, SIZE))
     for number in range(CLASSES):
         angle = pi * number / CLASSES
-        place = folder / f"{round(180 * number / CLASSES)}_degrees"
-        place.mkdir(parents=True, exist_ok=True)
+        class_folder = folder / f"{round(180 * number / CLASSES)}_degrees"
+        class_folder.mkdir(parents=True, exist_ok=True)
         for index in range(IMAGES):
             draws = Random(f"{number} {index}")
             phase = draws.uniform(0, 2 * pi)
             waves = np.sin(2 * pi / PERIOD * (columns * cos(angle) + rows * sin(angle)) + phase)
             noise = np.array([draws.gauss(0, NOISE) for _ in range(waves.size)]).reshape(waves.shape)
             pixels = np.clip(127.5 * (1 + 0.7 * (waves + noise)), 0, 255).astype(np.uint8)
-            pillow.Image.fromarray(pixels).save(place / f"{index}.png")
+            pillow.Image.fromarray(pixels).save(class_folder / f"{index}.png")
     return str(folder)

@@ -112,18 +112,18 @@ class TrainingData:
 
     def samples(self, count: int, seed: int) -> Dataset[Sample]:
         """Return the first `count` training samples of a run with this seed."""
-        found = RunSamples(self.sources, self.weights, seed, count)
-        return found if self.prepare is None else Prepared(found, self.prepare, f"training {seed}")
+        samples = RunSamples(self.sources, self.weights, seed, count)
+        return samples if self.prepare is None else Prepared(samples, self.prepare, f"training {seed}")
 
     def prepared(self, prepare: Prepare, evaluation: Prepare | None = None) -> "TrainingData":
         """Return the same data with a random transformation, the same for all seeds in evaluation.
 
         `evaluation` is the transformation of evaluation samples, by default `prepare`.
         """
-        found = self.evaluation
-        if found is not None:
-            found = Prepared(found, evaluation or prepare, "evaluation")
-        return replace(self, prepare=prepare, evaluation=found)
+        samples = self.evaluation
+        if samples is not None:
+            samples = Prepared(samples, evaluation or prepare, "evaluation")
+        return replace(self, prepare=prepare, evaluation=samples)
 
 
 def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: Progress = silent) -> TrainingData:
@@ -139,8 +139,8 @@ def open_data(options: DataOptions, tokenizer: Any, vocabulary: int, progress: P
 
     caches = [cached(source, options.held_out) for source in options.sources]
     training = [windows(cache, TRAINING) for cache in caches]
-    for source, cache, found in zip(options.sources, caches, training, strict=True):
-        if not len(found):
+    for source, cache, source_windows in zip(options.sources, caches, training, strict=True):
+        if not len(source_windows):
             raise RecipeError(
                 f"{source.path} has {cache.parts[TRAINING].tokens} tokens to train on, too few for one window of "
                 f"length={options.length}: add text, or use a shorter length or hold less out"

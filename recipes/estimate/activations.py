@@ -88,17 +88,17 @@ def activations_at_length(config: Any, recipe: Recipe, precision: Precision) -> 
     objective, kind = objective_of(recipe), getattr(transformers, recipe.objective.auto_class)
     rows = min(2, recipe.train.micro_batch)
 
-    def saved(each: Any) -> tuple[torch.Tensor, int]:
+    def saved(variant: Any) -> tuple[torch.Tensor, int]:
         with torch.random.fork_rng(devices=[]):
-            model = set_trainable(kind.from_config(deepcopy(each), dtype=precision.weights).train(), recipe.train)
-            found, inputs = _saved(model, objective.example(each, rows), precision.autocast)
-        return torch.tensor(found, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
+            model = set_trainable(kind.from_config(deepcopy(variant), dtype=precision.weights).train(), recipe.train)
+            sizes, inputs = _saved(model, objective.example(variant, rows), precision.autocast)
+        return torch.tensor(sizes, dtype=torch.float64), sum(size.numel() * size.itemsize for size in inputs)
 
     has_stages = isinstance(config.num_attention_heads, list | tuple)
     narrow = config if has_stages else _narrow(config)
-    least, inputs = saved(narrow)
-    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - least)
-    total = (least + slopes) / rows * recipe.train.micro_batch
+    narrow_bytes, inputs = saved(narrow)
+    slopes = 0.0 if has_stages else _slopes(config, narrow, lambda wider: saved(wider)[0] - narrow_bytes)
+    total = (narrow_bytes + slopes) / rows * recipe.train.micro_batch
     *layers, outside = (max(0, round(size)) for size in total.tolist())
     scale = recipe.train.micro_batch / rows * config.hidden_size / narrow.hidden_size
     return Activations(tuple(layers), round(inputs * scale), outside)
@@ -109,15 +109,15 @@ def _slopes(config: Any, narrow: Any, growth: Callable[[Any], torch.Tensor]) -> 
 
     `growth` returns the bytes that a copy with one doubled width adds to the narrow copy.
     """
-    more: Any = 0.0
+    extra: Any = 0.0
     for name in WIDTHS:
         width = getattr(config, name, None)
         if width:
-            least = getattr(narrow, name)
+            narrow_width = getattr(narrow, name)
             wider = deepcopy(narrow)
-            setattr(wider, name, 2 * least)
-            more = more + growth(wider) / least * (width - least)
-    return more
+            setattr(wider, name, 2 * narrow_width)
+            extra = extra + growth(wider) / narrow_width * (width - narrow_width)
+    return extra
 
 
 def _narrow(config: Any) -> Any:
@@ -140,7 +140,7 @@ def _coefficients(
 
     The last element is for everything outside of the layers.
     """
-    found = []
+    results = []
     with torch.random.fork_rng(devices=[]):
         model = transformers.AutoModelForCausalLM.from_config(deepcopy(config), dtype=precision.weights).train()
         model = set_trainable(model, train)
@@ -148,12 +148,12 @@ def _coefficients(
             inputs = {"input_ids": torch.zeros(rows, length, dtype=torch.long)}
             if data.separate_documents:  # two documents per window
                 inputs["position_ids"] = (torch.arange(length) % (length // 2)).expand(rows, -1)
-            found.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
-    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in found)
+            results.append(_saved(model, inputs | {"use_cache": False}, precision.autocast))
+    short, middle, long = (torch.tensor(saved, dtype=torch.float64) for saved, _ in results)
     step = LENGTHS[1] - LENGTHS[0]
     pair = (long - 2 * middle + short) / (2 * step**2)
     token = (middle - short) / step - pair * (LENGTHS[0] + LENGTHS[1])
-    return token, pair, found[0][1][0].dtype
+    return token, pair, results[0][1][0].dtype
 
 
 def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[list[int], list[torch.Tensor]]:
@@ -161,7 +161,7 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
     saved: dict[int, torch.Tensor] = {}
     marks: list[int] = []
-    read: list[torch.Tensor] = []
+    layer_inputs: list[torch.Tensor] = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()._cdata
@@ -174,7 +174,7 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
 
     def before(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> None:
         mark()
-        read.append(arguments[0])
+        layer_inputs.append(arguments[0])
 
     with ExitStack() as hooks:
         for layer in model_layers(model):
@@ -185,7 +185,7 @@ def _saved(model: nn.Module, inputs: dict[str, Any], autocast: bool) -> tuple[li
     mark()
     *bounds, total = marks
     layers = [end - begin for begin, end in zip(bounds[::2], bounds[1::2], strict=True)]
-    return [*layers, total - sum(layers)], read
+    return [*layers, total - sum(layers)], layer_inputs
 
 
 def model_layers(model: nn.Module) -> list[nn.Module]:

@@ -23,10 +23,14 @@ def diffusion_estimate(recipe: Recipe, sharding: Sharding) -> tuple[dict[str, in
     flops = TRAINING_PASSES * FLOPS * multiplications(lambda: model(**inputs))
     counted = parameter_counts(model)
     stored = counted["parameters"]
-    kept = {name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad}
-    trained = {name: part.numel() for name, part in kept.items()}
+    parameters = {
+        name: part for name, part in set_trainable(model, recipe.train).named_parameters() if part.requires_grad
+    }
+    trained = {name: part.numel() for name, part in parameters.items()}
     total = sum(trained.values()) * FLOAT32
-    in_half = sum(part.numel() for part in kept.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
+    in_half = (
+        sum(part.numel() for part in parameters.values() if part.ndim == 2) if recipe.train.dtype == "bfloat16" else 0
+    )
     return (
         trained,
         {

@@ -83,8 +83,8 @@ def dry_run(recipe: Recipe, sharding: Sharding) -> dict[str, Any]:
         trained = set_trainable(on_meta(config), recipe.train).named_parameters()
         sizes = {name: part.numel() for name, part in trained if part.requires_grad}
         teacher, teacher_from = _teacher(recipe, config, sharding.kind)
-        found = memory(recipe, config, sharding, teacher)
-    return _report(recipe, sharding, sizes, counts, found, counted_from, teacher_from)
+        memory_per_gpu = memory(recipe, config, sharding, teacher)
+    return _report(recipe, sharding, sizes, counts, memory_per_gpu, counted_from, teacher_from)
 
 
 def _report(
@@ -156,31 +156,32 @@ def _model(recipe: Recipe) -> tuple[Any, str]:
     path, expected = recipe.model.path, recipe.model.config
     is_replaced = getattr(recipe.objective, "new_classifier", False)
     if expected is not None and (path is None or not Path(path).exists()):
-        found, where = model_config(expected, recipe.objective), RECIPE
+        config, source = model_config(expected, recipe.objective), RECIPE
     else:
-        found, where = load_config(str(path), "model.path"), CONFIG
-        check_model_type(found.model_type, recipe.objective)
+        config, source = load_config(str(path), "model.path"), CONFIG
+        check_model_type(config.model_type, recipe.objective)
         if expected is not None:
-            wanted = model_config(expected, recipe.objective)
+            expected_config = model_config(expected, recipe.objective)
             if is_replaced:
-                found.num_labels = wanted.num_labels
-            check_expected(found, wanted)
-        own = CONFIGS.get(f"crosshead_{found.model_type}")
-        if own is not None and DECODERS not in own.auto_classes:
-            found = own.from_dict(found.to_dict())  # count a stock model as a crosshead model without mechanisms
-    is_new = recipe.objective.auto_class == CLASSIFIERS and (where == RECIPE or is_replaced)
+                config.num_labels = expected_config.num_labels
+            check_expected(config, expected_config)
+        config_class = CONFIGS.get(f"crosshead_{config.model_type}")
+        if config_class is not None and DECODERS not in config_class.auto_classes:
+            # Count a stock model as a crosshead model without mechanisms.
+            config = config_class.from_dict(config.to_dict())
+    is_new = recipe.objective.auto_class == CLASSIFIERS and (source == RECIPE or is_replaced)
     if is_new and CLASS_COUNT not in (expected or {}):
-        found.num_labels = len(_class_folders(recipe)) or found.num_labels
-    if hasattr(found, "auto_classes"):
-        found.architectures = [f"{found.class_prefix}{found.auto_classes[recipe.objective.auto_class]}"]
-    return found, where
+        config.num_labels = len(_class_folders(recipe)) or config.num_labels
+    if hasattr(config, "auto_classes"):
+        config.architectures = [f"{config.class_prefix}{config.auto_classes[recipe.objective.auto_class]}"]
+    return config, source
 
 
 def _class_folders(recipe: Recipe) -> set[str]:
     """Return the class names of the image folders in the recipe; empty if the folders are not on this machine."""
-    places = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
-    found = [path for place in places if place.is_dir() for path in place.iterdir()]
-    return {path.name for path in found if path.is_dir() and not path.name.startswith(".")}
+    folders = [Path(expand_home(source.path)) for source in recipe.data.sources if source.kind == "images"]
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    return {path.name for path in paths if path.is_dir() and not path.name.startswith(".")}
 
 
 def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, str | None]:
@@ -191,13 +192,13 @@ def _teacher(recipe: Recipe, config: Any, kind: str) -> tuple[Teacher | None, st
     if kind == ZERO3:
         raise RecipeError(TEACHER_WITH_ZERO3)
     if Path(name).exists():
-        found, where = load_config(name, "distillation.teacher"), CONFIG
+        teacher_config, source = load_config(name, "distillation.teacher"), CONFIG
     else:
-        found, where = deepcopy(config), SOURCE
-        found.mixers, found.dtype = {}, torch.bfloat16
-    dtype = found.dtype or torch.get_default_dtype()
-    with _counting(found, f"distillation.teacher={name}"):
-        return Teacher(on_meta(found).num_parameters(), found.vocab_size, dtype.itemsize), where
+        teacher_config, source = deepcopy(config), SOURCE
+        teacher_config.mixers, teacher_config.dtype = {}, torch.bfloat16
+    dtype = teacher_config.dtype or torch.get_default_dtype()
+    with _counting(teacher_config, f"distillation.teacher={name}"):
+        return Teacher(on_meta(teacher_config).num_parameters(), teacher_config.vocab_size, dtype.itemsize), source
 
 
 @contextmanager
@@ -252,10 +253,10 @@ def _notes(report: Mapping[str, Any]) -> Iterator[str]:
     for part, settings in report["optimizer"].items():
         rate, decay = (f"{settings[key]:g}" for key in ("learning_rate", "weight_decay"))
         yield f"AdamW trains the {part} with a learning rate of at most {rate} and a weight decay of {decay}."
-    more = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
-    more += ["the teacher's work"] if report["teacher_counted_from"] else []
-    if more:
-        yield f"FLOPs leave out {' and '.join(more)}."
+    omitted = ["the recomputation of layers, a third more"] if report["checkpoint_activations"] else []
+    omitted += ["the teacher's work"] if report["teacher_counted_from"] else []
+    if omitted:
+        yield f"FLOPs leave out {' and '.join(omitted)}."
     if "kv_bytes_per_token" in report:
         yield f"The KV cache is that of the trained model in {report['dtype']}."
     if not report["memory_per_gpu"]["activations"]:

@@ -122,12 +122,12 @@ def read_sharding(name: str) -> Sharding:
         )
     for name_in_file, (supported, default) in SUPPORTED.get(kind, {}).items():
         section, key = name_in_file.split(".")
-        found = content.get(section) or {}
-        if not isinstance(found, dict):
-            raise RecipeError(f"--accelerate {name}: {section}={found!r} is not a mapping, one `key: value` a line")
-        if found.get(key, default) != supported:
+        options = content.get(section) or {}
+        if not isinstance(options, dict):
+            raise RecipeError(f"--accelerate {name}: {section}={options!r} is not a mapping, one `key: value` a line")
+        if options.get(key, default) != supported:
             raise RecipeError(
-                f"--accelerate {name}: {name_in_file}={found.get(key, default)!r} is not supported by --dry-run, "
+                f"--accelerate {name}: {name_in_file}={options.get(key, default)!r} is not supported by --dry-run, "
                 f"only {supported!r}: use that, or start the run itself"
             )
     processes: Any = 1 if kind == ALONE else content.get("num_processes")
@@ -142,20 +142,20 @@ def memory(recipe: Recipe, config: Any, sharding: Sharding, teacher: Teacher | N
     stored = _shard(model.parameters(), sharding)
     trained = _shard((tensor for tensor in model.parameters() if tensor.requires_grad), sharding)
     itemsize = _itemsize(recipe)
-    second = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
+    bfloat16_copy = stored * itemsize if sharding.kind == ZERO3 and itemsize < FLOAT32 else 0
     if recipe.objective.auto_class == DECODERS:
-        found = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
+        saved = activations(config, recipe.train, recipe.data, precision(recipe, sharding))
     else:
-        found = activations_at_length(config, recipe, precision(recipe, sharding))
+        saved = activations_at_length(config, recipe, precision(recipe, sharding))
     return Memory(
-        weights=(trained if second else stored) * FLOAT32 + second,
+        weights=(trained if bfloat16_copy else stored) * FLOAT32 + bfloat16_copy,
         gradients=trained * (itemsize if sharding.kind == ZERO3 else FLOAT32),
         moments=trained * FLOAT32 * MOMENTS,
         average=trained * FLOAT32 if recipe.train.average else 0,
         working_copies=_working_copies(model, sharding, itemsize),
         gradient_buckets=_elements(model, trained=True) * FLOAT32 if sharding.kind == COPIES else 0,
         teacher=teacher.parameters * teacher.itemsize if teacher else 0,
-        activations=found.total(recipe.train.checkpoint_activations),
+        activations=saved.total(recipe.train.checkpoint_activations),
         logits=_logits(recipe, objective_of(recipe).logits(config), teacher),
     )
 
@@ -191,8 +191,8 @@ def _working_copies(model: Any, sharding: Sharding, itemsize: int) -> int:
 
 def _head(model: Any) -> nn.Module:
     """Return the output layer, which computes the logits."""
-    found: nn.Module | None = model.get_output_embeddings()
-    return list(model.children())[-1] if found is None else found  # an image classifier has no output embeddings
+    head: nn.Module | None = model.get_output_embeddings()
+    return list(model.children())[-1] if head is None else head  # an image classifier has no output embeddings
 
 
 def _elements(model: nn.Module, trained: bool = False) -> int:

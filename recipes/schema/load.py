@@ -29,8 +29,8 @@ EXPECTED = {
 
 def shipped_recipes() -> dict[str, Path]:
     """Return the paths of the shipped recipes, by name, such as `small/smollm2_knocking`."""
-    found = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.yaml"))]
-    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in found}
+    paths = [path for folder in FOLDERS for path in sorted((PACKAGE / folder).glob("*.yaml"))]
+    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path for path in paths}
 
 
 def load_recipe(name: str | Path, changes: Sequence[str] = ()) -> Recipe:
@@ -62,7 +62,7 @@ def _find(name: str) -> Path:
 
 def _message(errors: ValidationError) -> str:
     """Format the first error as one line: key, value and expected input. Unknown keys are reported first."""
-    error: Any = min(errors.errors(), key=lambda each: each["type"] != "unexpected_keyword_argument")
+    error: Any = min(errors.errors(), key=lambda item: item["type"] != "unexpected_keyword_argument")
     *path, key = map(str, error["loc"] or [""])
     section = [part for part in path if part not in OBJECTIVES]
     name = ".".join(section) or "the recipe"
@@ -88,7 +88,7 @@ def _keys(section: Sequence[str]) -> list[str]:
             kind = OBJECTIVES[part]
         elif not part.isdecimal():
             kind = get_type_hints(kind)[part]
-            kind = next((each for each in get_args(kind) if is_dataclass(each)), kind)
+            kind = next((member for member in get_args(kind) if is_dataclass(member)), kind)
     return [field.name for field in fields(kind)]
 
 

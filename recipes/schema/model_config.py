@@ -82,8 +82,8 @@ def model_config(content: Mapping[str, Any], objective: ObjectiveOptions = NEXT_
     with named_model_config():
         for key in SIZES:
             value = fields.get(key)
-            for each in value if isinstance(value, list) and key in STAGED else [value]:
-                Integer().parse(key, each, 0)
+            for size in value if isinstance(value, list) and key in STAGED else [value]:
+                Integer().parse(key, size, 0)
         config = kind(**fields)
         _check(config)
     return config

@@ -139,12 +139,12 @@ AnyObjective = Annotated[
 ]
 
 
-def check_unit(objective: ObjectiveOptions, given: dict[str, int | None]) -> None:
+def check_unit(objective: ObjectiveOptions, amounts: dict[str, int | None]) -> None:
     """Raise `RecipeError` unless `train` gives its length and batch size in the objective's unit, and only in it.
 
     `given` has the keys `tokens`, `batch_tokens`, `samples` and `batch_samples` of `train`.
     """
-    for key, value in given.items():
+    for key, value in amounts.items():
         counted = key.removeprefix("batch_") == objective.unit
         if counted and value is None:
             raise RecipeError(f"train lacks the key {key!r}: the objective {objective.name} counts {objective.unit}")

@@ -128,8 +128,8 @@ def toy_config(
     if "num_experts" in content:
         sizes |= EXPERTS
     if hasattr(large, "kv_lora_rank"):
-        given = {name: getattr(large, name) for name in LATENT}
-        sizes |= {name: min(value, LATENT[name]) for name, value in given.items() if value is not None}
+        values = {name: getattr(large, name) for name in LATENT}
+        sizes |= {name: min(value, LATENT[name]) for name, value in values.items() if value is not None}
     return dict(content) | sizes | {"mixers": _toy_mixers(large, count)}
 
 
@@ -137,15 +137,15 @@ def _toy_image_config(content: Mapping[str, Any], large: Any) -> dict[str, Any]:
     """Return the small configuration of a vision transformer; a model with stages keeps the first layer of each."""
     sizes: dict[str, Any] = {CLASS_COUNT: CLASSES}
     if hasattr(large, "depths"):
-        kept = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
-        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(kept)}
+        indices = [sum(large.depths[:stage]) for stage in range(len(large.depths))]
+        sizes |= {"hidden_sizes": [4 * heads for heads in large.num_attention_heads], "depths": [1] * len(indices)}
         sizes |= {"image_size": 64}
     else:
         count = min(TOY_LAYERS, large.num_hidden_layers)
-        kept = [index * large.num_hidden_layers // count for index in range(count)]
+        indices = [index * large.num_hidden_layers // count for index in range(count)]
         sizes |= {"hidden_size": 4 * large.num_attention_heads, "intermediate_size": 64, "num_hidden_layers": count}
         sizes |= {"image_size": 4 * large.patch_size}
-    mixers = {name: _toy_options(name, options, kept) for name, options in large.mixers.items()}
+    mixers = {name: _toy_options(name, options, indices) for name, options in large.mixers.items()}
     return dict(content) | sizes | {"mixers": mixers}
 
 
@@ -153,8 +153,8 @@ def _toy_mixers(large: Any, count: int) -> dict[str, Any]:
     """Return the mechanisms' options for the remaining layers; an encoder-decoder has mechanisms per part."""
 
     def small(mixers: Mapping[str, Any], layers: int) -> dict[str, Any]:
-        kept = [index * layers // count for index in range(count)]
-        return {name: _toy_options(name, options, kept) for name, options in mixers.items()}
+        indices = [index * layers // count for index in range(count)]
+        return {name: _toy_options(name, options, indices) for name, options in mixers.items()}
 
     if not large.is_encoder_decoder:
         return small(large.mixers, large.num_hidden_layers)
@@ -217,13 +217,13 @@ def write_tokenizer(folder: Path, **special: Any) -> int:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    more = [token for value in special.values() for token in ([value] if isinstance(value, str) else value)]
-    letters = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END, *more]
-    byte_level = Tokenizer(models.BPE(vocab={letter: index for index, letter in enumerate(letters)}, merges=[]))
+    special_tokens = [token for value in special.values() for token in ([value] if isinstance(value, str) else value)]
+    tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), END, *special_tokens]
+    byte_level = Tokenizer(models.BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=[]))
     byte_level.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     byte_level.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=byte_level, eos_token=END, **special).save_pretrained(str(folder))
-    return len(letters)
+    return len(tokens)
 
 
 def _write_model(content: Mapping[str, Any], folder: Path, seed: int, objective: ObjectiveOptions) -> str:

@@ -139,7 +139,7 @@ def _fit(x: Numbers, y: Numbers, weights: Numbers) -> tuple[float, float, float]
 
     best = int(np.argmin([solve(exponent)[1] for exponent in EXPONENTS]))
     bounds = EXPONENTS[max(0, best - 1)], EXPONENTS[min(len(EXPONENTS) - 1, best + 1)]
-    exponent = float(minimize_scalar(lambda each: solve(each)[1] ** 2, bounds=bounds, options={"xatol": 1e-9}).x)
+    exponent = float(minimize_scalar(lambda value: solve(value)[1] ** 2, bounds=bounds, options={"xatol": 1e-9}).x)
     height, floor = solve(exponent)[0].tolist()
     return exponent, height, floor
 

@@ -150,12 +150,12 @@ def judge(run: Recipe, kind: str, diverged: str | None) -> Attempt:
 
 def choose(attempts: Sequence[Attempt]) -> tuple[Attempt | None, Attempt | None]:
     """Return the run with the largest stable rate, and the run with the lowest loss if it is significantly lower."""
-    stable = [each for each in attempts if each.stable]
+    stable = [attempt for attempt in attempts if attempt.stable]
     if not stable:
         return None, None
-    chosen = max(stable, key=lambda each: each.learning_rate)
-    best = min(stable, key=lambda each: each.fitted_loss)
-    error = math.hypot(*(each.law.error for each in (chosen, best) if each.law))
+    chosen = max(stable, key=lambda attempt: attempt.learning_rate)
+    best = min(stable, key=lambda attempt: attempt.fitted_loss)
+    error = math.hypot(*(attempt.law.error for attempt in (chosen, best) if attempt.law))
     return chosen, best if chosen.fitted_loss - best.fitted_loss > ERRORS * error else None
 
 
@@ -166,7 +166,7 @@ def _report(recipe: Recipe, kind: str, attempts: list[Attempt]) -> dict[str, Any
         "tokens": recipe.steps * recipe.per_step,
         "chosen": chosen.learning_rate if chosen else None,
         "lower": lower.learning_rate if lower else None,
-        "runs": [each.as_dict() for each in attempts],
+        "runs": [attempt.as_dict() for attempt in attempts],
         "stopped_by": None,
     }
 
@@ -192,7 +192,7 @@ def _law(run: Mapping[str, Any]) -> tuple[Any, Any]:
     if not run["law"]:
         return [], []
     tokens = numpy.geomspace(run["curve"]["tokens"][0], run["curve"]["tokens"][-1], SEGMENTS)
-    return tokens, [curves.ScalingLaw(**run["law"]).loss(each) for each in tokens]
+    return tokens, [curves.ScalingLaw(**run["law"]).loss(count) for count in tokens]
 
 
 def _label(run: Mapping[str, Any], chosen: bool) -> str:
@@ -205,4 +205,7 @@ def _dots(run: Mapping[str, Any]) -> list[tuple[float, float]]:
     """Reduce a curve to at most `DOTS` points, by means over neighbours."""
     tokens, losses = run["curve"]["tokens"], run["curve"]["losses"]
     size = math.ceil(len(losses) / DOTS) or 1
-    return [(mean(tokens[at : at + size]), mean(losses[at : at + size])) for at in range(0, len(losses), size)]
+    return [
+        (mean(tokens[start : start + size]), mean(losses[start : start + size]))
+        for start in range(0, len(losses), size)
+    ]

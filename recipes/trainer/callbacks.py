@@ -65,19 +65,19 @@ class StopOnSignal(TrainerCallback):
 
     def _is_requested(self, args: Any, state: Any) -> bool:
         """Whether any process received a signal and steps remain; a collective operation."""
-        found = _maximum(self.signal or 0, args)
-        if found:  # if not found, keep a signal that arrived during the reduction for the next call
-            self.signal = found
-        return bool(found) and state.global_step < state.max_steps
+        number = _maximum(self.signal or 0, args)
+        if number:  # otherwise a signal may have arrived during the reduction: it is reduced next time
+            self.signal = number
+        return bool(number) and state.global_step < state.max_steps
 
 
 def _maximum(number: int, args: Any) -> int:
     """Return the maximum of a number over all processes."""
     if args.world_size == 1:
         return number
-    found = torch.tensor(number, device=args.device)
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)
-    return int(found)
+    maximum = torch.tensor(number, device=args.device)
+    torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX)
+    return int(maximum)
 
 
 class ReportProgress(TrainerCallback):

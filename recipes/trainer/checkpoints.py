@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 def checkpoints(output: Path) -> list[Path]:
     """Return the complete checkpoints of a run, the newest first."""
-    found = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
-    return [path for path in sorted(found, key=step_of, reverse=True) if _is_complete(path)]
+    paths = [path for path in output.glob(f"{PREFIX}*") if path.name.removeprefix(PREFIX).isdecimal()]
+    return [path for path in sorted(paths, key=step_of, reverse=True) if _is_complete(path)]
 
 
 def step_of(checkpoint: Path) -> int:

@@ -22,7 +22,7 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
     Parameters with random initialisation have no neutral value, nor have mechanisms that do not start as the stock
     model, such as explicit with fewer components. Parameters that ZeRO-3 sharded at creation are left out.
     """
-    found: dict[str, torch.Tensor] = {}
+    starts: dict[str, torch.Tensor] = {}
     neutral = tuple(
         f"{name}."
         for name, mixer in model.named_modules()
@@ -37,10 +37,10 @@ def starting_points(model: nn.Module) -> dict[str, torch.Tensor]:
         for part, parameter in leaf.named_parameters(recurse=False):
             is_fixed = name.startswith(neutral) and torch.equal(first[part], second[part])
             value = torch.zeros_like(parameter, device="cpu") if parameter.is_meta else parameter  # meta: not logged
-            found[plain_name(f"{name}.{part}")] = (
+            starts[plain_name(f"{name}.{part}")] = (
                 first[part] if is_fixed else value.detach().to("cpu", torch.float32, copy=True)
             )
-    return found
+    return starts
 
 
 def _is_zero3_shard(parameter: torch.Tensor) -> bool:
@@ -49,11 +49,11 @@ def _is_zero3_shard(parameter: torch.Tensor) -> bool:
 
 
 def _initialised(leaf: ParameterModule, seed: int) -> dict[str, torch.Tensor]:
-    again = copy.deepcopy(leaf).cpu()
+    clone = copy.deepcopy(leaf).cpu()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
-        again.initialise(1.0)
-    return {name: parameter.detach() for name, parameter in again.named_parameters(recurse=False)}
+        clone.initialise(1.0)
+    return {name: parameter.detach() for name, parameter in clone.named_parameters(recurse=False)}
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def drift(model: nn.Module, starts: dict[str, torch.Tensor]) -> dict[str, float]
             distance = (now.float().cpu() - start.float()).norm() / start.shape[0] ** 0.5
             mechanism = plain_name(name).split(MIXERS)[1].split(".")[0]
             distances.setdefault(f"drift/{mechanism}", []).append(distance.item())
-    return {name: mean(found) for name, found in distances.items()}
+    return {name: mean(values) for name, values in distances.items()}
 
 
 def plain_name(name: str) -> str:

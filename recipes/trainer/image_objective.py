@@ -142,13 +142,13 @@ def check_shape(inputs: ImageInputs, shape: tuple[int, int, int], path: str) -> 
     channels, height, width = shape
     blank = require_pillow().Image.new("L" if channels == 1 else "RGB", (2 * width, height))
     try:
-        found = tuple(inputs.pixels(blank).shape)
+        actual = tuple(inputs.pixels(blank).shape)
     except Exception as error:
         raise RecipeError(f"the image processor of model.path={path} fails: {one_line(error)}") from None
-    if found != shape:
+    if actual != shape:
         raise RecipeError(
-            f"the image processor of model.path={path} gives pixel values of shape {list(found)}, but the model reads "
-            f"{list(shape)}: use the model's own preprocessor_config.json"
+            f"the image processor of model.path={path} gives pixel values of shape {list(actual)}, but the model "
+            f"reads {list(shape)}: use the model's own preprocessor_config.json"
         )
 
 

@@ -24,16 +24,18 @@ class HeadRouting:
 
     def __init__(self, config: Any) -> None:
         mixers = {layer: config.mixers_of_layer(layer) for layer in range(len(config.layouts()))}
-        options = {layer: found["mixture"] for layer, found in mixers.items() if "mixture" in found}
-        selected = {layer: each["active_heads"] - each["shared_heads"] for layer, each in options.items()}
+        options = {
+            layer: layer_mixers["mixture"] for layer, layer_mixers in mixers.items() if "mixture" in layer_mixers
+        }
+        selected = {layer: mixture["active_heads"] - mixture["shared_heads"] for layer, mixture in options.items()}
         self._selected = {layer: count for layer, count in selected.items() if count}
         self.layers = tuple(self._selected)
         """Indices of the layers whose router selects heads."""
         self.weight = config.mechanisms().get("mixture", {}).get("balance_weight", 0.0)
         """Weight of the balance loss."""
         stacks: dict[bool, list[int]] = {}
-        for place, layer in enumerate(self.layers):
-            stacks.setdefault(is_of_encoder(config, layer), []).append(place)
+        for index, layer in enumerate(self.layers):
+            stacks.setdefault(is_of_encoder(config, layer), []).append(index)
         self._stacks = list(stacks.values())  # positions in `layers`: the loss is the mean over encoder and decoder
 
     @classmethod
@@ -58,7 +60,7 @@ class HeadRouting:
         def of_sequence(*layers: torch.Tensor) -> torch.Tensor:
             losses = []
             for stack in self._stacks:
-                scores, selected = [layers[place].unsqueeze(0) for place in stack], [counts[place] for place in stack]
+                scores, selected = [layers[index].unsqueeze(0) for index in stack], [counts[index] for index in stack]
                 losses.append(balance_loss(scores, selected, None))
             return torch.stack(losses).mean()
 
@@ -68,11 +70,11 @@ class HeadRouting:
 
     def load(self, scores: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return, per layer, the fraction of a micro batch's tokens that select each routed head (heads)."""
-        found = []
+        loads = []
         for probabilities, count in zip(scores, self._selected.values(), strict=True):
             selected = probabilities.detach().topk(count, dim=-1).indices
-            found.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
-        return found
+            loads.append(torch.zeros_like(probabilities).scatter(-1, selected, 1.0).flatten(0, -2).float().mean(0))
+        return loads
 
 
 def is_of_encoder(config: Any, layer: int) -> bool:
@@ -83,10 +85,10 @@ def is_of_encoder(config: Any, layer: int) -> bool:
 
 def load_metrics(name: str, loads: Mapping[Any, torch.Tensor]) -> dict[str, float]:
     """Return the minimum and the maximum load of each layer as metrics."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for layer, load in loads.items():
-        found |= {f"{name}/{layer}/least": load.min().item(), f"{name}/{layer}/most": load.max().item()}
-    return found
+        metrics |= {f"{name}/{layer}/least": load.min().item(), f"{name}/{layer}/most": load.max().item()}
+    return metrics
 
 
 class ExpertBalance(TrainerCallback):

@@ -35,7 +35,7 @@ def load_tokenizer(recipe: Recipe) -> Any:
             f"the tokenizer of {key}={name} contains an access token: remove it from tokenizer_config.json"
         )
     templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
-    if bad := next((each for each in templates if Path(each).name != each), None):
+    if bad := next((template for template in templates if Path(template).name != template), None):
         raise RecipeError(f"the tokenizer of {key}={name} has a chat template named {bad!r}, a path: rename it")
     for state in LOADER_STATE:  # otherwise they would be saved with the tokenizer
         tokenizer.init_kwargs.pop(state, None)

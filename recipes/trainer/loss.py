@@ -73,14 +73,14 @@ class TrainingLoss:
         The loss on predictions is added with factor 0, since data parallelism needs a gradient of every parameter.
         """
         teacher: Any = self._teacher
-        with attention_states(teacher) as (read, wanted):
+        with attention_states(teacher) as (teacher_inputs, teacher_outputs):
             self._run_teacher(inputs)
         if transfers:
-            self._handles = replace_attention_inputs(model, read)
-        with attention_states(model) as (_, found):
+            self._handles = replace_attention_inputs(model, teacher_inputs)
+        with attention_states(model) as (_, model_outputs):
             loss, outputs = self._predict(model, inputs, items)
         shares = count_predictions(inputs["labels"]) / items
-        return (attention_errors(found, wanted) * shares).sum() + 0.0 * loss, outputs
+        return (attention_errors(model_outputs, teacher_outputs) * shares).sum() + 0.0 * loss, outputs
 
     @torch.no_grad()
     def _run_teacher(self, inputs: dict[str, Any]) -> Any:
@@ -98,30 +98,32 @@ def divergence_minus_loss(
     parts = (tensor.flatten(0, 1).split(ROWS) for tensor in (next_labels(labels), logits, *teacher))
     recomputed = partial(checkpoint, _difference, use_reentrant=False, preserve_rng_state=False)
     total = logits.new_zeros((), dtype=torch.float32)
-    for targets, own, *expected in zip(*parts, strict=True):
-        total = total + recomputed(targets, own, expected, temperature)
+    for targets, model_logits, *teacher_chunk in zip(*parts, strict=True):
+        total = total + recomputed(targets, model_logits, teacher_chunk, temperature)
     return total
 
 
 def _difference(
-    targets: torch.Tensor, logits: torch.Tensor, expected: list[torch.Tensor], temperature: float
+    targets: torch.Tensor, logits: torch.Tensor, teacher: list[torch.Tensor], temperature: float
 ) -> torch.Tensor:
     plain = functional.log_softmax(logits.float(), dim=-1)
-    if len(expected) == 2:
-        found, wanted = plain.gather(-1, expected[0].long()), expected[1].float()
-        distance = _divergence(_add_rest(found), _add_rest(wanted))
+    if len(teacher) == 2:
+        log_probs, teacher_log_probs = plain.gather(-1, teacher[0].long()), teacher[1].float()
+        distance = _divergence(_add_rest(log_probs), _add_rest(teacher_log_probs))
     elif temperature == 1:
-        distance = _divergence(plain, functional.log_softmax(expected[0].float(), dim=-1))
+        distance = _divergence(plain, functional.log_softmax(teacher[0].float(), dim=-1))
     else:
-        found, wanted = (functional.log_softmax(x.float() / temperature, dim=-1) for x in (logits, expected[0]))
-        distance = _divergence(found, wanted) * temperature**2  # keeps the gradient's scale
+        log_probs, teacher_log_probs = (
+            functional.log_softmax(x.float() / temperature, dim=-1) for x in (logits, teacher[0])
+        )
+        distance = _divergence(log_probs, teacher_log_probs) * temperature**2  # keeps the gradient's scale
     likelihood = plain.gather(-1, targets.clamp_min(0).unsqueeze(-1)).squeeze(-1)
     return (distance + likelihood)[targets != NOT_PREDICTED].sum()
 
 
-def _divergence(found: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+def _divergence(log_probs: torch.Tensor, teacher_log_probs: torch.Tensor) -> torch.Tensor:
     """Return the KL divergence of log-probabilities; the teacher's probability is 0 outside its vocabulary."""
-    return (wanted.exp() * (wanted - found[..., : wanted.shape[-1]])).sum(-1)
+    return (teacher_log_probs.exp() * (teacher_log_probs - log_probs[..., : teacher_log_probs.shape[-1]])).sum(-1)
 
 
 def _add_rest(logarithms: torch.Tensor) -> torch.Tensor:
@@ -130,11 +132,12 @@ def _add_rest(logarithms: torch.Tensor) -> torch.Tensor:
     return torch.cat([logarithms, rest.clamp_min(torch.finfo(rest.dtype).eps).log()], dim=-1)
 
 
-def attention_errors(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> torch.Tensor:
+def attention_errors(outputs: list[torch.Tensor], teacher_outputs: list[torch.Tensor]) -> torch.Tensor:
     """Return the relative squared error of attention outputs (B, T, width) per sequence (B), averaged over layers."""
     errors = [
-        (mine.float() - theirs.float()).square().sum((1, 2)) / theirs.float().square().sum((1, 2)).clamp_min(1e-12)
-        for mine, theirs in zip(found, wanted, strict=True)
+        (output.float() - teacher_output.float()).square().sum((1, 2))
+        / teacher_output.float().square().sum((1, 2)).clamp_min(1e-12)
+        for output, teacher_output in zip(outputs, teacher_outputs, strict=True)
     ]
     return torch.stack(errors).mean(0)
 
@@ -145,8 +148,8 @@ def attention_states(model: nn.Module) -> Iterator[tuple[list[torch.Tensor], lis
     inputs: list[torch.Tensor] = []
     outputs: list[torch.Tensor] = []
 
-    def collect(module: nn.Module, args: Any, given: dict[str, Any], output: Any) -> None:
-        inputs.append(given["hidden_states"])
+    def collect(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        inputs.append(kwargs["hidden_states"])
         outputs.append(output[0])
 
     with ExitStack() as stack:
@@ -158,9 +161,12 @@ def attention_states(model: nn.Module) -> Iterator[tuple[list[torch.Tensor], lis
 def replace_attention_inputs(model: nn.Module, inputs: list[torch.Tensor]) -> list[RemovableHandle]:
     """Replace the inputs of each attention layer by the given ones, until the returned hooks are removed."""
 
-    def replace(wanted: torch.Tensor, module: nn.Module, args: Any, given: dict[str, Any]) -> Any:
-        own = given["hidden_states"]
-        return args, given | {"hidden_states": wanted.to(own) + 0.0 * own}  # DDP expects a gradient of `own`
+    def replace(replacement: torch.Tensor, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        own = kwargs["hidden_states"]
+        return args, kwargs | {"hidden_states": replacement.to(own) + 0.0 * own}  # DDP expects a gradient of `own`
 
     layers = zip(attention_layers(model), inputs, strict=True)
-    return [layer.register_forward_pre_hook(partial(replace, wanted), with_kwargs=True) for layer, wanted in layers]
+    return [
+        layer.register_forward_pre_hook(partial(replace, replacement), with_kwargs=True)
+        for layer, replacement in layers
+    ]

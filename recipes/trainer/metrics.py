@@ -58,10 +58,10 @@ class LossMonitor:
                 self.last_good = step
 
     def _compare(self, loss: float, step: int) -> None:
-        usual = mean(self._recent)
-        self._lowest = min(self._lowest, usual)
+        recent_mean = mean(self._recent)
+        self._lowest = min(self._lowest, recent_mean)
         if len(self._recent) >= RECENT // 2:
-            self.spikes += loss - usual > max(SPIKE * pstdev(self._recent), MIN_SPIKE)
+            self.spikes += loss - recent_mean > max(SPIKE * pstdev(self._recent), MIN_SPIKE)
         is_high = loss > max(DIVERGENCE * self._lowest, self._lowest + MIN_DIVERGENCE)
         self._high_steps = self._high_steps + 1 if is_high else 0
         if self._high_steps >= PATIENCE:
@@ -99,7 +99,7 @@ class MetricsFile:
     @staticmethod
     def lines(output: Path) -> list[dict[str, Any]]:
         """Return the valid lines before the first damaged one; a killed run may leave an incomplete last line."""
-        path, found = output / METRICS, []
+        path, lines = output / METRICS, []
         for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else ():
             try:
                 content = json.loads(line)
@@ -107,16 +107,16 @@ class MetricsFile:
                 break
             if not isinstance(content, dict) or not isinstance(content.get("step"), int):
                 break
-            found.append(content)
-        return found
+            lines.append(content)
+        return lines
 
     @classmethod
     def last(cls, output: Path) -> dict[str, Any]:
         """Return the last value of each metric."""
-        found: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         for line in cls.lines(output):
-            found |= line
-        return {name: value for name, value in found.items() if name != "losses"}
+            metrics |= line
+        return {name: value for name, value in metrics.items() if name != "losses"}
 
     @classmethod
     def losses(cls, output: Path, steps: int) -> list[float]:

@@ -48,9 +48,9 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
         if recipe.attention_loss_steps:
             check_layers_match(model, teacher, recipe.attention_loss_steps)
     if recipe.data.separate_documents and not is_deepspeed_zero3_enabled():
-        for key, each in (("model", model), ("distillation.teacher", teacher)):
-            if each is not None and not hasattr(each.config, "mixers"):  # crosshead models keep documents apart
-                check_documents_apart(each, key)
+        for key, loaded in (("model", model), ("distillation.teacher", teacher)):
+            if loaded is not None and not hasattr(loaded.config, "mixers"):  # crosshead models keep documents apart
+                check_documents_apart(loaded, key)
     if recipe.train.checkpoint_activations:
         names = ("activation_checkpointing_enable", "gradient_checkpointing_enable", "enable_gradient_checkpointing")
         try:
@@ -65,18 +65,18 @@ def load_models(recipe: Recipe, processor: Any) -> tuple[Any, Any]:
 def check_layers_match(model: Any, teacher: Any, steps: int) -> None:
     """Raise `RecipeError` if the attention outputs of model and teacher cannot be compared layer by layer."""
     for key in ("num_hidden_layers", "hidden_size"):
-        theirs, ours = getattr(teacher.config, key), getattr(model.config, key)
-        if theirs != ours:
+        teacher_size, size = getattr(teacher.config, key), getattr(model.config, key)
+        if teacher_size != size:
             raise RecipeError(
-                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={theirs}, the model "
-                f"{ours}: use 0, or {USE_ITS_SOURCE}"
+                f"distillation.match_steps={steps} compares layers, but the teacher has {key}={teacher_size}, the "
+                f"model {size}: use 0, or {USE_ITS_SOURCE}"
             )
-    ours, theirs = len(attention_layers(model)), len(attention_layers(teacher))
-    if not ours or ours != theirs:
+    count, teacher_count = len(attention_layers(model)), len(attention_layers(teacher))
+    if not count or count != teacher_count:
         raise RecipeError(
             f"distillation.match_steps={steps} compares the outputs of layers that are named {ATTENTION[1:]!r}: the "
-            f"model, a {type(model).__name__}, has {ours}, the teacher, a {type(teacher).__name__}, {theirs}: use 0 "
-            "for match_steps and transfer_steps"
+            f"model, a {type(model).__name__}, has {count}, the teacher, a {type(teacher).__name__}, {teacher_count}: "
+            "use 0 for match_steps and transfer_steps"
         )
 
 
@@ -143,13 +143,13 @@ def copied_files(options: ModelOptions) -> list[Path]:
 
         name, revision = split_revision(options.path)
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(COPIED_FILES)))
-    found = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
-    for path in found:
+    paths = [folder / name for name in COPIED_FILES if (folder / name).is_file()]
+    for path in paths:
         if (target := foreign_link(path, folder)) is not None:
             raise RecipeError(f"{path} is a link to {target}, which would be copied: replace it by the file")
         if path.suffix != ".json" and TOKEN.search(path.read_text(encoding="utf-8", errors="replace")):
             raise RecipeError(f"{path} contains an access token: remove it from the file and revoke it")
-    return found
+    return paths
 
 
 def vocabulary_size(recipe: Recipe) -> int:
@@ -211,7 +211,7 @@ def _load(
     missing = sorted(tensor for tensor in report["missing_keys"] if not is_replaced(tensor))
     if missing:
         raise RecipeError(f"{key}={name} is incomplete: it lacks {len(missing)} tensors, the first is {missing[0]}")
-    mismatched = [each for each in report["mismatched_keys"] if not is_replaced(each[0])]
+    mismatched = [entry for entry in report["mismatched_keys"] if not is_replaced(entry[0])]
     for tensor, stored, expected in sorted(mismatched)[:1]:
         raise RecipeError(
             f"{key}={name} has {tensor} of shape {tuple(stored)}, but its config.json implies {tuple(expected)}: use "
@@ -220,11 +220,11 @@ def _load(
     return model
 
 
-def check_expected(found: Any, expected: Any) -> None:
+def check_expected(config: Any, expected: Any) -> None:
     """Raise `RecipeError` if the loaded configuration differs from the configuration in the recipe."""
-    wanted, actual = OMITTED | expected.to_diff_dict(), OMITTED | found.to_dict()
-    if len(wanted.pop("id2label", found.id2label)) != found.num_labels:
-        raise RecipeError(f"model.path has num_labels={found.num_labels}, but model.config has {expected.num_labels}")
-    for key, value in wanted.items():
+    required, actual = OMITTED | expected.to_diff_dict(), OMITTED | config.to_dict()
+    if len(required.pop("id2label", config.id2label)) != config.num_labels:
+        raise RecipeError(f"model.path has num_labels={config.num_labels}, but model.config has {expected.num_labels}")
+    for key, value in required.items():
         if key not in ANY_VALUE and actual.get(key, value) != value:
             raise RecipeError(f"model.path has {key}={actual[key]!r}, but model.config has {value!r}")

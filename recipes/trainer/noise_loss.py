@@ -49,14 +49,16 @@ class NoiseLoss:
     def __init__(self, schedule: Any) -> None:
         self._schedule = schedule
         betas = schedule.betas.double()
-        kept = (1 - betas).cumprod(0)
-        kept_before = torch.cat([kept.new_ones(1), kept[:-1]])
-        variances = betas * (1 - kept_before) / (1 - kept)
+        alpha_bars = (1 - betas).cumprod(0)
+        previous_alpha_bars = torch.cat([alpha_bars.new_ones(1), alpha_bars[:-1]])
+        variances = betas * (1 - previous_alpha_bars) / (1 - alpha_bars)
         variances[0] = variances[1]  # the variance of the first step is 0, and its logarithm infinite
         self._log_variances = variances.log()
         self._log_betas = betas.log()
         # The posterior mean is linear in the predicted image, whose error is a multiple of the error of the noise.
-        self._mean_factors = betas * kept_before.sqrt() / (1 - kept) * ((1 - kept) / kept).sqrt()
+        self._mean_factors = (
+            betas * previous_alpha_bars.sqrt() / (1 - alpha_bars) * ((1 - alpha_bars) / alpha_bars).sqrt()
+        )
 
     def noisy(self, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Return the noisy images, the inputs of the model."""
@@ -65,20 +67,20 @@ class NoiseLoss:
     def __call__(self, prediction: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Return the loss of each image (B), given images (B, channels, height, width) and timesteps (B)."""
         channels = clean.shape[1]
-        predicted, *places = prediction.float().split(channels, dim=1)
+        predicted, *variances = prediction.float().split(channels, dim=1)
         loss = mean_by_image((predicted - noise).square())
-        if places:
-            loss = loss + self._bound(predicted.detach(), places[0], clean, noise, times)
+        if variances:
+            loss = loss + self._bound(predicted.detach(), variances[0], clean, noise, times)
         return loss
 
-    def _bound(self, predicted: Tensor, places: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
+    def _bound(self, predicted: Tensor, interpolation: Tensor, clean: Tensor, noise: Tensor, times: Tensor) -> Tensor:
         """Return the term of the variational bound for each image (B), in bits per dimension."""
         true, upper, factor = (
             table.to(clean)[times].view(-1, 1, 1, 1)
             for table in (self._log_variances, self._log_betas, self._mean_factors)
         )
-        share = (places + 1) / 2
-        log_variance = share * upper + (1 - share) * true
+        fraction = (interpolation + 1) / 2
+        log_variance = fraction * upper + (1 - fraction) * true
         error = factor * (noise - predicted)
         divergence = gaussian_divergence(error, true, log_variance)
         likelihood = pixel_log_likelihood(clean, clean + error, log_variance / 2)

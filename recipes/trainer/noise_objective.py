@@ -41,11 +41,11 @@ class Noise(Objective):
 
     def complete_config(self, config: Any, processor: ImageInputs) -> None:
         """Raise `RecipeError` unless the configuration has the data's number of classes."""
-        found = len(processor.classes)
-        if found != config.num_embeds_ada_norm:
+        count = len(processor.classes)
+        if count != config.num_embeds_ada_norm:
             raise RecipeError(
-                f"model.config.num_embeds_ada_norm={config.num_embeds_ada_norm}, but the images have {found} classes: "
-                f"set it to {found}"
+                f"model.config.num_embeds_ada_norm={config.num_embeds_ada_norm}, but the images have {count} classes: "
+                f"set it to {count}"
             )
 
     def new_model(self, config: DiTFields) -> nn.Module:
@@ -90,8 +90,8 @@ class Noise(Objective):
         self, model: nn.Module, inputs: dict[str, Any], items: Any, routing: HeadRouting | None
     ) -> tuple[torch.Tensor, Any]:
         """Return the micro batch's part of the step's loss, and the outputs; `items` is the step's image count."""
-        wanted = {} if routing is None else {"output_head_router_scores": True}
-        losses, outputs = self._denoise(model, inputs, **wanted)
+        options = {} if routing is None else {"output_head_router_scores": True}
+        losses, outputs = self._denoise(model, inputs, **options)
         loss = losses.sum() / items
         if routing is not None:
             loss = loss + routing.loss_by_sequence(outputs, torch.ones_like(losses) / items)
@@ -103,10 +103,10 @@ class Noise(Objective):
         losses, _ = self._denoise(model, inputs)
         return {LOSS: torch.stack([losses, torch.ones_like(losses)], dim=1)}
 
-    def _denoise(self, model: nn.Module, inputs: dict[str, Any], **wanted: bool) -> tuple[torch.Tensor, Any]:
+    def _denoise(self, model: nn.Module, inputs: dict[str, Any], **options: bool) -> tuple[torch.Tensor, Any]:
         """Return the loss of each image (B), and the model's outputs."""
         clean, noise, times = self._clean(inputs), inputs[NOISE], inputs[TIMES]
-        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **wanted)
+        outputs = model(self._loss.noisy(clean, noise, times), times, inputs[LABELS], **options)
         return self._loss(outputs["sample"], clean, noise, times), outputs
 
     @torch.no_grad()
@@ -116,8 +116,8 @@ class Noise(Objective):
         if self._vae is None:
             return pixels
         with torch.autocast(pixels.device.type, enabled=False):
-            found = self._vae.to(pixels.device).encode(pixels).latent_dist
-        return (found.mean + found.std * inputs[LATENT_NOISE]) * self._vae.config.scaling_factor
+            distribution = self._vae.to(pixels.device).encode(pixels).latent_dist
+        return (distribution.mean + distribution.std * inputs[LATENT_NOISE]) * self._vae.config.scaling_factor
 
     @cached_property
     def _config(self) -> DiTFields:

@@ -111,8 +111,8 @@ class Objective(ABC):
         `items` is the number of main predictions in the whole step. Each kind of predictions contributes its mean over
         the step; kinds other than the main one have one prediction per sample.
         """
-        wanted = {} if routing is None else {"output_head_router_scores": True}
-        outputs = model(**self.model_inputs(inputs), **wanted)
+        options = {} if routing is None else {"output_head_router_scores": True}
+        outputs = model(**self.model_inputs(inputs), **options)
         main, *others = self.predictions(outputs, inputs)
         loss = main.losses.sum() / items
         for other in others:
@@ -124,11 +124,11 @@ class Objective(ABC):
     @torch.no_grad()
     def evaluate(self, model: nn.Module, inputs: dict[str, Any]) -> Scores:
         """Return loss and accuracy of a micro batch, without balance losses."""
-        found: Scores = {}
-        for each in self.predictions(model(**self.model_inputs(inputs)), inputs):
-            for metric, sums in ((LOSS, each.losses), (ACCURACY, each.right)):
-                found[each.prefix + metric] = torch.stack([sums.float(), each.counts.float()], dim=1)
-        return found
+        scores: Scores = {}
+        for predictions in self.predictions(model(**self.model_inputs(inputs)), inputs):
+            for metric, sums in ((LOSS, predictions.losses), (ACCURACY, predictions.right)):
+                scores[predictions.prefix + metric] = torch.stack([sums.float(), predictions.counts.float()], dim=1)
+        return scores
 
 
 def next_labels(labels: torch.Tensor) -> torch.Tensor:

@@ -49,13 +49,13 @@ def set_trainable(model: Any, options: TrainOptions) -> Any:
 def _add_lora(model: Any, options: LoraOptions) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    modules, parameters = ([name for name, _ in found] for found in (model.named_modules(), model.named_parameters()))
+    modules, parameters = ([name for name, _ in named] for named in (model.named_modules(), model.named_parameters()))
     config = LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,  # type: ignore[arg-type]  # a float also works
         lora_dropout=options.dropout,
         target_modules=[name for name in PROJECTIONS if any(module.endswith(f".{name}") for module in modules)],
-        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in found for found in parameters)],
+        modules_to_save=[name for name in MECHANISMS if any(f"{MIXERS}{name}." in part for part in parameters)],
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, config)
@@ -80,9 +80,9 @@ def separate_mechanisms(
     mechanisms: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         stock.append(group | {"params": [part for part in group["params"] if not is_mechanism(names[part])]})
-        found = [part for part in group["params"] if is_mechanism(names[part])]
+        mechanism_parts = [part for part in group["params"] if is_mechanism(names[part])]
         for decays in (True, False):
-            parts = [part for part in found if (names[part] in decaying) == decays]
+            parts = [part for part in mechanism_parts if (names[part] in decaying) == decays]
             decay = options.mechanisms.weight_decay if decays else 0.0
             mechanisms.append(group | {"params": parts, "lr": options.mechanism_rate, "weight_decay": decay})
     optimizer.param_groups = [group for group in (*stock, *mechanisms) if group["params"]]

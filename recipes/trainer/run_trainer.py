@@ -128,13 +128,13 @@ class RunTrainer(CheckpointTrainer):
         On the first call after resuming, make up for a missing evaluation, and restore the random state that the data
         loader has changed.
         """
-        found = super().get_batch_samples(*args)
+        batches = super().get_batch_samples(*args)
         if not self._rng_is_restored:
             if self._lacks_evaluation:
                 self.evaluate()
             self._load_rng_state(str(self.checkpoint))
             self._rng_is_restored = True
-        return found
+        return batches
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
@@ -170,17 +170,17 @@ class RunTrainer(CheckpointTrainer):
         The means do not depend on the division into batches and processes.
         """
         self.model.eval()
-        found: dict[str, list[torch.Tensor]] = {}
+        gathered: dict[str, list[torch.Tensor]] = {}
         is_last = self.control.should_training_stop
         with torch.random.fork_rng(devices=[]), self._averaged():  # the data loader changes the random state
             for inputs in dataloader:
                 scores = self.run_objective.evaluate(self.model, self._prepare_inputs(inputs))
-                for name, each in scores.items():
-                    found.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(each))
+                for name, score in scores.items():
+                    gathered.setdefault(f"eval_{name}", []).append(self.accelerator.gather_for_metrics(score))
                 self.callback_handler.on_prediction_step(self.args, self.state, self.control)
                 if self.control.should_training_stop and not is_last:
                     return EvalLoopOutput(np.empty(0), None, {}, len(dataloader.dataset))
-        sums = {name: torch.cat(each).double().sum(0).tolist() for name, each in found.items()}
+        sums = {name: torch.cat(parts).double().sum(0).tolist() for name, parts in gathered.items()}
         metrics = {name: total / count for name, (total, count) in sums.items()}
         return EvalLoopOutput(np.empty(0), None, metrics, len(dataloader.dataset))
 

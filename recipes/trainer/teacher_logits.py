@@ -41,10 +41,10 @@ def run_key(recipe: Recipe, data: TrainingData) -> dict[str, Any]:
 def teacher_of(logits: str) -> str | None:
     """Return the identity of the teacher whose logits are in a folder; None if it is not recorded."""
     try:
-        found = json.loads((Path(logits) / RECORD).read_bytes()).get("teacher")
+        identity = json.loads((Path(logits) / RECORD).read_bytes()).get("teacher")
     except (OSError, ValueError, AttributeError):  # `WithTeacher` reports the error
         return None
-    return found if isinstance(found, str) else None
+    return identity if isinstance(identity, str) else None
 
 
 def save_teacher(recipe: Recipe, folder: Path, progress: Progress = silent) -> None:
@@ -88,9 +88,9 @@ def _write(teacher: Any, batches: DataLoader[Sample], folder: Path, progress: Pr
         for batch in batches:
             inputs = {name: value.to(teacher.device) for name, value in batch.items() if name != "labels"}
             logits = teacher(**inputs, use_cache=False)["logits"].float()
-            found = logits.log_softmax(-1).topk(highest, dim=-1)
-            indices.write(found.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
-            logarithms.write(found.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
+            top = logits.log_softmax(-1).topk(highest, dim=-1)
+            indices.write(top.indices.cpu().numpy().astype(FILES[INDICES][1]).tobytes())
+            logarithms.write(top.values.cpu().numpy().astype(FILES[LOGARITHMS][1]).tobytes())
             done += len(logits)
             progress("teacher", done, count)
     return count, logits.shape[1], highest
