@@ -42,7 +42,7 @@ def open_model(name: str, trust_remote_code: bool = False) -> Opened:
     # transformers would load other models as language models, and create an empty tokenizer if its files are missing.
     known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
     classes = opened.config.architectures or []
-    if classes and not any(each in known or each.endswith(CAUSAL) for each in classes):
+    if classes and not any(name in known or name.endswith(CAUSAL) for name in classes):
         raise EvalError(f"{name} is a {classes[0]}, not a causal language model")
     return replace(opened, tokenizer=open_tokenizer(opened))
 
@@ -54,10 +54,10 @@ def open_config(name: str, trust_remote_code: bool = False) -> Opened:
         raise EvalError(f"{name!r} is not a directory: give a model directory or a Hub id")
     if path.is_dir() and not (path / "config.json").is_file():
         raise EvalError(f"{name} is not a model directory: config.json is missing")
-    found = str(path) if path.is_dir() else name
-    config = from_pretrained(AutoConfig, found, "configuration", trust_remote_code)
+    location = str(path) if path.is_dir() else name
+    config = from_pretrained(AutoConfig, location, "configuration", trust_remote_code)
     check_layers(config, name, EvalError)
-    return Opened(found, config, trust_remote_code=trust_remote_code)
+    return Opened(location, config, trust_remote_code=trust_remote_code)
 
 
 def open_tokenizer(opened: Opened) -> Any:
@@ -70,8 +70,8 @@ def open_tokenizer(opened: Opened) -> Any:
 
 def check_backbone(opened: Opened) -> None:
     """Raise `EvalError` if the model does not have a backbone that crosshead supports."""
-    ours = [each.model_type for each in BACKBONES]
-    allowed = [*(each.removeprefix("crosshead_") for each in ours), *ours]
+    ours = [backbone.model_type for backbone in BACKBONES]
+    allowed = [*(model_type.removeprefix("crosshead_") for model_type in ours), *ours]
     if opened.config.model_type not in allowed:
         raise EvalError(
             f"{opened.name} has model_type={opened.config.model_type!r}, which is not supported: allowed are "

@@ -82,22 +82,22 @@ def bench_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines of the report as a table."""
     width = max(map(len, report["cases"]))
     yield f"{report['device']:{width}}  {'ours':>9}  {'baseline':>9}  {'ratio':>6}  {'quartiles':15}  target"
-    for name, found in report["cases"].items():
-        sides = "  ".join(f"{amount(found[f'median_{side}'], found['unit']):>9}" for side in ("ours", "baseline"))
-        yield f"{name:{width}}  {sides}  {found['median_ratio']:>6.3f}  {spread(found):15}  {verdict(found)}"
+    for name, result in report["cases"].items():
+        sides = "  ".join(f"{amount(result[f'median_{side}'], result['unit']):>9}" for side in ("ours", "baseline"))
+        yield f"{name:{width}}  {sides}  {result['median_ratio']:>6.3f}  {spread(result):15}  {verdict(result)}"
 
 
-def spread(found: Mapping[str, Any]) -> str:
+def spread(result: Mapping[str, Any]) -> str:
     """Format the quartiles of the ratios."""
-    return " to ".join(f"{ratio:.3f}" for ratio in found["quartile_ratios"])
+    return " to ".join(f"{ratio:.3f}" for ratio in result["quartile_ratios"])
 
 
-def verdict(found: Mapping[str, Any]) -> str:
+def verdict(result: Mapping[str, Any]) -> str:
     """Format the target, and whether it is met."""
-    if found["target"] is None:
+    if result["target"] is None:
         return "none"
-    noise = " within noise" * found["within_noise"]
-    return f"{found['target']:.3g}{noise}, {'met' if found['met'] else 'missed'}"
+    noise = " within noise" * result["within_noise"]
+    return f"{result['target']:.3g}{noise}, {'met' if result['met'] else 'missed'}"
 
 
 def amount(value: float, unit: str) -> str:

@@ -80,11 +80,11 @@ def on_meta(config: Any) -> Any:
     """Create the model of a config on the meta device, with the head of its `architectures` or the usual head."""
     if isinstance(config, DiTConfig):
         return config.on_meta()
-    served, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
-    if served:
-        given = (config.architectures or [""])[0].removeprefix("Crosshead")
-        head = given.removeprefix(config.class_prefix.removeprefix("Crosshead"))
-        auto_class = next((auto for auto, ending in served.items() if ending == head), list(served)[1])
+    auto_classes, auto_class = getattr(config, "auto_classes", {}), "AutoModelForCausalLM"
+    if auto_classes:
+        class_name = (config.architectures or [""])[0].removeprefix("Crosshead")
+        head = class_name.removeprefix(config.class_prefix.removeprefix("Crosshead"))
+        auto_class = next((auto for auto, ending in auto_classes.items() if ending == head), list(auto_classes)[1])
     with torch.device("meta"):
         return getattr(transformers, auto_class).from_config(deepcopy(config), attn_implementation="eager")
 

@@ -24,9 +24,9 @@ class DiTConfig:
     @classmethod
     def read(cls, content: Mapping[str, Any], mixers: dict[str, Any] | None = None) -> "DiTConfig":
         """Check and complete a config; `mixers` replaces the mechanisms in the file."""
-        given = (content.get("mixers") or {}) if mixers is None else mixers
+        options = (content.get("mixers") or {}) if mixers is None else mixers
         stock = {name: value for name, value in content.items() if name != "mixers"}
-        return cls(stock, cls(stock, given).on_meta().mixers)
+        return cls(stock, cls(stock, options).on_meta().mixers)
 
     def on_meta(self) -> Any:
         """Create the model on the meta device."""

@@ -30,9 +30,9 @@ def encoder_cost(model: Any, length: int) -> Cost:
     windows: list[int] = []
     for module in model.modules():
         if isinstance(module, CrossheadAggregatedAttention):
-            module.register_forward_hook(lambda layer, given, _: windows.append(_window_products(layer, given[0])))
+            module.register_forward_hook(lambda layer, inputs, _: windows.append(_window_products(layer, inputs[0])))
     forward = multiplications(lambda: model(inputs))
-    return _of_one_pass(model, forward + sum(windows), length)
+    return _single_pass_cost(model, forward + sum(windows), length)
 
 
 def dit_cost(config: DiTConfig, length: int) -> Cost:
@@ -45,10 +45,10 @@ def dit_cost(config: DiTConfig, length: int) -> Cost:
     embeddings = sum(size.numel() for name, size in model.named_parameters() if ".norm1.emb." in name)
     blocks = len(model.transformer_blocks)
     forward = multiplications(lambda: model(latent, label, label))
-    return _of_one_pass(model, forward, length, embeddings * (blocks - 1) // blocks)
+    return _single_pass_cost(model, forward, length, embeddings * (blocks - 1) // blocks)
 
 
-def _of_one_pass(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
+def _single_pass_cost(model: Any, forward: int, length: int, copied: int = 0) -> Cost:
     token = forward // length
     return Cost(
         **parameter_counts(model, copied), **work(TRAINING_PASSES * token, token, 0, whole=forward), **NO_CACHE

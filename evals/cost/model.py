@@ -73,11 +73,11 @@ def _decoder_cost(model: Any, length: int) -> Cost:
         cache_bytes += cached * model.dtype.itemsize * (length if window is None else min(length, window - 1))
     read = head if generates else head * length  # a classifier applies its head to all tokens
     training, prefill = TRAINING_PASSES * (forward + head), forward + round(Fraction(read, length))
-    held = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
+    cache_sizes = {"kv_bytes_per_token": bytes_per_token, "cross_kv_bytes_per_token": 0, "kv_bytes": cache_bytes}
     return Cost(
         **_parameters(model, active),
         **work(training, prefill, decode + head if generates else 0, whole=whole + read),
-        **(held if generates else NO_CACHE),
+        **(cache_sizes if generates else NO_CACHE),
     )
 
 
@@ -91,18 +91,18 @@ def _head_weights(model: Any) -> int:
 def _kind(attention: Any) -> str:
     """Return all attributes that a layer's cost depends on as text, which is the same for equal layers of a model."""
     parts = {name: vars(module) for name, module in attention.named_modules()}
-    kept = {name: {key: part[key] for key in part if key not in NOT_COUNTED} for name, part in parts.items()}
-    return re.sub(r"layer_index=\d+", "", str(kept))
+    attributes = {name: {key: part[key] for key in part if key not in NOT_COUNTED} for name, part in parts.items()}
+    return re.sub(r"layer_index=\d+", "", str(attributes))
 
 
-def usual_length(config: Any, wanted: int = LENGTH) -> int:
-    """Return the number of tokens of an image or a latent, or of a text: `wanted`, but at most the context length."""
+def usual_length(config: Any, length: int = LENGTH) -> int:
+    """Return the number of tokens of an image or a latent, or of a text: `length`, but at most the context length."""
     if isinstance(config, DiTConfig):
         return config.tokens
     if hasattr(config, "image_size"):
         return image_tokens(on_meta(config))
     limits = (getattr(config, name, None) for name in ("max_position_embeddings", "n_positions"))
-    return min([wanted, *(limit for limit in limits if limit is not None)])
+    return min([length, *(limit for limit in limits if limit is not None)])
 
 
 Angles = tuple[torch.Tensor, ...] | torch.Tensor
@@ -128,8 +128,8 @@ def attention_cost(attention: Any, angles: Angles, length: int) -> tuple[int, in
 
     def run(tokens: int, cache: DynamicCache) -> None:
         hidden = torch.empty(1, tokens, config.hidden_size, dtype=dtype, device="meta")
-        made = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
-        attention(hidden, position_embeddings=made, attention_mask=None, past_key_values=cache)
+        rotary = empty(angles, tokens) if isinstance(angles, torch.Tensor) else tuple(empty(x, tokens) for x in angles)
+        attention(hidden, position_embeddings=rotary, attention_mask=None, past_key_values=cache)
 
     one_token, past = DynamicCache(config=config), DynamicCache(config=config)
     run(1, one_token)

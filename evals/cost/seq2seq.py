@@ -20,8 +20,8 @@ def seq2seq_cost(model: Any, length: int) -> Cost:
     training = multiplications(lambda: model(source, decoder_input_ids=source, use_cache=False))
     prefill = multiplications(lambda: model(source, decoder_input_ids=first, use_cache=True))
     with torch.no_grad():
-        made = model(source, decoder_input_ids=past, use_cache=True)
-    cache, encoded = made.past_key_values, (made.encoder_last_hidden_state,)
+        outputs = model(source, decoder_input_ids=past, use_cache=True)
+    cache, encoded = outputs.past_key_values, (outputs.encoder_last_hidden_state,)
     target = _bytes(cache.self_attention_cache) // past.shape[1]
     cross = _bytes(cache.cross_attention_cache) // length
     if length == 1:  # no target token is cached

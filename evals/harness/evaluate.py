@@ -49,9 +49,9 @@ def evaluate(
         raise EvalError(f"backend={backend!r} is not allowed: use {' or '.join(BACKENDS)}")
     with quiet():
         opened = [open_model(name, trust_remote_code) for name in models]
-        for each in opened:
-            _check_special_tokens(each)
-        parameters = [parameter_count(each) for each in opened]  # before vLLM patches classes of transformers
+        for model in opened:
+            _check_special_tokens(model)
+        parameters = [parameter_count(model) for model in opened]  # before vLLM patches classes of transformers
         progress("loading the tasks")
         benchmarks = load_tasks(chosen.benchmarks, include_path, confirm_run_unsafe_code)
         report = {
@@ -64,8 +64,8 @@ def evaluate(
 
         def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
             progress(f"scoring {opened[index].name}")
-            scores, found = _score(opened[index], benchmarks, batch_size, limit, backend)
-            return scores | {"parameters": parameters[index]}, found
+            scores, items = _score(opened[index], benchmarks, batch_size, limit, backend)
+            return scores | {"parameters": parameters[index]}, items
 
         return score_all(report, score, len(models), compared, save)
 
@@ -148,8 +148,8 @@ def _score(
         **model_fields(opened, dtype, device),
         "context": results["context"],
         "scores": scores,
-        "average": average(scores) if all(each.benchmark.metric for each in benchmarks) else None,
-        "task_versions": {name: str(found) for name, found in results["versions"].items()},
+        "average": average(scores) if all(loaded.benchmark.metric for loaded in benchmarks) else None,
+        "task_versions": {name: str(number) for name, number in results["versions"].items()},
     }
     del checked
     gc.collect()  # the harness keeps the model in reference cycles

@@ -85,7 +85,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
 
     os.environ.setdefault("DISABLE_MULTIPROC", "1")  # resampling would start a process for each core
     seed()
-    tasks = {task.task_name: task for each in benchmarks for task in each.members}
+    tasks = {task.task_name: task for benchmark in benchmarks for task in benchmark.members}
     for task in tasks.values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED)
     try:
@@ -159,8 +159,8 @@ class Checks:
     def tok_encode(self, string: str | list[str], **options: Any) -> Any:
         """Return the tokens of one text or of several texts; they must be in the model's vocabulary."""
         tokens: Any = super().tok_encode(string, **options)  # type: ignore[misc]
-        for each in [tokens] if isinstance(string, str) else tokens:
-            check_tokens(each, self._config.get_text_config().vocab_size)
+        for ids in [tokens] if isinstance(string, str) else tokens:
+            check_tokens(ids, self._config.get_text_config().vocab_size)
         return tokens
 
     def _detect_batch_size(self, requests: Any = None, pos: int = 0) -> int:

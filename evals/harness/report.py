@@ -13,8 +13,8 @@ def eval_lines(report: Report) -> Iterator[str]:
     yield from _scores(report)
     for model in report["models"]:
         # By name, since all metrics of a task have the same items.
-        cut = {row["name"]: row for row in model["scores"] if row["items_cut"]}
-        for row in cut.values():
+        truncated = {row["name"]: row for row in model["scores"] if row["items_cut"]}
+        for row in truncated.values():
             part = "end" if "data" in report else "beginning"
             yield (
                 f"{row['name']}: {row['items_cut']} of {row['items']} items are longer than the context of "

@@ -59,15 +59,15 @@ def _metrics(loaded: LoadedBenchmark, scores: dict[str, Any]) -> list[tuple[str,
     """Return metric and filter of each row; the keys of `scores` are such as `acc,none` and `acc_stderr,none`."""
     keys = (key.rpartition(",") for key in scores)
     known = [(metric, name) for metric, comma, name in keys if comma and not metric.endswith("_stderr")]
-    wanted = loaded.benchmark.metric, loaded.benchmark.filter
-    if wanted[0] is None:
+    requested = loaded.benchmark.metric, loaded.benchmark.filter
+    if requested[0] is None:
         return known
-    if wanted not in known:
+    if requested not in known:
         raise EvalError(
-            f"the task {loaded.name} has no score {wanted[0]},{wanted[1]} in the installed lm_eval: it has "
+            f"the task {loaded.name} has no score {requested[0]},{requested[1]} in the installed lm_eval: it has "
             f"{' and '.join(map(','.join, known))}"
         )
-    return [(wanted[0], wanted[1])]
+    return [(requested[0], requested[1])]
 
 
 def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[str, Any], items: Items | None) -> Row:
@@ -95,13 +95,13 @@ def _row(loaded: LoadedBenchmark, metric: str, filter_name: str, results: dict[s
 def items_of(loaded: LoadedBenchmark, samples: dict[str, Any], metric: str, filter_name: str) -> Items | None:
     """Return the items behind a score; None if the score is not a mean over items."""
     by_task = [_task_items(task, samples[task.task_name], metric, filter_name) for task in loaded.members]
-    found = [items for items in by_task if items is None or items.values]  # a task may lack a metric of its group
+    present = [items for items in by_task if items is None or items.values]  # a task may lack a metric of its group
     if not loaded.is_group:
-        return found[0]
+        return present[0]
     aggregations = loaded.task.aggregate_metric_list
-    by_size = all(each.weight_by_size for each in aggregations if each.metric == metric)
+    by_size = all(aggregation.weight_by_size for aggregation in aggregations if aggregation.metric == metric)
     values, weights = [], []
-    for items in found:  # a mean over tasks, weighted by size or not; a mean of perplexities is no ratio of sums
+    for items in present:  # a mean over tasks, weighted by size or not; a mean of perplexities is no ratio of sums
         if items is None or items.exponential:
             return None
         share = (len(items.values) if by_size else 1) / math.fsum(items.weights)
@@ -157,7 +157,7 @@ def difference(first: Items, second: Items, higher_is_better: bool) -> Row:
     change = ratio(changes, first.weights)
     bounds = interval(changes, first.weights, first.binary and second.binary)
     if first.exponential:
-        change, *bounds = (math.expm1(min(each, MAXIMUM_LOG)) for each in (change, *bounds))
+        change, *bounds = (math.expm1(min(value, MAXIMUM_LOG)) for value in (change, *bounds))
     answers = zip(first.answers or first.values, second.answers or second.values, strict=True)
     differing = sum(before != after for before, after in answers)
     return {
@@ -188,8 +188,8 @@ def interval(changes: Sequence[float], weights: Sequence[float], binary: bool) -
         changes, weights = [*changes, share, -share], [*weights, share, share]
     if len(changes) < 2:
         return []
-    middle, reach = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
-    return [middle - reach, middle + reach]
+    middle, half_width = ratio(changes, weights), t_quantile(len(changes)) * ratio_error(changes, weights)
+    return [middle - half_width, middle + half_width]
 
 
 def ratio(values: Sequence[float], weights: Sequence[float]) -> float:

@@ -115,7 +115,7 @@ def load_tasks(benchmarks: Sequence[Benchmark], include_path: Path | None, run_c
         entries = [manager.task_index[benchmark.task] for benchmark in benchmarks]
         _refuse_code([entry.name for entry in entries if (entry.cfg or {}).get("unsafe_code")])
     loaded = [each for benchmark in benchmarks for each in _load(manager, benchmark)]
-    members = [task for each in loaded for task in each.members]
+    members = [task for benchmark in loaded for task in benchmark.members]
     if not run_code:
         _refuse_code([task.task_name for task in members if getattr(task, "UNSAFE_CODE", False)])
     names = [task.task_name for task in members]
@@ -137,19 +137,19 @@ def _load(manager: Any, benchmark: Benchmark) -> list[LoadedBenchmark]:
     """Load the benchmark's task or group, or all tasks of its tag."""
     seed()  # some tasks shuffle the choices
     try:
-        found = manager.load([benchmark.task])
+        content = manager.load([benchmark.task])
     except Exception as error:  # the network, the disk, the task's own code
         raise EvalError(
             f"the task {benchmark.task} cannot be loaded ({one_line(error)}): check the connection; "
             "`--suite offline` needs none"
         ) from error
-    tasks = list(found["tasks"].values())
+    tasks = list(content["tasks"].values())
     if not tasks:
         raise EvalError(f"the task {benchmark.task} has no members in this harness")
     for task in tasks:
         shots = task.get_config("num_fewshot") or 0
         task.set_config("num_fewshot", shots if benchmark.shots is None else benchmark.shots)
-    group = found.get("groups", {}).get(benchmark.task)
+    group = content.get("groups", {}).get(benchmark.task)
     if group is not None and group.has_aggregation:
         return [LoadedBenchmark(benchmark, group, tasks)]
     return [LoadedBenchmark(benchmark, task, [task]) for task in tasks]

@@ -76,9 +76,9 @@ def image_reader(opened: Opened, time: int) -> Callable[[Path], tuple[dict[str, 
     from diffusers import AutoencoderKL, DDPMScheduler
 
     folder, config = Path(opened.name), opened.config
-    place = folder / SCHEDULER if (folder / PIPELINE).is_file() else folder
-    has_schedule = (place / "scheduler_config.json").is_file()
-    schedule = _load(DDPMScheduler, place, "scheduler") if has_schedule else DDPMScheduler()
+    schedule_folder = folder / SCHEDULER if (folder / PIPELINE).is_file() else folder
+    has_schedule = (schedule_folder / "scheduler_config.json").is_file()
+    schedule = _load(DDPMScheduler, schedule_folder, "scheduler") if has_schedule else DDPMScheduler()
     if not 0 <= time < len(schedule.betas):
         raise EvalError(f"--time {time} is not allowed: {opened.label} has the times 0 to {len(schedule.betas) - 1}")
     vae = _load(AutoencoderKL, folder / VAE, "vae").eval() if (folder / VAE).is_dir() else None

@@ -66,9 +66,9 @@ def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
     """Raise `EvalError` unless the options are exactly those that the model needs."""
     needed = " and ".join(f"--{name}" for name in backbone.reads)
     for name in (TEXT, TARGET, IMAGE):
-        given = bool(getattr(inputs, name))
-        if given != (name in backbone.reads):
-            problem = f"has no use for --{name}" if given else f"needs --{name}"
+        is_given = bool(getattr(inputs, name))
+        if is_given != (name in backbone.reads):
+            problem = f"has no use for --{name}" if is_given else f"needs --{name}"
             reads = f"a model with model_type={opened.config.model_type!r} reads {needed}"
             raise EvalError(f"{opened.label} {problem}: {reads}")
     if inputs.time is not None and opened.config.model_type != DIT:
@@ -80,18 +80,18 @@ def check_options(opened: Opened, backbone: Backbone, inputs: Inputs) -> None:
 
 def _text_sample(opened: Opened, name: str, text: str, target: str | None) -> Sample:
     ids, sequence = read_text(opened, name, text)
-    arguments, positions = {"input_ids": ids}, {TEXT: _places(ids)}
+    arguments, positions = {"input_ids": ids}, {TEXT: _text_positions(ids)}
     record = {"name": name, **sequence, "target": None, "image": None}
     if target is not None:
         start = getattr(opened.config, "decoder_start_token_id", None)
         if start is None:
             raise EvalError(f"{opened.label} has no decoder_start_token_id in its config.json: add it")
         ids, record["target"] = read_text(opened, f"target of {name}", target, start)
-        arguments["decoder_input_ids"], positions[TARGET] = ids, _places(ids)
+        arguments["decoder_input_ids"], positions[TARGET] = ids, _text_positions(ids)
     return Sample(arguments, record, positions)
 
 
-def _places(ids: torch.Tensor) -> torch.Tensor:
+def _text_positions(ids: torch.Tensor) -> torch.Tensor:
     return torch.arange(ids.shape[1], dtype=torch.float32).unsqueeze(1)
 
 
@@ -150,8 +150,8 @@ def _image_reader(opened: Opened, time: int) -> ImageReader:
 def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: str, file: Path) -> Sample:
     config, special = opened.config, len(backbone.special_tokens)
     rows, columns = patch_grid(config)
-    places = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
-    tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in places.tolist())]
+    patches = torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+    tokens = [*backbone.special_tokens, *(f"patch ({row}, {column})" for row, column in patches.tolist())]
     if len(tokens) > MAXIMUM_TOKENS:
         raise EvalError(
             f"{opened.label} makes {len(tokens)} tokens of an image, and a page holds at most {MAXIMUM_TOKENS}: use a "
@@ -159,7 +159,7 @@ def _image_sample(opened: Opened, backbone: Backbone, read: ImageReader, name: s
             f"image_size={config.image_size}"
         )
     arguments, colours = read(file)
-    positions = torch.cat([torch.full((special, 2), torch.nan), places.float()])
+    positions = torch.cat([torch.full((special, 2), torch.nan), patches.float()])
     image = {
         "rows": rows,
         "columns": columns,

@@ -165,24 +165,24 @@ def map_measures(maps: torch.Tensor, positions: torch.Tensor | None, causal: boo
     later = maps[:, 1:] if causal else maps  # the first query of a causal map sees one key only
     size = maps.abs()
     shares = size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
-    found = {"first": later[:, :, 0].sum(-1) / max(1, later.shape[1])}
+    measures = {"first": later[:, :, 0].sum(-1) / max(1, later.shape[1])}
     if positions is not None:
         if positions.shape[1] == 1:
             steps = {"previous": -1} if causal else {"previous": -1, "next": 1}
             pairs = max(1, len(positions) - 1)
-            found |= {name: maps.diagonal(step, 1, 2).sum(-1) / pairs for name, step in steps.items()}
-        found["own"] = maps.diagonal(0, 1, 2).mean(-1)
+            measures |= {name: maps.diagonal(step, 1, 2).sum(-1) / pairs for name, step in steps.items()}
+        measures["own"] = maps.diagonal(0, 1, 2).mean(-1)
         distances = torch.cdist(positions, positions)
         placed = shares * ~distances.isnan()
         total = placed.sum((1, 2)).clamp_min(torch.finfo(size.dtype).tiny)
-        found["distance"] = (placed * distances.nan_to_num()).sum((1, 2)) / total
-    found["entropy"] = torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0))
-    return found
+        measures["distance"] = (placed * distances.nan_to_num()).sum((1, 2)) / total
+    measures["entropy"] = torch.special.entr(shares).sum(-1).mean(-1) / torch.log(torch.tensor(2.0))
+    return measures
 
 
 def pattern_similarity(maps: torch.Tensor) -> torch.Tensor:
     """Return `1 - |A - A'|_1 / 2` (maps, maps) of all pairs of maps, mean over queries: table B of Mixture-of-Head."""
-    distances = [(maps - each).abs().sum(-1).mean(-1) for each in maps]
+    distances = [(maps - other).abs().sum(-1).mean(-1) for other in maps]
     return 1 - torch.stack(distances) / 2
 
 

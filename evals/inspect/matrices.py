@@ -46,11 +46,11 @@ def learnt_matrices(mechanism: Mechanism) -> dict[str, torch.Tensor]:
     """
     if isinstance(mechanism, Differential) and mechanism.version == 1:
         return {"lambda": mechanism(mechanism.lambda_q1).detach().reshape(1, 1)}
-    parameters = {name.removesuffix(".weight"): each.detach() for name, each in mechanism.named_parameters()}
-    matrices = {name: each for name, each in parameters.items() if each.ndim == 2}
+    parameters = {name.removesuffix(".weight"): parameter.detach() for name, parameter in mechanism.named_parameters()}
+    matrices = {name: matrix for name, matrix in parameters.items() if matrix.ndim == 2}
     if isinstance(mechanism, Explicit):
         groups = mechanism.settings["groups"]
-        matrices = {name: torch.block_diag(*each.chunk(groups)) for name, each in matrices.items()}
+        matrices = {name: torch.block_diag(*matrix.chunk(groups)) for name, matrix in matrices.items()}
     if isinstance(mechanism, Talking) and set(mechanism.settings["on"]) == set(STAGES):
         matrices["weights x logits"] = matrices["weights"] @ matrices["logits"]
     return matrices

@@ -57,8 +57,8 @@ def inspect_report(names: Sequence[str], inputs: Inputs, progress: Progress) -> 
         each if IMAGE in backbone.reads else replace(each, tokenizer=open_tokenizer(each))
         for each, backbone in zip(opened, backbones, strict=True)
     ]
-    read = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
-    models = [model_record(*each, progress) for each in zip(opened, backbones, read, strict=True)]
+    samples = [read_samples(*each, inputs) for each in zip(opened, backbones, strict=True)]
+    models = [model_record(*each, progress) for each in zip(opened, backbones, samples, strict=True)]
     return {"longest_text": MAXIMUM_TOKENS, "top": TOP, "models": models}
 
 
@@ -100,8 +100,8 @@ def recorded_drift(name: str) -> dict[str, float]:
     flags = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
     path = cached_file(repository, TRAINING, revision=revision, **flags)
     metrics = parse_object(Path(path).read_bytes(), f"{name}/{TRAINING}").get("metrics") if path else {}
-    found = metrics.items() if isinstance(metrics, dict) else ()
-    return {key.removeprefix(DRIFT): each for key, each in found if key.startswith(DRIFT) and isinstance(each, float)}
+    items = metrics.items() if isinstance(metrics, dict) else ()
+    return {key.removeprefix(DRIFT): item for key, item in items if key.startswith(DRIFT) and isinstance(item, float)}
 
 
 def _load(opened: Opened) -> Any:
@@ -115,8 +115,8 @@ def _load(opened: Opened) -> Any:
 def attention_modules(model: Any, backbone: Backbone) -> list[AttentionModule]:
     """Return the attention modules of a model, part by part; their layers are filled in when the model runs."""
     modules = list(getattr(model, "base_model", model).named_modules())
-    found = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
-    return [AttentionModule(part, module, []) for part, module in found]
+    named = ((part, module) for part in backbone.parts for name, module in modules if re.fullmatch(part.modules, name))
+    return [AttentionModule(part, module, []) for part, module in named]
 
 
 def part_record(part: Part, modules: Sequence[AttentionModule]) -> dict[str, Any]:
@@ -133,15 +133,15 @@ def layer_records(
 
     Records are made while the model runs, so that only one layer's attention weights are in memory.
     """
-    found: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
+    records: dict[str, list[dict[str, Any]]] = {part.name: [] for part in backbone.parts}
     for module in modules:
         module.layers.clear()
 
     def receive(module: AttentionModule, states: LayerStates) -> None:
-        part, layers = module.part, found[module.part.name]
+        part, layers = module.part, records[module.part.name]
         if not states.are_finite:
-            place = f"{part.name} layer {len(layers)} of {model.config._name_or_path}"
-            raise EvalError(f"{place} computes nan or inf on {sample.record['name']!r}: its weights are damaged")
+            where = f"{part.name} layer {len(layers)} of {model.config._name_or_path}"
+            raise EvalError(f"{where} computes nan or inf on {sample.record['name']!r}: its weights are damaged")
         positions = sample.positions[part.rows] if part.rows == part.columns else None
         module.layers.append(len(layers))
         layers.append({"part": part.name, "layer": len(layers), **layer_record(states, positions, part.causal)})
@@ -154,7 +154,7 @@ def layer_records(
             else:
                 stack.enter_context(record_states(module.attention, backbone, partial(receive, module)))
         model(**sample.arguments, **dict(backbone.arguments))
-    layers = [layer for of_part in found.values() for layer in of_part]
+    layers = [layer for part_layers in records.values() for layer in part_layers]
     similarity = {}
     for side in ("patterns", "outputs"):
         means = [mean for layer in layers if (mean := layer["mean_similarity"][side]) is not None]

@@ -33,7 +33,7 @@ class Data(ABC):
     context: int | None = None
     """Maximum number of tokens of an item; None for images."""
     cut: int = 0
-    """Number of longer items, whose end is removed."""
+    """Number of items with more tokens than `context`, whose end is removed."""
     largest_batch: int | None = None
     """Maximum number of items in a batch; None means no maximum."""
 
@@ -59,15 +59,15 @@ class Data(ABC):
         for indices in self._batches(batch_size, model.device.type == "cpu"):
             try:
                 with torch.inference_mode():
-                    found = self.outcomes(model, indices)
+                    results = self.outcomes(model, indices)
             except RuntimeError as error:  # memory, and sizes that do not fit
                 raise EvalError(
                     f"{self.opened.label} cannot run on a batch of {len(indices)}: {one_line(error)}"
                 ) from error
-            if not found.isfinite().all():
+            if not results.isfinite().all():
                 raise EvalError(f"{self.opened.label} gives nan or inf on this data: its weights are broken")
             order += indices
-            outcomes.append(found)
+            outcomes.append(results)
         return self.scores(torch.cat(outcomes)[torch.tensor(order).argsort()])
 
     def _batches(self, batch_size: int | str, on_cpu: bool) -> Iterator[Sequence[int]]:
@@ -106,5 +106,5 @@ def token_outcomes(logits: Tensor, targets: Tensor, rows: Tensor, count: int) ->
     """Return the sums of losses, hits and tokens per window (count, 3); `rows` has the window of each token."""
     losses = torch.nn.functional.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")
     hits = logits.argmax(-1).cpu() == targets
-    found = torch.stack([losses.cpu().double(), hits.double(), torch.ones(len(hits)).double()], dim=1)
-    return found.new_zeros(count, 3).index_add(0, rows, found)
+    values = torch.stack([losses.cpu().double(), hits.double(), torch.ones(len(hits)).double()], dim=1)
+    return values.new_zeros(count, 3).index_add(0, rows, values)

@@ -59,7 +59,7 @@ def score_data(
         data = _open(models, path, limit, trust_remote_code)
         if compared:
             _check_comparable(data)
-        parameters = [parameter_count(each.opened, each.auto_class) for each in data]
+        parameters = [parameter_count(item.opened, item.auto_class) for item in data]
         name = path.resolve().name
         report = {
             "suite": {"name": data[0].title, "source": name, "missing": []},
@@ -72,8 +72,8 @@ def score_data(
 
         def score(index: int) -> tuple[dict[str, Any], list[Items | None]]:
             progress(f"scoring {data[index].opened.name}")
-            scores, found = _score(data[index], name, batch_size)
-            return scores | {"parameters": parameters[index]}, found
+            scores, items = _score(data[index], name, batch_size)
+            return scores | {"parameters": parameters[index]}, items
 
         return score_all(report, score, len(models), compared, save)
 
@@ -81,19 +81,19 @@ def score_data(
 def _open(models: Sequence[str], path: Path, limit: int | None, trust_remote_code: bool) -> list[Data]:
     """Return the data as each model reads it; all models must be of one kind."""
     opened = [open_config(name, trust_remote_code) for name in models]
-    kinds = [_kind(each) for each in opened]
-    for each, kind in zip(opened, kinds, strict=True):
+    kinds = [_kind(model) for model in opened]
+    for model, kind in zip(opened, kinds, strict=True):
         if kind is not kinds[0]:
             raise EvalError(
-                f"{opened[0].name} is a model for {kinds[0].title}, and {each.name} for {kind.title}: "
+                f"{opened[0].name} is a model for {kinds[0].title}, and {model.name} for {kind.title}: "
                 "score them separately"
             )
     if kinds[0].reads_text:
-        opened = [replace(each, tokenizer=open_tokenizer(each)) for each in opened]
-    contexts = [_context(each) for each in opened]
+        opened = [replace(model, tokenizer=open_tokenizer(model)) for model in opened]
+    contexts = [_context(model) for model in opened]
     if issubclass(kinds[0], Windows):  # all models must have the same windows
         contexts = [min(contexts)] * len(contexts)
-    return [kinds[0](each, path, limit, context) for each, context in zip(opened, contexts, strict=True)]
+    return [kinds[0](model, path, limit, context) for model, context in zip(opened, contexts, strict=True)]
 
 
 def _kind(opened: Opened) -> type[Data]:
@@ -117,10 +117,10 @@ def _context(opened: Opened) -> int:
 
 
 def _check_comparable(data: Sequence[Data]) -> None:
-    for each in data:
-        if each.comparable() != data[0].comparable():
+    for other in data:
+        if other.comparable() != data[0].comparable():
             raise EvalError(
-                f"{data[0].opened.name} and {each.opened.name} have different tokens for this text: leave out "
+                f"{data[0].opened.name} and {other.opened.name} have different tokens for this text: leave out "
                 "--compare"
             )
 

@@ -48,10 +48,10 @@ def _row(where: str, line: str, header: list[str] | None) -> Row:
     fields = json_object(line, where, EvalError) if header is None else _fields(where, line, header)
     names = next((names for names in TEXT_COLUMNS if all(name in fields for name in names)), None)
     label = next((name for name in LABEL_COLUMNS if name in fields), None)
-    for found, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
-        if found is None:
-            wanted = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise EvalError(f"{where}: no column {wanted}; the columns are {', '.join(map(repr, fields))}")
+    for columns, known in ((names, [" and ".join(names) for names in TEXT_COLUMNS]), (label, LABEL_COLUMNS)):
+        if columns is None:
+            expected = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise EvalError(f"{where}: no column {expected}; the columns are {', '.join(map(repr, fields))}")
     texts = tuple(fields[name] for name in names or ())
     for name, text in zip(names or (), texts, strict=True):
         if not isinstance(text, str) or not text.strip():
@@ -71,10 +71,10 @@ def text_files(path: Path) -> list[Path]:
     """Return the file itself, or the .txt files in a folder and its subfolders."""
     if not path.is_dir():
         return [path]
-    found = sorted(file for file in path.rglob("*.txt") if file.is_file())
-    if not found:
+    files = sorted(file for file in path.rglob("*.txt") if file.is_file())
+    if not files:
         raise EvalError(f"{path} has no .txt files")
-    return found
+    return files
 
 
 def class_folders(path: Path) -> dict[Path, list[Path]]:
@@ -86,7 +86,7 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
     loose = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_SUFFIXES)
     if loose:
         raise EvalError(f"{loose[0]} lies in no subfolder: put each image into the subfolder of its class")
-    folders = sorted(each for each in path.iterdir() if each.is_dir() and not each.name.startswith("."))
+    folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     files = {
         folder: sorted(file for file in folder.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
         for folder in folders
@@ -99,19 +99,19 @@ def class_folders(path: Path) -> dict[Path, list[Path]]:
 def class_of(config: Any, label: Any, where: str) -> int:
     """Return the index of a class by its name or its number; `EvalError` if it is unknown or ambiguous."""
     names = {int(index): str(name) for index, name in config.id2label.items()}
-    found = [index for index, name in names.items() if name == label]
-    if not found and isinstance(label, str) and label.isascii() and label.isdigit():
+    matches = [index for index, name in names.items() if name == label]
+    if not matches and isinstance(label, str) and label.isascii() and label.isdigit():
         label = int(label)
-    if not found and isinstance(label, int) and not isinstance(label, bool) and label in names:
-        found = [label]
-    if len(found) > 1:
+    if not matches and isinstance(label, int) and not isinstance(label, bool) and label in names:
+        matches = [label]
+    if len(matches) > 1:
         raise EvalError(
-            f"{where}: the model has {len(found)} classes {label!r}: use the class's number, such as {found[0]}"
+            f"{where}: the model has {len(matches)} classes {label!r}: use the class's number, such as {matches[0]}"
         )
-    if not found:
+    if not matches:
         classes = ", ".join(list(names.values())[:LISTED_CLASSES]) + (", ..." if len(names) > LISTED_CLASSES else "")
         raise EvalError(
             f"{where}: unknown class {label!r}: the model has the classes 0 to {len(names) - 1}, named {classes}"
             f"{nearest(str(label), names.values())}"
         )
-    return found[0]
+    return matches[0]

@@ -44,7 +44,7 @@ class LabelledImages(Data):
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Return losses, predicted classes, and 1 if the label is among the five likeliest classes (B, 3)."""
         pixels = [processed_image(self.images[index][0], self.processor, self.channels) for index in indices]
-        if len({each.shape for each in pixels}) > 1:
+        if len({image.shape for image in pixels}) > 1:
             raise EvalError(f"the image processor of {self.opened.label} gives images of different sizes")
         logits = model(pixel_values=torch.cat(pixels).to(model.device, model.dtype)).logits
         return label_outcomes(logits, [self.images[index][1] for index in indices], TOP)

@@ -30,8 +30,8 @@ class Score:
     @property
     def value(self) -> float:
         """The score: the ratio of the items' sums, or its exponential."""
-        found = ratio(self.items.values, self.items.weights)
-        return math.exp(found) if self.items.exponential else found
+        value = ratio(self.items.values, self.items.weights)
+        return math.exp(value) if self.items.exponential else value
 
 
 def _means(values: Tensor) -> Items:
@@ -42,7 +42,7 @@ def class_scores(losses: Tensor, predictions: Tensor, labels: Tensor, classes: i
     """Return accuracy, F1, Matthews correlation and loss; F1 of class 1 if there are two classes, else macro F1."""
     scores = [Score("accuracy", _means((predictions == labels).double()))]
     for name, metric in (("f1" if classes == 2 else "macro_f1", _f1), ("matthews_correlation", _matthews)):
-        scores.append(Score(name, _of_confusion(metric, predictions, labels, classes)))
+        scores.append(Score(name, _confusion_items(metric, predictions, labels, classes)))
     return [*scores, Score("loss", _means(losses), False)]
 
 
@@ -66,15 +66,15 @@ def value_scores(predictions: Tensor, labels: Tensor) -> list[Score]:
     """Return Pearson and Spearman correlation with jackknife values, from the correlations without one item each."""
     from scipy.stats import rankdata
 
-    found, places = [], np.arange(len(labels))
-    for name, read in (("pearson", np.asarray), ("spearman", rankdata)):
+    scores, indices = [], np.arange(len(labels))
+    for name, transform in (("pearson", np.asarray), ("spearman", rankdata)):
 
-        def score(kept: Any, read: Callable[[Any], Any] = read) -> float:
-            return _correlation(read(predictions.numpy()[kept]), read(labels.numpy()[kept]))
+        def score(selection: Any, transform: Callable[[Any], Any] = transform) -> float:
+            return _correlation(transform(predictions.numpy()[selection]), transform(labels.numpy()[selection]))
 
-        without = torch.tensor([score(places != place) for place in places], dtype=torch.float64)
-        found.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
-    return found
+        without = torch.tensor([score(indices != left_out) for left_out in indices], dtype=torch.float64)
+        scores.append(Score(name, _jackknife(score(slice(None)), without, predictions)))
+    return scores
 
 
 def _correlation(x: Any, y: Any) -> float:
@@ -88,7 +88,7 @@ def _jackknife(score: float, without: Tensor, answers: Tensor) -> Items:
     return Items(values.tolist(), [1.0] * len(values), False, answers.tolist())
 
 
-def _of_confusion(metric: Callable[[Tensor], float], predictions: Tensor, labels: Tensor, classes: int) -> Items:
+def _confusion_items(metric: Callable[[Tensor], float], predictions: Tensor, labels: Tensor, classes: int) -> Items:
     """Return the jackknife values of a metric of the confusion matrix (rows: labels, columns: predictions)."""
     cells = labels * classes + predictions
     counts = torch.bincount(cells, minlength=classes**2).double()

@@ -55,7 +55,7 @@ class LabelledRows(Data):
             if config.is_encoder_decoder:
                 _end_with(config.eos_token_id, self.encoded[index], context)
             check_tokens(self.encoded[index]["input_ids"], config.get_text_config().vocab_size)
-        self.lengths = [len(each["input_ids"]) for each in self.encoded]
+        self.lengths = [len(encoded["input_ids"]) for encoded in self.encoded]
         self.padding = config.get_text_config().pad_token_id
         if self.padding is None:  # a decoder could not find the last token in a padded batch
             self.largest_batch = 1

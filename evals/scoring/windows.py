@@ -77,15 +77,15 @@ class MaskedWindows(Windows):
             ids[chosen + len(start)] = mask
             self.places.append((chosen + len(start), torch.tensor(window)[chosen]))
             self.encoded.append({"input_ids": ids.tolist(), "attention_mask": [1] * len(ids)})
-        self.lengths = [len(each["input_ids"]) for each in self.encoded]
+        self.lengths = [len(encoded["input_ids"]) for encoded in self.encoded]
 
     def outcomes(self, model: Any, indices: Sequence[int]) -> Tensor:
         """Return sums over the masked tokens of each window (B, 3): loss, hits and number of tokens."""
-        places, targets = zip(*(self.places[index] for index in indices), strict=True)
-        counts = torch.tensor([len(each) for each in places])
+        positions, targets = zip(*(self.places[index] for index in indices), strict=True)
+        counts = torch.tensor([len(masked) for masked in positions])
         rows = torch.arange(len(indices)).repeat_interleave(counts)
         inputs = text_inputs([self.encoded[index] for index in indices], self.opened.config.pad_token_id or 0, model)
-        logits = model(**inputs).logits[rows, torch.cat(places)]
+        logits = model(**inputs).logits[rows, torch.cat(positions)]
         return token_outcomes(logits, torch.cat(targets), rows, len(indices))
 
 
@@ -114,20 +114,20 @@ class CorruptedWindows(Windows):
         labels = padded([pair.answer for pair in pairs], IGNORED)
         encoded = text_inputs(inputs, self.opened.config.pad_token_id or 0, model)
         logits = model(**encoded, labels=labels.to(model.device)).logits
-        rows, places = (labels != IGNORED).nonzero(as_tuple=True)
-        return token_outcomes(logits[rows, places], labels[rows, places], rows, len(indices))
+        rows, positions = (labels != IGNORED).nonzero(as_tuple=True)
+        return token_outcomes(logits[rows, positions], labels[rows, positions], rows, len(indices))
 
 
 def _token(opened: Opened, word: str | None) -> int:
     """Return the id of a special token, which tokenizer and model must have."""
     tokenizer = opened.tokenizer
-    found = None if word is None else tokenizer.convert_tokens_to_ids(word)
-    if found is None or (found == tokenizer.unk_token_id and word != tokenizer.unk_token):
+    index = None if word is None else tokenizer.convert_tokens_to_ids(word)
+    if index is None or (index == tokenizer.unk_token_id and word != tokenizer.unk_token):
         raise EvalError(
             f"the tokenizer of {opened.label} has no token {word or 'eos_token'}, which span corruption needs"
         )
-    check_tokens([found], opened.config.vocab_size)
-    return int(found)
+    check_tokens([index], opened.config.vocab_size)
+    return int(index)
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ def noise_spans(length: int, generator: Generator) -> list[tuple[int, int]]:
     """Return begin and end of the random spans of a window: `RATE` of its tokens, in spans of `SPAN` on average."""
     noise = min(max(1, round(RATE * length)), length - 1)
     count = max(1, round(noise / SPAN))
-    spans, place = [], 0
-    for kept, removed in zip(_parts(length - noise, count, generator), _parts(noise, count, generator), strict=True):
-        spans.append((place + kept, place + kept + removed))
-        place += kept + removed
+    spans, position = [], 0
+    for plain, noisy in zip(_parts(length - noise, count, generator), _parts(noise, count, generator), strict=True):
+        spans.append((position + plain, position + plain + noisy))
+        position += plain + noisy
     return spans
 
 
@@ -159,9 +159,9 @@ def corrupted(window: list[int], spans: Sequence[tuple[int, int]], sentinels: Se
     """Return the window with a sentinel instead of each span, and the spans after their sentinels as the answer."""
     inputs: list[int] = []
     answer: list[int] = []
-    place = 0
+    position = 0
     for (begin, stop), sentinel in zip(spans, sentinels, strict=True):
-        inputs += [*window[place:begin], sentinel]
+        inputs += [*window[position:begin], sentinel]
         answer += [sentinel, *window[begin:stop]]
-        place = stop
-    return Pair([*inputs, *window[place:], end], [*answer, end])
+        position = stop
+    return Pair([*inputs, *window[position:], end], [*answer, end])

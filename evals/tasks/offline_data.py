@@ -21,8 +21,8 @@ def prose(**_metadata: Any) -> dict[str, Any]:
     """Return the beginnings of the topics of `help()` as texts."""
     from datasets import Dataset
 
-    found = [{"topic": name, "text": beginning(topics[name])} for name in sorted(topics)]
-    return {"test": Dataset.from_list([document for document in found if len(document["text"]) >= MINIMUM])}
+    documents = [{"topic": name, "text": beginning(topics[name])} for name in sorted(topics)]
+    return {"test": Dataset.from_list([document for document in documents if len(document["text"]) >= MINIMUM])}
 
 
 def beginning(text: str) -> str:
