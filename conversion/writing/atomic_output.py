@@ -51,7 +51,7 @@ class AtomicOutput:
         self.folder = self.work / "model"
         """The folder to which the model is written."""
         self.finished: dict[str, Digests] = {}
-        """Finished weight files -> the digests of their tensors."""
+        """File name of a finished weight file -> the CRC-32 of its tensors."""
         self._target, self._fingerprint, self._overwrite = target, dict(fingerprint), overwrite
         self._journal, self._publishing = self.work / "journal.json", self.work / "publish.json"
         self._siblings = self.work / "siblings"

@@ -195,7 +195,7 @@ def rounded(tensor: torch.Tensor, entry: Entry) -> torch.Tensor:
 
 
 def write_index(folder: Path, shards: Mapping[str, Sequence[Entry]]) -> None:
-    """Write the index of a sharded checkpoint, as transformers writes it."""
+    """Write the index of a sharded checkpoint in the format of transformers."""
     files = {entry.name: file for file, entries in shards.items() for entry in entries}
     entries = [entry for group in shards.values() for entry in group]
     totals = {

@@ -21,7 +21,7 @@ TIME, MEMORY, TOTAL_MEMORY, RESULT = "time", "memory", "total memory", "result"
 
 @dataclass(frozen=True)
 class Case:
-    """One line of a benchmark report."""
+    """A benchmark case, which is one line of the report."""
 
     name: str
     description: str
@@ -35,7 +35,7 @@ class Case:
     measured: str = TIME
     unit: str = "seconds"
     within_noise: bool = False
-    """The target is met if the lower quartile meets it; otherwise the median must."""
+    """True if the lower quartile of the ratios must meet the target, False if their median must."""
     dtype: str | None = None
     """Name of the dtype; None means the device's dtype in `DTYPES`."""
     work: int | None = None

@@ -64,7 +64,7 @@ def _without_mechanisms(config: Any) -> Any:
 
 
 def cost_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as a table; a stock model has one column."""
+    """Yield the lines of the report as a table, which has one column of numbers for a stock model."""
     cost, stock, overhead = report["cost"], report["stock"], report["overhead"]
     rows = [[f"at length {report['length']:,} in {report['dtype']}", "this model", "stock", "overhead"]]
     for name, label in LABELS.items():

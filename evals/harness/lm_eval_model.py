@@ -103,7 +103,7 @@ def run_harness(checked: Any, benchmarks: Sequence[LoadedBenchmark], limit: int 
 
 
 class Checks:
-    """Checks of requests and of log-likelihoods, for a subclass of the harness's model class."""
+    """Mixin that checks requests and log-likelihoods, for a subclass of the harness's model class."""
 
     max_length: int
     max_gen_toks: int

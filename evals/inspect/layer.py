@@ -59,11 +59,11 @@ class Recorder(Mechanism):
         super().__init__(HeadLayout(0, 0, 0, 0), {})
 
     def after_cache(self, state: AttentionState) -> None:
-        """Record the values."""
+        """Record the values, which are complete after the cache."""
         self.values = state.value
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
-        """Record the outputs."""
+        """Record the head outputs."""
         self.outputs = output
         return output
 

@@ -54,7 +54,7 @@ class Windows(Data):
 
 
 class MaskedWindows(Windows):
-    """Windows in which the mask token replaces tokens at random places."""
+    """Windows in which the mask token replaces random tokens."""
 
     auto_class = AutoModelForMaskedLM
     title = "masked language modelling"
@@ -90,7 +90,7 @@ class MaskedWindows(Windows):
 
 
 class CorruptedWindows(Windows):
-    """Windows in which sentinels replace spans, which T5 has to write after their sentinels."""
+    """Windows in which sentinels replace spans; T5 must write each span after its sentinel."""
 
     auto_class = AutoModelForSeq2SeqLM
     title = "span corruption"
