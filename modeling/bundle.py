@@ -137,8 +137,8 @@ class Bundle:
         """Return the text of a file with `definitions`, which imports the definitions that the other file has."""
         header = (
             f'"""crosshead {version("crosshead")}: {contents}.\n\n'
-            "Generated from the source of crosshead (Apache-2.0) when this model was saved. It contains only the code that\n"
-            'this model needs, and loads without crosshead.\n"""\n\n'
+            "Generated from the source of crosshead (Apache-2.0) when this model was saved. It contains only the\n"
+            'code that this model needs to load without crosshead.\n"""\n\n'
         )
         text, printed = header + self._imports(definitions, imported) + "\n", set[str]()
         for previous, definition in zip([None, *definitions], definitions, strict=False):

@@ -57,7 +57,7 @@ def share_of_batch(labels: Tensor, kwargs: dict[str, Any]) -> Tensor | float:
 
 
 class CrossheadPreTrained(ModelBase):
-    """Initial values of mechanisms, and checks of the config and of `attn_implementation`."""
+    """Base class of all models: initialises mechanisms, and checks the config and `attn_implementation`."""
 
     attention_class: type[CrossheadAttention]
     backbone_class: type[Any]
@@ -215,7 +215,7 @@ class CrossheadCausalLM(CrossheadPreTrained):
         return None if self.config.mixers else super()._get_static_cache_init_shape()  # type: ignore[misc]
 
     def init_continuous_batching(self, *arguments: Any, **options: Any) -> Any:
-        """Refuse mechanisms that replace attention: `generate_batch` updates its paged cache in stock attention."""
+        """Refuse mechanisms that replace attention, because `generate_batch` updates its cache in stock attention."""
         if replacing := [name for name in self.config.mechanisms() if MECHANISMS[name].rules.replaces_attention]:
             raise ValueError(f"continuous batching cannot run {replacing[0]!r}: use generate()")
         return super().init_continuous_batching(*arguments, **options)  # type: ignore[misc]

@@ -57,7 +57,7 @@ def apply_mask(logits: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def add_position_bias(mask: Tensor | None, bias: Tensor, causal: bool) -> Tensor:
-    """Return an additive mask: the bias (B or 1, H, T, S) and the mask; if None, a causal one where `causal`."""
+    """Return the bias (B or 1, H, T, S) with the mask added or, if that is None and `causal`, a causal mask."""
     if mask is None and causal and bias.shape[2] > 1:
         mask = causal_mask(bias.shape[2], bias.shape[3], bias.device)
     if mask is None:

@@ -69,7 +69,7 @@ class Rules:
 
     @classmethod
     def splits_heads(cls, settings: Settings) -> bool:
-        """Whether processes can compute some heads each (tensor parallelism), with all parameters of the mechanism."""
+        """Whether tensor parallelism works: each process has some heads, and all parameters of the mechanism."""
         return False
 
     @classmethod

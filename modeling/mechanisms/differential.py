@@ -54,7 +54,7 @@ class DifferentialRules(Rules):
                 if settings[option]:
                     raise refuse(f"mixers.differential.{option}", True, "version 2 has none: use False")
             if layout.query_heads % (2 * layout.key_value_heads):
-                reason = f"each key/value head needs pairs: use a multiple of {2 * layout.key_value_heads}"
+                reason = f"KV heads need pairs of query heads: use a multiple of {2 * layout.key_value_heads}"
                 raise refuse("num_attention_heads", layout.query_heads, reason)
             return
         counts = {"num_attention_heads": layout.query_heads, "num_key_value_heads": layout.key_value_heads}

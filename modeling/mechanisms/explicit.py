@@ -228,14 +228,14 @@ def regrouped(x: Tensor, heads: int) -> Tensor:
 
 
 def fold_map(query: Tensor, scalars: Tensor) -> Tensor:
-    """Multiply queries (B, H, T, d) by the h' scalars (h, h') of their key heads, into wide ones (B, H, T, h' d)."""
+    """Return wide queries (B, H, T, h' d): each query (B, H, T, d) times the h' scalars (h, h') of its key head."""
     (batch, rows, tokens, size), (heads, components) = query.shape, scalars.shape
     by_head = query.reshape(batch, heads, -1, 1, size)  # (B, h, group x T, 1, d)
     return (by_head * scalars.view(heads, 1, components, 1)).view(batch, rows, tokens, components * size)
 
 
 def unfold_outputs(output: Tensor, scalars: Tensor, tokens: int) -> Tensor:
-    """Sum components, times the scalars of their value head: outputs (B, n, H T / n, h' d) -> (B, H, T, d)."""
+    """Return (B, H, T, d): components of outputs (B, n, H T / n, h' d) summed with their head's scalars (h, h')."""
     (batch, _, _, size), (heads, components) = output.shape, scalars.shape
     by_head = output.reshape(batch, heads, -1, components, size // components)
     return (by_head * scalars.view(heads, 1, components, 1)).sum(3).view(batch, -1, tokens, size // components)

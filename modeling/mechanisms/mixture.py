@@ -63,7 +63,7 @@ class MixtureRules(Rules):
             raise refuse("mixers.mixture.shared_heads", shared, reason)
         names = list(layer)
         if layer.get("explicit", {}).get("norm") and names.index("mixture") < names.index("explicit"):
-            reason = "it would divide the gates of mixers.mixture away: put 'explicit' first, or use False"
+            reason = "it would cancel the gates of mixers.mixture: put 'explicit' first, or use False"
             raise refuse("mixers.explicit.norm", True, reason)
 
     @classmethod
@@ -163,13 +163,13 @@ class Mixture(Mechanism):
     @classmethod
     def auxiliary_loss(cls, outputs: Any, config: Any, attention_mask: Tensor | None) -> AuxiliaryLoss | None:
         """Return the balance loss with its weight, or None if no layer routes."""
-        scores = [each for each in outputs.get("head_router_scores") or () if each.shape[-1]]
+        scores = [score for score in outputs.get("head_router_scores") or () if score.shape[-1]]
         if not scores:
             return None
         layers = map(config.mixers_of_layer, range(len(config.layouts())))
         # Counts come from the config, because wrappers such as peft's hold copies of the modules.
         routing = [layer["mixture"] for layer in layers if "mixture" in layer]
-        selected = [each["active_heads"] - each["shared_heads"] for each in routing]
+        selected = [settings["active_heads"] - settings["shared_heads"] for settings in routing]
         selected = [count for count in selected if count]
         if len(selected) != len(scores):
             raise ValueError(

@@ -111,7 +111,7 @@ class Talking(Mechanism):
 
     @classmethod
     def check_implementation(cls, implementation: str | None, settings: Settings) -> None:
-        """Refuse all but "eager", transformers' own "sdpa" and crosshead's functions, which this file replaces."""
+        """Refuse implementations other than "eager", transformers' own "sdpa" and crosshead's own functions."""
         if implementation is not None and implementation != "eager" and not is_plain_sdpa(implementation):
             reason = "'talking' mixes all heads' weights: use transformers' own 'sdpa', 'eager' or 'crosshead_talking'"
             raise refuse("attn_implementation", implementation, reason)

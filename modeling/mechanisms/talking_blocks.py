@@ -17,10 +17,10 @@ from transformers.utils.generic import maybe_autocast
 from ..ops import widened
 
 TALKING_CPU_BLOCKS = (2**23, 2**18, 16, 64)
-"""CPU: elements in all buffers, elements up to which sequences share a block, minimum and maximum queries per sequence
-in a block. Timed with 16 heads and 4,096 tokens; shared blocks with 4 heads and 32 tokens."""
+"""Block sizes on the CPU: elements in all buffers, elements up to which sequences share a block, minimum and maximum
+queries per sequence. Timed with 16 heads and 4,096 tokens; shared blocks with 4 heads and 32 tokens."""
 TALKING_GPU_BLOCKS = (2**28, 2**28, 16, 128)
-"""TALKING_CPU_BLOCKS for other devices: 1 GB in float32, 16 blocks for 8 x 2,048 tokens with 32 heads. Not timed."""
+"""Block sizes on GPUs, see TALKING_CPU_BLOCKS: 1 GB in float32, 16 blocks for 8 x 2,048 tokens, 32 heads. Untimed."""
 TALKING_BUFFERS_FORWARD, TALKING_BUFFERS_BACKWARD = 2, 4  # buffers, with an element for each head, query and key
 TALKING_NAMESPACE = re.sub(r"\W", "_", __name__)
 
@@ -184,7 +184,7 @@ def talking_by_head(x: Tensor, heads: int) -> Tensor:
 
 
 def talking_mask_span(mask: Tensor) -> tuple[slice, bool]:
-    """Return (span of visible keys in a mask (..., keys), all if a row has none; True if a boolean row has none)."""
+    """Return the slice of keys that a mask (..., keys) needs, all if a row is fully masked; and `has_masked_rows`."""
     visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min
     if not visible.any(-1).all():
         return slice(0, mask.shape[-1]), mask.dtype == torch.bool
@@ -208,7 +208,7 @@ def talking_block_size(device: str, batch: int, queries: int, row: int) -> tuple
 
 
 def talking_parts(call: Sequence[Any], scaling: float, causal: bool, buffers: int) -> Iterator[TalkingPart]:
-    """Yield the sequences of a call in parts, which all use the same memory, divided into `buffers`."""
+    """Yield the sequences of a call in parts, which all use the same memory of `buffers` buffers."""
     tensors = [*call[:3], *(x if x is None else x * scaling for x in call[3:5]), *call[5:]]
     (batch, _, queries, _), keys = tensors[0].shape, tensors[1].shape[2]
     row = keys * max(*tensors[3].shape[2:], *tensors[5].shape[2:])
@@ -230,7 +230,7 @@ def talking_forward(
     scaling: float,
     causal: bool,
 ) -> Tensor:
-    """Return outputs (B, T, heads, features) of queries (B, H, T, d), keys (B, groups, S, d), and as many value heads.
+    """Return outputs (B, T, heads, n) of queries (B, H, T, d), keys (B, groups, S, d) and values (B, groups, S, n).
 
     Maps are (B or 1, T or 1, to, from), key maps (B, S, to, from), in the widened dtype. The mask is (B or 1,
     softmax heads or 1, T or 1, S), boolean with True for visible keys, or additive. Without it, if `causal`, query `t`
