@@ -59,7 +59,7 @@ class Recorder(Mechanism):
         super().__init__(HeadLayout(0, 0, 0, 0), {})
 
     def after_cache(self, state: AttentionState) -> None:
-        """Record the values, which are complete after the cache."""
+        """Record the values of all tokens, including cached ones."""
         self.values = state.value
 
     def head_outputs(self, output: torch.Tensor, state: AttentionState) -> torch.Tensor:
