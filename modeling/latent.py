@@ -21,7 +21,7 @@ from .ops import HeadRMSNorm
 from .options import refuse
 
 NO_KEY_MAP = "a part of each key is shared by all heads, so that a head has no key of its own: use query or value"
-NO_HALF_VALUES = "one projection makes keys and values, and values keep their size: use False"
+NO_HALF_VALUES = "keys and values share a projection, and values keep their size: use False"
 NO_KEY_INPUT = "keys are expanded from the cache, which holds no input of the layer: use terms of queries"
 
 
