@@ -41,24 +41,24 @@ def attend_to_chosen(
     `chosen` (B, 1, H) selects query heads, `mask` (B or 1, 1, S) is True for visible keys. A key/value head is skipped
     and its outputs are zero if none of its query heads is selected; otherwise all its query heads are computed.
     """
-    (batch, heads, _, features), (_, groups, keys, of_value) = query.shape, value.shape
+    (batch, heads, _, features), (_, groups, keys, value_features) = query.shape, value.shape
     query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-    readers, parts = heads // groups, triton.cdiv(keys, PART)
-    rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (readers, features, of_value))
-    output = value.new_zeros(batch, 1, heads, of_value)
-    sums = torch.empty(batch * groups, parts, 2, readers, dtype=torch.float32, device=value.device)
-    found = torch.empty(batch * groups, parts, readers, of_value, dtype=torch.float32, device=value.device)
-    chosen, seen = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
-    strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], seen.stride(0), seen.stride(2))
-    sizes = (readers, features, of_value, rows, *padded)
+    group_size, parts = heads // groups, triton.cdiv(keys, PART)
+    rows, *padded = (max(16, triton.next_power_of_2(size)) for size in (group_size, features, value_features))
+    output = value.new_zeros(batch, 1, heads, value_features)
+    stats = torch.empty(batch * groups, parts, 2, group_size, dtype=torch.float32, device=value.device)
+    partial = torch.empty(batch * groups, parts, group_size, value_features, dtype=torch.float32, device=value.device)
+    chosen, mask_ptr = chosen.contiguous(), chosen if mask is None else mask.expand(batch, -1, -1)
+    strides = (*query.stride()[:2], *key.stride()[:3], *value.stride()[:3], mask_ptr.stride(0), mask_ptr.stride(2))
+    sizes = (group_size, features, value_features, rows, *padded)
     formats = FACTORS[query.dtype], product_precision(query.dtype)
     with torch.cuda.device_of(query):  # kernels launch on the current device
         attend_to_part[(parts, batch * groups)](
-            *(query, key, value, chosen, seen, sums, found, *strides, keys, groups, scaling, mask is not None),
+            *(query, key, value, chosen, mask_ptr, stats, partial, *strides, keys, groups, scaling, mask is not None),
             *(*sizes, keys_at_once(max(padded), key.dtype), PART, *formats),
         )
-        of_join = (readers, of_value, rows, padded[1], PARTS)
-        join_parts[(batch * groups, readers)](chosen, sums, found, output, parts, *of_join)
+        join_sizes = (group_size, value_features, rows, padded[1], PARTS)
+        join_parts[(batch * groups, group_size)](chosen, stats, partial, output, parts, *join_sizes)
     return output
 
 

@@ -19,7 +19,7 @@ except ImportError:
 
 from .routed_gradients_triton import key_gradients, query_gradients
 from .routed_kernels_triton import attend, list_tokens
-from .visible_triton import seen_keys
+from .visible_triton import key_spans
 from .where_triton_runs import product_precision
 
 NAMESPACE = "crosshead_mixture_triton"
@@ -67,7 +67,7 @@ class RoutedCall:
     causal: bool
 
     @cached_property
-    def heads(self) -> list[torch.Tensor]:
+    def qkv(self) -> list[torch.Tensor]:
         """Queries, keys and values with contiguous features (stride 1)."""
         return [x if x.stride(3) == 1 else x.contiguous() for x in (self.query, self.key, self.value)]
 
@@ -81,21 +81,21 @@ class RoutedCall:
         return tiles_of(max(self.features), self.query.dtype)
 
     def spans(self) -> torch.Tensor:
-        """Return `seen_keys` of the mask, (3, B, 1, T); an empty tensor without a mask."""
+        """Return `key_spans` of the mask, (3, B, 1, T); an empty tensor without a mask."""
         if self.mask is None:
             return torch.empty(0, dtype=torch.int32, device=self.query.device)
-        return seen_keys(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
+        return key_spans(self.mask.expand(self.query.shape[0], -1, -1).unsqueeze(1))
 
-    def rest(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
+    def shared_arguments(self, spans: torch.Tensor, tile: Tile) -> tuple[Any, ...]:
         """Return the trailing kernel arguments, from `mask` on, which `attend` and both gradient kernels share."""
-        (batch, count, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
-        mask, strides = spans, [stride for x in self.heads for stride in x.stride()[:3]]
+        (batch, heads, queries, _), groups, keys = self.query.shape, self.key.shape[1], self.key.shape[2]
+        mask, strides = spans, [stride for x in self.qkv for stride in x.stride()[:3]]
         if self.mask is None:  # `spans` stands in as the pointer; no kernel reads it
             strides += (0, 0)
         else:
             mask = self.mask if self.mask.stride(2) == 1 else self.mask.contiguous()
             strides += mask.expand(batch, -1, -1).stride()[:2]
-        sizes = (queries, keys, count, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
+        sizes = (queries, keys, heads, groups, batch * queries, self.scaling, self.mask is not None, self.causal)
         padded = (max(16, triton.next_power_of_2(size)) for size in self.features)
         dtype = self.query.dtype
         formats = FACTORS[dtype], product_precision(dtype)
@@ -115,10 +115,10 @@ def attend_chosen(
 
     The mask is (B or 1, T, S), True where a key is visible.
     """
-    kind = value.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
-    heads = [x.to(dtype) for x in (query, key, value)]
-    return routed(*heads, chosen, mask, scaling, causal)[0]
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    qkv = [x.to(dtype) for x in (query, key, value)]
+    return routed(*qkv, chosen, mask, scaling, causal)[0]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::attend", mutates_args=())
@@ -131,56 +131,56 @@ def routed(
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
-    """Return outputs (B, T, H, d); for the backward pass also log-sum-exp, `tokens`, `places` and `spans`."""
+    """Return outputs (B, T, H, d); for the backward pass also log-sum-exp, `tokens`, `offsets` and `spans`."""
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, _), device = query.shape, query.device
     output = value.new_zeros(batch, queries, heads, value.shape[3])
-    norms = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
+    lse = torch.empty(batch, heads, queries, dtype=torch.float32, device=device)
     tokens = torch.empty(batch, heads, queries, dtype=torch.int32, device=device)
-    places = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
+    offsets = torch.empty(batch, heads, queries + 1, dtype=torch.int32, device=device)
     with torch.cuda.device_of(query):  # kernels launch on the current device
         spans, tile = call.spans(), call.tiles()[0]
-        lists, sizes = (tokens, places, spans), (queries, heads, batch * queries)
+        lists, sizes = (tokens, offsets, spans), (queries, heads, batch * queries)
         list_tokens[(batch * heads,)](
-            chosen.contiguous(), spans, tokens, places, *sizes, mask is not None, _part(queries)
+            chosen.contiguous(), spans, tokens, offsets, *sizes, mask is not None, _scan_block(queries)
         )
         grid = (triton.cdiv(queries, tile.queries), batch * heads)
-        attend[grid](*call.heads, output, norms, *lists, *call.rest(spans, tile), num_warps=tile.warps)
-    return [output, norms, *lists]
+        attend[grid](*call.qkv, output, lse, *lists, *call.shared_arguments(spans, tile), num_warps=tile.warps)
+    return [output, lse, *lists]
 
 
 @torch.library.custom_op(f"{NAMESPACE}::gradients", mutates_args=())
 def _gradients(
-    given: torch.Tensor,
+    grad_output: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
     output: torch.Tensor,
-    norms: torch.Tensor,
+    lse: torch.Tensor,
     tokens: torch.Tensor,
-    places: torch.Tensor,
+    offsets: torch.Tensor,
     spans: torch.Tensor,
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
-    given, shifts, tile = given.contiguous(), torch.empty_like(norms), call.tiles()[1]
-    to_query = query.new_zeros(batch, queries, heads, size)
-    to_key, to_value = key.new_empty(key.shape), value.new_empty(value.shape)
-    lists, rest = (tokens, places, spans), call.rest(spans, tile)
+    grad_output, deltas, tile = grad_output.contiguous(), torch.empty_like(lse), call.tiles()[1]
+    grad_query = query.new_zeros(batch, queries, heads, size)
+    grad_key, grad_value = key.new_empty(key.shape), value.new_empty(value.shape)
+    lists, shared = (tokens, offsets, spans), call.shared_arguments(spans, tile)
     with torch.cuda.device_of(query):
         grid = (triton.cdiv(queries, tile.queries), batch * heads)
-        tensors = (*call.heads, output, norms, given, shifts, to_query)
-        query_gradients[grid](*tensors, *lists, *rest, num_warps=tile.warps)
+        tensors = (*call.qkv, output, lse, grad_output, deltas, grad_query)
+        query_gradients[grid](*tensors, *lists, *shared, num_warps=tile.warps)
         grid = (triton.cdiv(keys, tile.keys), batch * groups)
-        tensors = (*call.heads, norms, given, shifts, to_key, to_value)
-        key_gradients[grid](*tensors, *lists, *rest, _part(queries), num_warps=tile.warps)
-    return [to_query.transpose(1, 2), to_key, to_value]
+        tensors = (*call.qkv, lse, grad_output, deltas, grad_key, grad_value)
+        key_gradients[grid](*tensors, *lists, *shared, _scan_block(queries), num_warps=tile.warps)
+    return [grad_query.transpose(1, 2), grad_key, grad_value]
 
 
-def _part(tokens: int) -> int:
+def _scan_block(tokens: int) -> int:
     return min(MOST_TOKENS, triton.next_power_of_2(tokens))
 
 
@@ -203,7 +203,7 @@ def _(given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.
     return [to_query, key.new_empty(key.shape), value.new_empty(value.shape)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
     query, key, value, _, mask, ctx.scaling, ctx.causal = inputs
     ctx.save_for_backward(query, key, value, mask, *output)
     ctx.set_materialize_grads(False)  # no zero gradients for outputs that only the backward pass reads
@@ -213,4 +213,4 @@ def _backward(ctx: Any, grads: list[torch.Tensor]) -> tuple[torch.Tensor | None,
     return (*_gradients(grads[0], *ctx.saved_tensors, ctx.scaling, ctx.causal), None, None, None, None)
 
 
-routed.register_autograd(_backward, setup_context=_keep)
+routed.register_autograd(_backward, setup_context=_setup_context)
