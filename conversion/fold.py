@@ -73,7 +73,7 @@ def fold(
     If `out` ends in `.gguf`, it is a GGUF file for llama.cpp, of the given `type` (f32, f16, bf16, q8_0, q4_0, ...; by
     default the checkpoint's dtype). An interrupted run then starts again. A stock model is written as it is.
     """
-    how = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
+    run_options = {"overwrite": overwrite, "verify": verify, "plan_only": plan_only}
     is_gguf = check_type(Path(out), type)
     with tempfile.TemporaryDirectory() as scratch:
         source = open_source(model, revision, scratch=Path(scratch))
@@ -82,9 +82,9 @@ def fold(
                 raise ConversionError(f"restart has no effect on {out}: an interrupted GGUF file leaves nothing")
             is_stock = kind_of(source.config) == "stock" and not keep_cache
             request = copied(source) if is_stock else resolve(source, keep_cache)
-            return run_gguf(request, Path(out), type, **how, progress=progress)
+            return run_gguf(request, Path(out), type, **run_options, progress=progress)
         request = resolve(source, keep_cache)
-        return run(request, Path(out), **how, restart=restart, progress=progress)
+        return run(request, Path(out), **run_options, restart=restart, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ def resolve(source: Source, keep_cache: bool = False) -> FoldRequest:
     stock: Any = family.stock.from_dict(fields)
     stock.architectures = config.architectures
     stock.architectures = [architecture_of(stock)]  # `wide` may have changed the family
-    shapes, source_shapes = (tensor_shapes(of, source.store.entries) for of in (stock, config))
+    shapes, source_shapes = (tensor_shapes(model_config, source.store.entries) for model_config in (stock, config))
     dropped = check_source(source.store, source_shapes, tied_tensors(config))
     dropped |= dropped_biases(source.store, source_shapes.keys() - shapes.keys())
     rewrites = fold_layers(source.store, config, shapes, wide)
@@ -162,9 +162,11 @@ def fold_layers(store: TensorStore, config: Any, shapes: Shapes, wide: WideHeads
     layers: dict[str, int] = {}
     for layer, mechanisms in applied.items():
         sides = {side for name in mechanisms for side in config.mixers_of_layer(layer)[name].get("on", ())}
-        written = [each for side in (PROJECTIONS if wide else sorted(sides)) for each in PROJECTIONS[side]]
-        written += ["o_proj"] if wide else []
-        parts = [f"{projection}.{part}" for projection in written for part in ("weight", "bias")]
+        projections = [
+            projection for side in (PROJECTIONS if wide else sorted(sides)) for projection in PROJECTIONS[side]
+        ]
+        projections += ["o_proj"] if wide else []
+        parts = [f"{projection}.{part}" for projection in projections for part in ("weight", "bias")]
         names = [attention_names(config, layer).stored(part) for part in parts]
         layers |= {name: layer for name in names if name in shapes}
 
@@ -213,9 +215,9 @@ def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, 
         for name in (f"{projection}.{part}" for projection in projections for part in ("weight", "bias")):
             if matrix is not None and name in tensors:
                 size = layout.value_dim or layout.head_dim if side == "value" else layout.head_dim
-                together = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
-                rows = tensors[name].unflatten(0, (-1, together))
-                keys, rows = rows[:, : together - size], rows[:, together - size :]
+                rows_per_head = len(tensors[name]) // layout.key_value_heads if name.startswith("kv_b_proj.") else size
+                rows = tensors[name].unflatten(0, (-1, rows_per_head))
+                keys, rows = rows[:, : rows_per_head - size], rows[:, rows_per_head - size :]
                 rows = product(matrix, rows)
                 folded[name] = (torch.cat([keys, rows], dim=1) if keys.numel() else rows).flatten(0, 1)
     return folded
@@ -224,8 +226,8 @@ def _multiply_projections(tensors: Tensors, layout: HeadLayout, mechanism: str, 
 def _combine(scalars: torch.Tensor, components: torch.Tensor) -> torch.Tensor:
     """Combine components (h', ...) by scalars (h, h' / groups) within each group: (h, ...)."""
     groups = len(components) // scalars.shape[1]
-    blocks, of_group = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
-    return torch.einsum("gij,gj...->gi...", blocks, of_group).flatten(0, 1)
+    blocks, grouped = (x.unflatten(0, (groups, -1)) for x in (scalars, components))
+    return torch.einsum("gij,gj...->gi...", blocks, grouped).flatten(0, 1)
 
 
 def _refuse_knocking(settings: Settings, layout: HeadLayout) -> str | None:

@@ -176,9 +176,11 @@ def _counts(config: Any, layer: int) -> tuple[int, int, int]:
 
 def _check_rope(config: Any) -> None:
     """Raise `ConversionError` unless stock Llama can express the RoPE frequencies and the attention span."""
-    kind = config.rope_parameters["rope_type"]
-    if kind not in STATIC_ROPE:
-        raise _refusal(f"rope_type={kind!r} has frequencies that depend on the length; use {', '.join(STATIC_ROPE)}")
+    rope_type = config.rope_parameters["rope_type"]
+    if rope_type not in STATIC_ROPE:
+        raise _refusal(
+            f"rope_type={rope_type!r} has frequencies that depend on the length; use {', '.join(STATIC_ROPE)}"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise _refusal("some layers have a sliding window, which stock Llama lacks")
 
@@ -190,8 +192,8 @@ def _refusal(reason: str) -> ConversionError:
 def _rotary(config: Any) -> LlamaRotaryEmbedding:
     """Return the RoPE module of a Llama or Qwen2 config."""
     fields = ("hidden_size", "num_attention_heads", "max_position_embeddings", "rope_parameters")
-    given = {name: deepcopy(getattr(config, name)) for name in fields}
-    return LlamaRotaryEmbedding(LlamaConfig(**given, head_dim=config.layout_of_layer(0).head_dim))
+    values = {name: deepcopy(getattr(config, name)) for name in fields}
+    return LlamaRotaryEmbedding(LlamaConfig(**values, head_dim=config.layout_of_layer(0).head_dim))
 
 
 def _reciprocals(frequencies: torch.Tensor) -> torch.Tensor:

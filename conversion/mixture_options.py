@@ -7,11 +7,11 @@ from crosshead.common.errors import ConversionError
 from crosshead.modeling.options import is_whole
 
 
-def mixture_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def mixture_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with defaults: a fitted two_stage router, or the paper's method if an option implies it."""
-    is_paper = given.get("method") == "paper" or "shared" in given or given.get("router") == "query_norm"
-    own = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
-    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | own | dict(given)
+    is_paper = options.get("method") == "paper" or "shared" in options or options.get("router") == "query_norm"
+    router = {"router": "query_norm"} if is_paper else {"router": "two_stage", "shared_heads": 0}
+    return {"method": "paper" if is_paper else "calibrated", "gate": "binary"} | router | dict(options)
 
 
 def check_fitted_router(mixers: Mapping[str, Mapping[str, Any]], choices: Mapping[str, Mapping[str, str]]) -> None:

@@ -38,9 +38,9 @@ PATHS = ("calibration", "save_calibration")
 """Options that are paths."""
 
 
-def is_dataset(given: str | Path) -> bool:
+def is_dataset(calibration: str | Path) -> bool:
     """True if a --calibration value names a dataset on the Hub."""
-    return str(given).startswith(DATASET)
+    return str(calibration).startswith(DATASET)
 
 
 class Options(BaseModel):
@@ -71,20 +71,20 @@ class Options(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_budgets(cls, given: Any) -> Any:
+    def _read_budgets(cls, values: Any) -> Any:
         """Convert percentages to fractions, and replace `cache` by `layers="auto"` and a budget."""
-        if not isinstance(given, dict):
-            return given
-        given = dict(given)
+        if not isinstance(values, dict):
+            return values
+        values = dict(values)
         for option, whole in (("active", "all heads"), ("budget", "the source's KV cache")):
-            if given.get(option) is not None:
-                given[option] = _part(option, given[option], whole)
-        if (cache := given.pop("cache", None)) is None:
-            return given
+            if values.get(option) is not None:
+                values[option] = _fraction(option, values[option], whole)
+        if (cache := values.pop("cache", None)) is None:
+            return values
         for other in ("layers", "budget"):
-            if given.get(other) is not None:
+            if values.get(other) is not None:
                 raise ValueError(f"--cache and --{other} both set the budget of the KV cache: give --cache alone")
-        return given | {"layers": "auto", "budget": _part("cache", cache, "the source's KV cache")}
+        return values | {"layers": "auto", "budget": _fraction("cache", cache, "the source's KV cache")}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -107,8 +107,8 @@ class Options(BaseModel):
 
     def recorded(self) -> dict[str, Any]:
         """Return the options that conversion.json records: all that are set, except local paths."""
-        given = self.model_dump(exclude=set(PATHS)).items()
-        return {key: value for key, value in given if value is not None and value is not False}
+        options = self.model_dump(exclude=set(PATHS)).items()
+        return {key: value for key, value in options if value is not None and value is not False}
 
 
 CONVERSION_OPTIONS: dict[str, dict[str, Choice]] = {
@@ -138,14 +138,14 @@ class MixerRequest:
         return [*self.parts.values()] or [self]
 
 
-def _part(option: str, given: Any, whole: str) -> float:
+def _fraction(option: str, value: Any, whole: str) -> float:
     """Return a percentage or a number between 0 and 1 as a fraction; `ValueError` for other values."""
-    text = str(given)
+    text = str(value)
     number = _number(text.removesuffix("%"))
-    part = number / 100 if text.endswith("%") and not isinstance(number, str) else number
-    if isinstance(part, str) or not 0 < part < 1:
+    fraction = number / 100 if text.endswith("%") and not isinstance(number, str) else number
+    if isinstance(fraction, str) or not 0 < fraction < 1:
         raise ValueError(f"--{option} {text} is not allowed: give a part of {whole}, such as 50%")
-    return float(part)
+    return float(fraction)
 
 
 def split_argument(argument: str) -> tuple[str, dict[str, str]]:
@@ -173,25 +173,30 @@ def read_mixers(requested: Mapping[str, Any], layouts: list[HeadLayout]) -> Mixe
     for name, options in requested.items():
         if name not in MECHANISMS:
             raise ConversionError(str(unknown("--mixer", "mechanism", name, list(MECHANISMS))))
-        given = {} if options is None else options
-        if not isinstance(given, Mapping):
-            raise ConversionError(f"mixers.{name}={given!r} is not allowed: use a mapping of option to value")
-        own: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
-        extra = CONVERSION_OPTIONS.get(name, {})
-        for key in given:
-            if key not in own and key not in extra:
-                raise ConversionError(str(unknown(f"mixers.{name}", "option", key, [*own, *extra])))
+        raw = {} if options is None else options
+        if not isinstance(raw, Mapping):
+            raise ConversionError(f"mixers.{name}={raw!r} is not allowed: use a mapping of option to value")
+        config_options: Mapping[str, Option] = {**RULES[name].options, LAYERS: Layers()}
+        conversion_options = CONVERSION_OPTIONS.get(name, {})
+        for key in raw:
+            if key not in config_options and key not in conversion_options:
+                raise ConversionError(
+                    str(unknown(f"mixers.{name}", "option", key, [*config_options, *conversion_options]))
+                )
         if name == "mixture":
-            given = mixture_defaults(given)
-        if name == "differential" and given.get("half_values") in (True, "true"):
-            given = {"norm": False} | dict(given)
+            raw = mixture_defaults(raw)
+        if name == "differential" and raw.get("half_values") in (True, "true"):
+            raw = {"norm": False} | dict(raw)
         try:
             choices[name] = {
-                key: kind.parse(f"mixers.{name}.{key}", given.get(key), len(layouts)) for key, kind in extra.items()
+                key: kind.parse(f"mixers.{name}.{key}", raw.get(key), len(layouts))
+                for key, kind in conversion_options.items()
             }
         except ValueError as error:
             raise ConversionError(str(error)) from None
-        values = {key: _parse(name, key, own[key], given[key], layouts) for key in given if key in own}
+        values = {
+            key: _parse(name, key, config_options[key], raw[key], layouts) for key in raw if key in config_options
+        }
         mixers[name] = DEFAULTS.get(name, {}) | values
     if "mixture" in mixers and choices["mixture"]["method"] == "paper":
         share_half(mixers["mixture"], layouts[0].query_heads)
@@ -243,7 +248,7 @@ def _parse_counts(name: str, value: Any, heads: int) -> Any:
 
 
 def with_recipe(
-    recipe: Path | None, arguments: Sequence[str], given: Mapping[str, Any]
+    recipe: Path | None, arguments: Sequence[str], command_options: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the mechanisms and the options from a recipe and the command line, which has precedence.
 
@@ -256,10 +261,10 @@ def with_recipe(
         if name in requested:
             raise ConversionError(f"--mixer {name} is given twice: join its options, as in {name}:a=1,b=2")
         requested[name] = options
-    chosen = {key: value for key, value in given.items() if value is not None and value is not False}
-    if "cache" in chosen:  # `cache` in a recipe was converted to both
+    set_options = {key: value for key, value in command_options.items() if value is not None and value is not False}
+    if "cache" in set_options:  # `cache` in a recipe was converted to both
         content = {key: value for key, value in content.items() if key not in ("layers", "budget")}
-    return requested or mixers, content | chosen
+    return requested or mixers, content | set_options
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -271,7 +276,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
     if not isinstance(mixers, dict):
         raise ConversionError(f"--recipe {path}: mixers={mixers!r} is not a mapping of mechanism to options")
     for key in PATHS:
-        if isinstance(place := content.get(key), str) and not is_dataset(place):
-            content[key] = path.parent / expanded(place)
+        if isinstance(value := content.get(key), str) and not is_dataset(value):
+            content[key] = path.parent / expanded(value)
     options = Options.of(content, f"--recipe {path}: ").model_dump(exclude_unset=True)
-    return options | ({"mixers": {name: chosen or {} for name, chosen in mixers.items()}} if mixers else {})
+    return options | (
+        {"mixers": {name: mixer_options or {} for name, mixer_options in mixers.items()}} if mixers else {}
+    )

@@ -68,9 +68,9 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
         dropped[CROSS_BIAS] = "of cross-attention, which has no position bias"
     for name in filter(OTHER_HEADS.fullmatch, store.entries.keys() - shapes.keys() - tied.keys()):
         dropped[name] = "a head that the class in config.json does not have"
-    further = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
+    mtp_prefixes = tuple(match[1] for match in map(NEXT_TOKENS.fullmatch, store.entries) if match)
     for name in store.entries.keys() - shapes.keys():
-        if further and name.startswith(further):
+        if mtp_prefixes and name.startswith(mtp_prefixes):
             dropped[name] = "of a layer that predicts further tokens, which the class does not have"
     for name, other in tied.items():
         if name in store.entries and other in store.entries and not same_bytes(store, name, other):
@@ -100,11 +100,13 @@ def check_source(store: TensorStore, shapes: Shapes, tied: Mapping[str, str]) ->
     return dropped
 
 
-def same_bytes(store: TensorStore, one: str, other: str) -> bool:
+def same_bytes(store: TensorStore, first: str, second: str) -> bool:
     """True if two stored tensors have the same dtype, shape and bytes; compares chunk by chunk."""
-    if replace(store.entries[one], name=other) != store.entries[other]:
+    if replace(store.entries[first], name=second) != store.entries[second]:
         return False
-    return all(bytes(left) == bytes(right) for left, right in zip(store.chunks(one), store.chunks(other), strict=True))
+    return all(
+        bytes(left) == bytes(right) for left, right in zip(store.chunks(first), store.chunks(second), strict=True)
+    )
 
 
 def make_plan(

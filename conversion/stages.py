@@ -78,8 +78,8 @@ def run(
     unless `restart` discards them.
     """
     source, out = request.source, expanded(out)
-    for place in source.store.places:
-        check_apart(place, out)
+    for path in source.store.places:
+        check_apart(path, out)
     if plan_only:
         return _dry_run(request, out, overwrite, progress)
     sample = read_sample(source, None) if verify else None  # before all work: it fails on a broken tokenizer
@@ -95,8 +95,8 @@ def run(
             content["verification"] = verify_folder(
                 source, output.folder, sample, request.tolerance, progress, request.device
             )
-        place = record_file(out, plan.is_stock)
-        write_json(output.folder / RECORD if place.name == RECORD else output.sibling(place.name), content)
+        path = record_file(out, plan.is_stock)
+        write_json(output.folder / RECORD if path.name == RECORD else output.sibling(path.name), content)
         others = output.publish()
     return content | {"folder": str(out)} | ({"others": others} if others else {})
 

@@ -22,9 +22,9 @@ class AttentionNames:
 
     def stored(self, part: str) -> str:
         """Return the checkpoint name of a part."""
-        for decoders, ours in self.parts.items():
-            if part.startswith(decoders):
-                return self.prefix + ours + part.removeprefix(decoders)
+        for decoder_prefix, family_prefix in self.parts.items():
+            if part.startswith(decoder_prefix):
+                return self.prefix + family_prefix + part.removeprefix(decoder_prefix)
         return self.prefix + part
 
     def part(self, name: str) -> str | None:
@@ -32,8 +32,8 @@ class AttentionNames:
         local = name.removeprefix(self.prefix) if name.startswith(self.prefix) else None
         if local is None or not self.parts:
             return local
-        found = (each + local.removeprefix(ours) for each, ours in self.parts.items() if local.startswith(ours))
-        return next(found, None)
+        parts = (part + local.removeprefix(prefix) for part, prefix in self.parts.items() if local.startswith(prefix))
+        return next(parts, None)
 
 
 def attention_names(config: Any, layer: int) -> AttentionNames:

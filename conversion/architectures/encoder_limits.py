@@ -54,7 +54,7 @@ LIMITS = (
     Limit(
         "differential with half_values",
         "the conversion doubles the heads, and the size of a head follows from their number: use another mechanism",
-        lambda request: any(each.mixers.get("differential", {}).get("half_values") for each in request.mixers.by_part),
+        lambda request: any(part.mixers.get("differential", {}).get("half_values") for part in request.mixers.by_part),
     ),
     Limit(
         "bilinear",

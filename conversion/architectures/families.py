@@ -165,8 +165,8 @@ def classes_of(family: Family) -> list[str]:
 def architecture_of(config: Any) -> str:
     """Return the name of a checkpoint's stock model class; encoder families have several, and the config names one."""
     family = family_of(config)
-    given = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
-    return given if family.is_encoder and given in classes_of(family) else family.architecture
+    named = (getattr(config, "architectures", None) or [""])[0].removeprefix("Crosshead")
+    return named if family.is_encoder and named in classes_of(family) else family.architecture
 
 
 def without_decoder(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,7 +180,7 @@ def auto_class(config: Any) -> str:
     """Return the name of the Auto class that loads a checkpoint."""
     config_class, architecture = family_of(config).crosshead, architecture_of(config)
     ending = architecture.removeprefix(config_class.class_prefix.removeprefix("Crosshead"))
-    return next(auto for auto, each in config_class.auto_classes.items() if each == ending)
+    return next(auto for auto, class_ending in config_class.auto_classes.items() if class_ending == ending)
 
 
 def empty_model(config: Any, **options: Any) -> Any:
@@ -217,7 +217,9 @@ def tensor_shapes(config: Any, stored: Container[str] = ()) -> Shapes:
     """
     model = empty_model(config, attn_implementation="eager")
     if family_of(config).reads_images:
-        return {name: tuple(each.shape) for name, each in revert_weight_conversion(model, model.state_dict()).items()}
+        return {
+            name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, model.state_dict()).items()
+        }
     shapes: Shapes = {}
     for name, tensor in model.state_dict().items():
         shape, fused = tuple(tensor.shape), FUSED_EXPERTS.fullmatch(name)
@@ -253,10 +255,10 @@ def read_config(content: dict[str, Any], kind: str, name: str) -> Any:
         )
     family = FAMILIES[str(model_type).removeprefix(PREFIX)]
     check_fields(content, family.crosshead, f"config.json of {name}")
-    given, old_name = content.get("architectures"), "T5WithLMHeadModel"
-    if kind == "stock" and family.is_encoder and given and given[0] not in (*classes_of(family), old_name):
+    names, old_name = content.get("architectures"), "T5WithLMHeadModel"
+    if kind == "stock" and family.is_encoder and names and names[0] not in (*classes_of(family), old_name):
         raise ConversionError(
-            f"config.json of {name} has architectures={shown(given)}: convert one of {', '.join(classes_of(family))}; "
+            f"config.json of {name} has architectures={shown(names)}: convert one of {', '.join(classes_of(family))}; "
             "load the checkpoint with this class and save it"
         )
     if kind == "stock" and content.get("expert_bias"):
@@ -286,11 +288,11 @@ def check_plain(content: dict[str, Any], name: str) -> None:
 
 
 def _wrong_family(name: str, model_type: Any, kind: str, allowed: list[str]) -> str:
-    given, family = f"{name} has model_type={model_type!r}", str(model_type).removeprefix(PREFIX)
+    problem, family = f"{name} has model_type={model_type!r}", str(model_type).removeprefix(PREFIX)
     if family != str(model_type) and family not in FAMILIES:
-        return f"{given}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
+        return f"{problem}, and transformers has no {family} to convert: use from_pretrained(..., mixers=...)"
     if kind == "stock" and isinstance(model_type, str) and model_type.startswith(PREFIX):
-        return f"{given}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
+        return f"{problem}, which already is a crosshead model: `crosshead fold` converts it back to a stock model"
     if kind == "crosshead" and model_type in FAMILIES:
-        return f"{given}, a stock model without mechanisms: `crosshead convert` adds mechanisms"
-    return f"{given}, which cannot be converted: use a model of type {', '.join(allowed)}"
+        return f"{problem}, a stock model without mechanisms: `crosshead convert` adds mechanisms"
+    return f"{problem}, which cannot be converted: use a model of type {', '.join(allowed)}"

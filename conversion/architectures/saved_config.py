@@ -16,10 +16,10 @@ def config_class_of(content: Mapping[str, Any], name: str) -> Any:
     """Return the crosshead config class for a stock or crosshead `model_type`."""
     classes = {config.model_type.removeprefix(PREFIX): config for config in BACKBONES}
     model_type = content.get("model_type")
-    found = classes.get(str(model_type).removeprefix(PREFIX))
-    if found is None:
+    config_class = classes.get(str(model_type).removeprefix(PREFIX))
+    if config_class is None:
         raise ConversionError(f"{name} has model_type={model_type!r}: use a model of type {', '.join(classes)}")
-    return found
+    return config_class
 
 
 def saved_config(content: dict[str, Any], name: str) -> Any:
@@ -43,10 +43,10 @@ def saved_auto_class(config: Any) -> str:
     if config.model_type.removeprefix(PREFIX) in FAMILIES:
         return auto_class(config)
     ending = _model_class(config).__name__.removeprefix(config.class_prefix)
-    return next(auto for auto, each in config.auto_classes.items() if each == ending)
+    return next(auto for auto, class_ending in config.auto_classes.items() if class_ending == ending)
 
 
 def _model_class(config: Any) -> Any:
     """Return the model class that a config's `architectures` names, or else the first class for its config type."""
-    classes = {each.__name__: each for each in BACKBONES[type(config)]}
+    classes = {model_class.__name__: model_class for model_class in BACKBONES[type(config)]}
     return classes.get((config.architectures or [""])[0]) or next(iter(classes.values()))

@@ -86,17 +86,17 @@ class Observers:
     @property
     def chooses_groups(self) -> bool:
         """True if the number of groups is chosen from the statistics."""
-        return any(len(of_layer) > 1 for of_layer in self.candidates)
+        return any(len(counts) > 1 for counts in self.candidates)
 
     def shapes(self) -> Shapes:
         """Return the names and shapes of the statistics in a calibration file."""
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
-            of_kind = {"statistics": HeadStatistics.shapes(layout, self.biased), "use": HeadUse.shapes(layout)}
+            shapes_of_kind = {"statistics": HeadStatistics.shapes(layout, self.biased), "use": HeadUse.shapes(layout)}
             if (routing := self.routing(layer)) is not None:
-                of_kind["router"] = routing.shapes(layout)
-            for kind in self.kinds & of_kind.keys():
-                shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in of_kind[kind].items()}
+                shapes_of_kind["router"] = routing.shapes(layout)
+            for kind in self.kinds & shapes_of_kind.keys():
+                shapes |= {f"{layer}.{kind}.{name}": shape for name, shape in shapes_of_kind[kind].items()}
         return shapes
 
     def solved_shapes(self) -> Shapes:
@@ -104,8 +104,8 @@ class Observers:
         shapes: Shapes = {}
         for layer, layout in enumerate(self.layouts):
             for counts in self.fitted_counts(layer):
-                of_layer = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
-                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in of_layer.items()}
+                solved = ComponentHeads(layout, counts).shapes_of_solved(self.biased)
+                shapes |= {f"{layer}.statistics.{name}": shape for name, shape in solved.items()}
         return shapes
 
     @property
@@ -179,12 +179,12 @@ def calibrate(
     """
     partial_file = path.with_name(f"{path.name}.partial")
     expected = observers.shapes() | observers.solved_shapes()
-    found = _recorded(model, tokens, observers, advance, known)
-    write_growing(partial_file, expected, found, {FINGERPRINT: fingerprint})
+    tensors = _layer_tensors(model, tokens, observers, advance, known)
+    write_growing(partial_file, expected, tensors, {FINGERPRINT: fingerprint})
     partial_file.replace(path)
 
 
-def _recorded(
+def _layer_tensors(
     model: StreamedModel, tokens: torch.Tensor, observers: Observers, advance: Advance, known: Calibration | None
 ) -> Iterator[Tensors]:
     """Yield the tensors of the calibration file, one layer at a time."""
@@ -198,8 +198,8 @@ def _recorded(
         with ExitStack() as hooks:
             record = partial(_observe, observed.values())
             hooks.enter_context(attention.register_forward_pre_hook(record, with_kwargs=True))
-            for each in calls:
-                hooks.enter_context(attention.register_forward_hook(each, with_kwargs=True))
+            for call in calls:
+                hooks.enter_context(attention.register_forward_hook(call, with_kwargs=True))
             if observers.kinds - {"router"}:
                 _step(model, module, hidden)
         tensors = {kind: observer.as_tensors() for kind, observer in observed.items()}
@@ -210,13 +210,17 @@ def _recorded(
             statistics = HeadStatistics(observers.layouts[layer], tensors["statistics"])
             is_routed = observers.routing(layer) is not None
             compressed = [
-                solve_layer(attention, statistics, *each, is_routed) for each in zip(calls, fitted_counts, strict=True)
+                solve_layer(attention, statistics, *pair, is_routed) for pair in zip(calls, fitted_counts, strict=True)
             ]
             tensors["statistics"] = statistics.as_tensors()
         for states, changed in zip(converted, compressed, strict=True):
             with substituted(attention, changed):
                 tensors["router"] = _route(model, module, states, observers.routing(layer), heads)
-        yield {f"{layer}.{kind}.{name}": each.cpu() for kind, of in tensors.items() for name, each in of.items()}
+        yield {
+            f"{layer}.{kind}.{name}": tensor.cpu()
+            for kind, by_name in tensors.items()
+            for name, tensor in by_name.items()
+        }
         advance(layer + 1, len(observers.layouts))
 
 
@@ -262,8 +266,8 @@ def observe(
 
     For `known`, see `calibrate`.
     """
-    if text.given is not None and text.is_saved:
-        calibration = Calibration(text.given)
+    if text.path is not None and text.is_saved:
+        calibration = Calibration(text.path)
         calibration.check(observers, lambda: fingerprint_of(source.store, stock, progress))
         return calibration
     if not cached.exists():

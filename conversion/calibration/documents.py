@@ -24,21 +24,21 @@ Row = tuple[int, str, dict[str, Any]]
 """(Number of the line or row, its location for error messages, its fields)."""
 
 
-def has_documents(given: Path) -> bool:
+def has_documents(calibration: Path) -> bool:
     """True if a --calibration value is a JSON Lines file or a dataset."""
-    return is_dataset(given) or given.suffix == LINES_SUFFIX
+    return is_dataset(calibration) or calibration.suffix == LINES_SUFFIX
 
 
-def read_documents(given: Path, tokenizer: Any) -> str:
+def read_documents(calibration: Path, tokenizer: Any) -> str:
     """Return the documents as one text; conversations are formatted by the tokenizer's chat template."""
     documents, size = {}, 0
-    for number, place, row in _dataset_rows(given) if is_dataset(given) else _json_lines(given):
-        documents[number] = _document(row, tokenizer, place)
+    for number, location, row in _dataset_rows(calibration) if is_dataset(calibration) else _json_lines(calibration):
+        documents[number] = _document(row, tokenizer, location)
         size += len(documents[number])
         if size >= CHARACTERS:
             break
     if not size:
-        raise ConversionError(f"--calibration {given} contains no text: give one that does")
+        raise ConversionError(f"--calibration {calibration} contains no text: give one that does")
     return "\n\n".join(documents[number] for number in sorted(documents))
 
 
@@ -48,8 +48,8 @@ def _json_lines(path: Path) -> Iterator[Row]:
     lines = [(number, line) for number, line in enumerate(content.split("\n"), 1) if line.strip()]
     for index in spread_indices(len(lines)):
         number, line = lines[index]
-        place = f"{path} line {number}"
-        yield number, place, json_object(line, place, ConversionError)
+        location = f"{path} line {number}"
+        yield number, location, json_object(line, location, ConversionError)
 
 
 def spread_indices(count: int) -> Iterator[int]:
@@ -60,22 +60,24 @@ def spread_indices(count: int) -> Iterator[int]:
     return (number * step % count for number in range(count))
 
 
-def _dataset_rows(given: Path) -> Iterator[Row]:
+def _dataset_rows(calibration: Path) -> Iterator[Row]:
     """Yield the rows of a Hub dataset, named as `datasets:NAME:SUBSET:SPLIT`, in order."""
-    name, *rest = str(given).removeprefix(DATASET).split(":")
+    name, *rest = str(calibration).removeprefix(DATASET).split(":")
     if not name or len(rest) > 2:
-        raise ConversionError(f"--calibration {given} is not {DATASET}NAME, with :SUBSET or :SUBSET:SPLIT after it")
+        raise ConversionError(
+            f"--calibration {calibration} is not {DATASET}NAME, with :SUBSET or :SUBSET:SPLIT after it"
+        )
     subset, split = (*rest, *("", "train")[len(rest) :])
     rows = hub_rows(name, subset or None, (CHAT, TEXT), ConversionError, split=split, streaming=True)
     for number, row in enumerate(rows, 1):
         yield number, f"row {number} of the Hub dataset {name}", row
 
 
-def _document(row: dict[str, Any], tokenizer: Any, place: str) -> str:
+def _document(row: dict[str, Any], tokenizer: Any, location: str) -> str:
     """Return the text of a row, or its conversation formatted by the chat template."""
     if row.get(CHAT) is not None and (tokenizer.chat_template is not None or TEXT not in row):
-        return conversation_text(tokenizer, row[CHAT], place, ConversionError)
+        return conversation_text(tokenizer, row[CHAT], location, ConversionError)
     if not isinstance(row.get(TEXT), str):
         names = ", ".join(map(repr, row)) or "none"
-        raise ConversionError(f"{place} has no text in {TEXT!r} and no {CHAT!r}: its fields are {names}")
+        raise ConversionError(f"{location} has no text in {TEXT!r} and no {CHAT!r}: its fields are {names}")
     return str(row[TEXT])

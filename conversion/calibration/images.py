@@ -44,9 +44,9 @@ def read_pixels(source: Source, config: Any, folder: Path, count: int) -> torch.
     files = image_files(folder)
     count = min(count, len(files))
     selected = [files[index * len(files) // count] for index in range(count)]
-    shape, place = image_shape(config), source.files[0].parent
-    processor = open_processor(place, place.name)
-    return torch.cat([image_of_shape(file, processor, shape, place.name) for file in selected])
+    shape, source_folder = image_shape(config), source.files[0].parent
+    processor = open_processor(source_folder, source_folder.name)
+    return torch.cat([image_of_shape(file, processor, shape, source_folder.name) for file in selected])
 
 
 @dataclass(frozen=True)
@@ -55,23 +55,23 @@ class Images(Text):
 
     def described(self) -> dict[str, str | bool]:
         """Return name and digest of the images, for conversion.json."""
-        if self.given is None:
+        if self.path is None:
             raise ConversionError(
                 "this conversion fits routers to images: give a folder of them with --calibration, or use "
                 "mixture:method=paper"
             )
         if self.is_saved:
             return super().described()
-        digests = "".join(file_digest(file) for file in image_files(self.given))
-        return {"images": self.given.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
+        digests = "".join(file_digest(file) for file in image_files(self.path))
+        return {"images": self.path.resolve().name, "sha256": sha256(digests.encode()).hexdigest()}
 
     def to_calibrate_on(self, source: Source, model: StreamedModel, progress: Progress) -> torch.Tensor:
         """Return the pixel values (B, channels, height, width) of the images to calibrate on."""
-        if self.given is None:
+        if self.path is None:
             raise ValueError("no folder of images was given")
-        return read_pixels(source, model.config, self.given, IMAGES)
+        return read_pixels(source, model.config, self.path, IMAGES)
 
 
-def calibration_input(given: Path | None, source: Source) -> Text:
+def calibration_input(path: Path | None, source: Source) -> Text:
     """Return the input of a calibration: text, or images for a vision model."""
-    return Images(given) if FAMILIES[source.config["model_type"]].reads_images else Text.of(given, source)
+    return Images(path) if FAMILIES[source.config["model_type"]].reads_images else Text.of(path, source)

@@ -127,8 +127,8 @@ class StreamedImages(StreamedEncoder):
                 yield lambda hidden: classifier(features(norm(hidden)))
 
     def _stored(self, name: str, shape: torch.Size) -> torch.Tensor:
-        for place, part in enumerate(JOINT_PARTS):
+        for index, part in enumerate(JOINT_PARTS):
             if part in name:
                 whole = super()._stored(name.replace(part, JOINT), torch.Size([2 * shape[0], *shape[1:]]))
-                return whole.chunk(2)[place]
+                return whole.chunk(2)[index]
         return super()._stored(self._names[name], shape)

@@ -141,7 +141,8 @@ def parameters(source: Source) -> int:
 class Text:
     """The input of calibration: a text file, documents, a saved calibration, or the default text."""
 
-    given: Path | None
+    path: Path | None
+    """Value of --calibration, also `datasets:NAME`; None for the default text."""
     is_sampled: bool = False
     """True if sequences sampled from the model are added to the default text."""
     documents: str | None = None
@@ -150,30 +151,30 @@ class Text:
     """True if the source has an encoder: the default text then has no documentation."""
 
     @classmethod
-    def of(cls, given: Path | None, source: Source) -> "Text":
+    def of(cls, path: Path | None, source: Source) -> "Text":
         """Return the input for a --calibration value; without one, the default text."""
-        if given is not None and has_documents(given):
-            return cls(given, documents=read_documents(given, load_tokenizer(source)))
+        if path is not None and has_documents(path):
+            return cls(path, documents=read_documents(path, load_tokenizer(source)))
         of_encoder = FAMILIES[source.config["model_type"]].is_encoder
-        is_sampled = given is None and not of_encoder and parameters(source) <= MAX_SAMPLED_PARAMETERS
-        return cls(given, is_sampled, of_encoder=of_encoder)
+        is_sampled = path is None and not of_encoder and parameters(source) <= MAX_SAMPLED_PARAMETERS
+        return cls(path, is_sampled, of_encoder=of_encoder)
 
     @property
     def is_saved(self) -> bool:
         """True if the input is a saved calibration."""
-        return self.given is not None and self.given.suffix == CALIBRATION_SUFFIX
+        return self.path is not None and self.path.suffix == CALIBRATION_SUFFIX
 
     def described(self) -> dict[str, str | bool]:
         """Return name and digest of the input, for conversion.json."""
-        if self.given is None:
+        if self.path is None:
             name = DEFAULT_NAME + (", and sequences sampled from the model" if self.is_sampled else "")
             return {**self.of_windows(), "text": name, "default": True}
         if self.documents is not None:
             return dict(self.of_windows())
         try:
-            return {"saved" if self.is_saved else "text": self.given.name, "sha256": file_digest(self.given)}
+            return {"saved" if self.is_saved else "text": self.path.name, "sha256": file_digest(self.path)}
         except OSError as error:
-            raise ConversionError(f"--calibration {self.given} cannot be read: {error.strerror}") from None
+            raise ConversionError(f"--calibration {self.path} cannot be read: {error.strerror}") from None
 
     def windows(
         self,
@@ -189,23 +190,27 @@ class Text:
         `documentation` is the fraction of a decoder's default windows that are documentation.
         """
         texts = self._texts()
-        last = int(documentation * count) if len(texts) > 1 else 0
-        parts = [(text, share) for text, share in zip(texts, (count - last, last), strict=False) if share]
+        documentation_count = int(documentation * count) if len(texts) > 1 else 0
+        parts = [
+            (text, share)
+            for text, share in zip(texts, (count - documentation_count, documentation_count), strict=False)
+            if share
+        ]
         tokenizer = load_tokenizer(source)
         return torch.cat([windows(tokenizer, text, length, share, vocabulary, closed) for text, share in parts])
 
     def of_windows(self) -> dict[str, str]:
         """Return name and digest of the text that `windows` reads: for a saved calibration, the default text."""
-        name = DEFAULT_NAME if self.given is None or self.is_saved else self.given.name
-        if self.given is not None and is_dataset(self.given):
-            name = str(self.given)
+        name = DEFAULT_NAME if self.path is None or self.is_saved else self.path.name
+        if self.path is not None and is_dataset(self.path):
+            name = str(self.path)
         return {"text": name, "sha256": sha256("".join(self._texts()).encode()).hexdigest()}
 
     def _texts(self) -> list[str]:
         if self.documents is not None:
             return [self.documents]
-        if self.given is not None and not self.is_saved:
-            return [read_text(self.given, ConversionError)]
+        if self.path is not None and not self.is_saved:
+            return [read_text(self.path, ConversionError)]
         prose = default_text()
         prose = prose[: int(len(prose) * HELD_OUT)]
         return [prose] if self.of_encoder else [prose, default_documentation()]
@@ -227,7 +232,7 @@ class Text:
         """
         vocabulary = model.config.vocab_size
         is_encoder = not decodes(model.config)
-        count, length = WINDOWS if self.given is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
+        count, length = WINDOWS if self.path is not None else DEFAULT_WINDOWS, WINDOW_LENGTH
         if is_encoder:
             count, length = SENTENCES, SENTENCE_LENGTH
         elif family_of(model.config).is_encoder:
@@ -259,10 +264,10 @@ def sampled_text(
     tokens = torch.cat([torch.tensor(start, dtype=torch.long).expand(count, -1), first], dim=1)
     cache = DynamicCache(config=model.config)
     cached = 0
-    with model.whole(resident) as whole:
+    with model.whole(resident) as module:
         while tokens.shape[1] < length:
-            given = tokens[:, cached:].to(model.device)
-            logits = whole(given, past_key_values=cache, use_cache=True).logits[:, -1, :known].cpu()
+            new_tokens = tokens[:, cached:].to(model.device)
+            logits = module(new_tokens, past_key_values=cache, use_cache=True).logits[:, -1, :known].cpu()
             cached = tokens.shape[1]
             tokens = torch.cat([tokens, _sample(logits, torch.rand(count, 1, generator=generator))], dim=1)
             advance(cached + 1, length)

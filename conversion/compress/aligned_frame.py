@@ -38,11 +38,14 @@ class Frame:
     @classmethod
     def joined(cls, frames: Sequence["Frame"]) -> "Frame":
         """Return one frame for all heads from the frames of groups, each on the features of the group's own heads."""
-        own = [frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames]
-        others = [
-            frame.components[..., rows.shape[1] :].flatten(0, 1) for frame, rows in zip(frames, own, strict=True)
+        head_features = [
+            frame.components[..., : frame.maps.shape[0] * frame.maps.shape[1]].flatten(0, 1) for frame in frames
         ]
-        components = torch.cat([torch.block_diag(*own), torch.cat(others)], dim=1)
+        other_features = [
+            frame.components[..., rows.shape[1] :].flatten(0, 1)
+            for frame, rows in zip(frames, head_features, strict=True)
+        ]
+        components = torch.cat([torch.block_diag(*head_features), torch.cat(other_features)], dim=1)
         scalars = torch.block_diag(*(frame.scalars for frame in frames))
         maps = torch.cat([frame.maps for frame in frames])
         return cls(components.unflatten(0, (-1, maps.shape[1])), scalars, maps)
@@ -93,21 +96,21 @@ class Errors:
     def part(self, heads: Sequence[int]) -> "Errors":
         """Return the errors of some heads as functions of only their own features (and of the constant of a bias)."""
         (count, _, size, _), features = self.metric.shape, torch.arange(self.gram.shape[-1])
-        own = torch.cat([*(features[head * size : (head + 1) * size] for head in heads), features[count * size :]])
-        gram = self.gram[list(heads)][..., own, :][..., own]
+        columns = torch.cat([*(features[head * size : (head + 1) * size] for head in heads), features[count * size :]])
+        gram = self.gram[list(heads)][..., columns, :][..., columns]
         return Errors(self.metric[list(heads)], gram, self.scale)
 
     def in_coordinates(self, root: torch.Tensor, inverse: torch.Tensor) -> "Errors":
         """Return the errors as functions of transformed heads `root_i x_i` instead of `x_i`."""
-        whole = _block_diagonal(root, self.gram.shape[-1])
+        full_root = _block_diagonal(root, self.gram.shape[-1])
         inverse = inverse.unsqueeze(1)
-        return Errors(inverse.mT @ self.metric @ inverse, whole @ self.gram @ whole.mT, self.scale)
+        return Errors(inverse.mT @ self.metric @ inverse, full_root @ self.gram @ full_root.mT, self.scale)
 
     @cached_property
     def pooled(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Metric per head (h, d, d), averaged over parts; one Gram matrix (n, n) with a mean diagonal of 1."""
-        of_gram = _mean_diagonal(self.gram)
-        metric = (self.metric * (of_gram / of_gram.sum(1, keepdim=True))).sum(1)
+        gram_scale = _mean_diagonal(self.gram)
+        metric = (self.metric * (gram_scale / gram_scale.sum(1, keepdim=True))).sum(1)
         gram = (self.gram * _mean_diagonal(self.metric)).sum((0, 1))
         return metric, gram / _mean_diagonal(gram)
 

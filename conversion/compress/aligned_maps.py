@@ -57,13 +57,17 @@ def aligned_values(errors: Errors, components: int, refines: bool = True) -> Fra
     """Return the frame that is fitted to values; without `refines`, the start of L-BFGS."""
     heads, _, size, _ = errors.metric.shape
     root, inverse = roots(errors.pooled[0])  # coordinates in which each head's metric is the identity
-    even = errors.in_coordinates(root, inverse)
-    find = one_fewer_values if components == heads - 1 > 1 else grouped_values
+    whitened = errors.in_coordinates(root, inverse)
+    make_start = one_fewer_values if components == heads - 1 > 1 else grouped_values
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
-    start = find(even.pooled[1], heads, size, components)
-    start = plain if _is_exact(plain, start, even) else start
+    start = make_start(whitened.pooled[1], heads, size, components)
+    start = plain if _is_exact(plain, start, whitened) else start
     steps = VALUE_STEPS if refines else 0
-    return refine(start, even, lambda maps: maps, start.maps, steps).out_of_coordinates(root, inverse).with_even_maps()
+    return (
+        refine(start, whitened, lambda maps: maps, start.maps, steps)
+        .out_of_coordinates(root, inverse)
+        .with_even_maps()
+    )
 
 
 def grouped_values(gram: torch.Tensor, heads: int, size: int, components: int) -> Frame:
@@ -102,15 +106,15 @@ def aligned_keys(errors: Errors, components: int, refines: bool = True) -> Frame
     heads, _, size, _ = errors.metric.shape
     weights = errors.pooled[0].diagonal(dim1=-2, dim2=-1).unflatten(-1, (2, -1)).mean(-2).sqrt()  # (h, d / 2)
     root, inverse = (pair_maps(torch.complex(x, torch.zeros_like(x))) for x in (weights, 1 / weights))
-    even = errors.in_coordinates(root, inverse)
-    pairs = _pairs(even.pooled[1], heads, size)
+    whitened = errors.in_coordinates(root, inverse)
+    pairs = _pairs(whitened.pooled[1], heads, size)
     combined, factors, scalars = (one_fewer_keys if components == heads - 1 > 1 else grouped_keys)(pairs, components)
     start = Frame(_features(pair_maps(combined), errors.gram.shape[-1]), scalars, pair_maps(factors))
     plain = _scalar_start(errors, components).out_of_coordinates(inverse, root)
-    if _is_exact(plain, start, even):
+    if _is_exact(plain, start, whitened):
         start, factors = plain, torch.complex(weights, torch.zeros_like(weights))
     parameters, steps = torch.view_as_real(factors.resolve_conj()), KEY_STEPS if refines else 0
-    frame = refine(start, even, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
+    frame = refine(start, whitened, lambda x: pair_maps(torch.view_as_complex(x)), parameters, steps)
     return frame.out_of_coordinates(root, inverse).with_even_maps()
 
 
@@ -125,9 +129,9 @@ def _scalar_start(errors: Errors, components: int) -> Frame:
     metric, gram = errors.pooled
     across = torch.einsum("a,iaja->ij", metric.mean(0).diagonal(), _blocks(gram, heads, size))
     scalars = torch.linalg.eigh(across)[1][:, -components:]
-    one = torch.eye(size).to(scalars)
-    combined = _features(torch.einsum("ij,ab->jiab", scalars, one), errors.gram.shape[-1])
-    return Frame(combined, scalars, one.expand(heads, -1, -1))
+    identity = torch.eye(size).to(scalars)
+    combined = _features(torch.einsum("ij,ab->jiab", scalars, identity), errors.gram.shape[-1])
+    return Frame(combined, scalars, identity.expand(heads, -1, -1))
 
 
 def _is_exact(plain: Frame, start: Frame, errors: Errors) -> bool:
@@ -177,9 +181,9 @@ def grouped_keys(pairs: torch.Tensor, components: int) -> Start:
     groups = cheapest_groups(heads, components, lambda group: float(spectrum(group)[0][:, :-1].sum()))
     combined, factors = pairs.new_zeros(components, heads, len(pairs)), pairs.new_zeros(heads, len(pairs))
     for index, group in enumerate(groups):
-        main = spectrum(group)[1][:, :, -1].T * len(group) ** 0.5  # (members, d / 2), with a mean square of 1
-        factors[list(group)] = main
-        combined[index, list(group)] = main.conj() / len(group)
+        direction = spectrum(group)[1][:, :, -1].T * len(group) ** 0.5  # (members, d / 2), with a mean square of 1
+        factors[list(group)] = direction
+        combined[index, list(group)] = direction.conj() / len(group)
     return combined, factors, membership(heads, groups)
 
 
@@ -188,7 +192,7 @@ def one_fewer_keys(pairs: torch.Tensor, components: int) -> Start:
     heads = pairs.shape[-1]
     null = torch.linalg.eigh(pairs)[1][:, :, 0].T  # sum_i conj(null_i) key_i is nearly zero: (h, d / 2)
     projector = torch.eye(heads).unsqueeze(-1) - null.unsqueeze(1) * null.conj().unsqueeze(0)
-    turned = torch.polar(null.abs().clamp_min(FLOOR) * heads**0.5, -null.angle())
+    factors = torch.polar(null.abs().clamp_min(FLOOR) * heads**0.5, -null.angle())
     scalars = simplex(heads)
-    back = torch.linalg.pinv(scalars).to(pairs)
-    return torch.einsum("ji,ip,ikp->jkp", back, turned, projector), 1 / turned, scalars
+    inverse = torch.linalg.pinv(scalars).to(pairs)
+    return torch.einsum("ji,ip,ikp->jkp", inverse, factors, projector), 1 / factors, scalars

@@ -89,7 +89,7 @@ class AutoLayers:
         if self.cache is not None:
             counts = {side: chosen[side] for side in ("key_heads", "value_heads")}
             heads = self.stock.num_key_value_heads
-            fewer = [layer for layer in layers if min(of_side[layer] for of_side in counts.values()) < heads]
+            fewer = [layer for layer in layers if min(side_counts[layer] for side_counts in counts.values()) < heads]
             mixers["explicit"] = mixers["explicit"] | counts | {"layers": fewer}
         if self.active is not None:
             active = chosen["active_heads"]
@@ -125,8 +125,8 @@ class AutoLayers:
             expected += choice.loss
         if self.active is not None:
             active, loss = choose_active(losses, layouts, self.active)
-            part = sum(active) / (len(active) * layouts[0].query_heads)
-            chosen |= {"active_heads": active, "active": round(part, 6)}
+            fraction = sum(active) / (len(active) * layouts[0].query_heads)
+            chosen |= {"active_heads": active, "active": round(fraction, 6)}
             expected += loss
         return chosen | {"expected_divergence": round(expected, 6)}
 

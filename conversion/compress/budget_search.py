@@ -126,21 +126,21 @@ def measure_losses(
 ) -> Losses:
     """Return the loss of each trial, averaged over windows of tokens (B, T)."""
     hidden, batch_size = model.embed(tokens), max(1, CALL_TOKENS // tokens.shape[1])
-    tried: dict[Trial, torch.Tensor] = {}
+    trial_states: dict[Trial, torch.Tensor] = {}
     for layer, module in model.layers():
-        for states in tried.values():
+        for states in trial_states.values():
             model.step(module, states, batch_size)
         for side, count, context in chain.from_iterable(kind.of_layer(layer, module) for kind in trials):
-            states = tried[layer, side, count] = hidden.clone()
+            states = trial_states[layer, side, count] = hidden.clone()
             with context:
                 model.step(module, states, batch_size)
         model.step(module, hidden, batch_size)
         advance(layer + 1, model.config.num_hidden_layers)
-    losses = dict.fromkeys(tried, 0.0)
+    losses = dict.fromkeys(trial_states, 0.0)
     with model.head() as head:
         for window in range(len(tokens)):  # the logits of all windows together would be gigabytes
             expected = head(hidden[window, ::STRIDE])
-            for trial, states in tried.items():
+            for trial, states in trial_states.items():
                 losses[trial] += loss(window, expected, head(states[window, ::STRIDE])) / len(tokens)
     return losses
 
@@ -166,11 +166,11 @@ def choose(losses: Losses, layouts: list[HeadLayout], budget: float, dtype: torc
     size, numbers = layouts[0].head_dim, 2 if dtype in (torch.float16, torch.bfloat16) else 1
     side_data = numbers * layouts[0].key_value_heads if layouts[0].key_norm_eps is not None else 0
     unit = gcd(size, side_data)
-    whole = sum(2 * layout.key_value_heads * size for layout in layouts)
+    source_cache = sum(2 * layout.key_value_heads * size for layout in layouts)
     options = [_options(losses, layout, side_data) for layout in layouts]
-    priced = [[(price // unit, loss, pair) for price, loss, pair in of_layer] for of_layer in options]
-    price, loss, pairs = _cheapest(priced, budget, whole // unit, "--cache")
-    return Choice(list(pairs), price * unit / whole, loss)
+    priced = [[(price // unit, loss, pair) for price, loss, pair in layer_options] for layer_options in options]
+    price, loss, pairs = _cheapest(priced, budget, source_cache // unit, "--cache")
+    return Choice(list(pairs), price * unit / source_cache, loss)
 
 
 def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> tuple[list[int], float]:
@@ -179,7 +179,7 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
     options = [
         [
             (heads, 0.0, heads),
-            *((count, loss, count) for (at, side, count), loss in losses.items() if (at, side) == key),
+            *((count, loss, count) for (layer, side, count), loss in losses.items() if (layer, side) == key),
         ]
         for key in ((layout.layer_index, ACTIVE) for layout in layouts)
     ]
@@ -188,24 +188,24 @@ def choose_active(losses: Losses, layouts: list[HeadLayout], budget: float) -> t
 
 
 def _cheapest(
-    options: list[list[tuple[int, float, Any]]], budget: float, whole: int, name: str
+    options: list[list[tuple[int, float, Any]]], budget: float, full_price: int, name: str
 ) -> tuple[int, float, tuple[Any, ...]]:
     """Return total price, total loss and picks of the best options, one per layer; a knapsack problem.
 
-    An option is (price, loss, pick). The total price is at most `budget * whole`, the total loss is minimal. `name` is
-    the command-line option that sets the budget, for the error message.
+    An option is (price, loss, pick). The total price is at most `budget * full_price`, the total loss is minimal.
+    `name` is the command-line option that sets the budget, for the error message.
     """
-    least = sum(min(price for price, _, _ in of_layer) for of_layer in options)
-    limit = int(round(budget * whole, 6))  # without the rounding, 0.7 of 180 would be 125
-    if least > limit:
+    minimum = sum(min(price for price, _, _ in layer_options) for layer_options in options)
+    limit = int(round(budget * full_price, 6))  # without the rounding, 0.7 of 180 would be 125
+    if minimum > limit:
         raise ConversionError(
             f"{name} {budget * 100:.4g}% is too small: the fewest heads that can be chosen for this model need "
-            f"{ceil(1000 * least / whole) / 10:g}%"
+            f"{ceil(1000 * minimum / full_price) / 10:g}%"
         )
     best: dict[int, tuple[float, tuple[Any, ...]]] = {0: (0.0, ())}
-    for of_layer in options:
+    for layer_options in options:
         extended: dict[int, tuple[float, tuple[Any, ...]]] = {}
-        for (price, (loss, picks)), (added_price, added_loss, added) in product(best.items(), of_layer):
+        for (price, (loss, picks)), (added_price, added_loss, added) in product(best.items(), layer_options):
             total = price + added_price
             if total <= limit and loss + added_loss < extended.get(total, (inf,))[0]:
                 extended[total] = (loss + added_loss, (*picks, added))
@@ -217,12 +217,12 @@ def _cheapest(
 def _options(losses: Losses, layout: HeadLayout, side_data: int) -> list[tuple[int, float, KeyValueCounts]]:
     """Return (cached numbers per token, loss, component counts) for each pair of counts that a layer may have."""
     heads, layer = layout.key_value_heads, layout.layer_index
-    of_side = {
+    side_losses = {
         side: {heads: 0.0} | {trial[2]: loss for trial, loss in losses.items() if trial[:2] == (layer, side)}
         for side in PROJECTIONS
     }
     options = []
-    for (key, key_loss), (value, value_loss) in product(of_side["key"].items(), of_side["value"].items()):
+    for (key, key_loss), (value, value_loss) in product(side_losses["key"].items(), side_losses["value"].items()):
         extra = side_data if min(key, value) < heads else 0
         options.append(((key + value) * layout.head_dim + extra, key_loss + value_loss, (key, value)))
     return options

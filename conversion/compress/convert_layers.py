@@ -118,10 +118,12 @@ def layer_requests(config: Any, request: MixerRequest) -> list[LayerRequest]:
     """Return the request for each attention layer of the target."""
     places, layers = places_of(config), list[LayerRequest]()
     for layer in attention_layers(config):
-        of_part = request.parts.get(places[layer][0]) if places else request
+        part_request = request.parts.get(places[layer][0]) if places else request
         mixers, layout = config.mixers_of_layer(layer), config.layout_of_layer(layer)
         names, components = attention_names(config, layer), component_heads(config, layer)
-        layers.append(LayerRequest(layer, mixers, of_part.choices if of_part else {}, layout, names, components))
+        layers.append(
+            LayerRequest(layer, mixers, part_request.choices if part_request else {}, layout, names, components)
+        )
     return layers
 
 
@@ -179,7 +181,7 @@ def component_counts(config: Any, request: MixerRequest) -> list[Counts]:
 def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
     """Return, per layer, the component counts for every number of groups to choose from, the largest number first."""
     layers = layer_requests(config, request)
-    tried: list[int | None] = [None]  # the configured number
+    group_counts: list[int | None] = [None]  # the configured number
     if (
         request.choices.get("explicit", {}).get("method") == "aligned"
         and "groups" not in request.mixers["explicit"]
@@ -187,8 +189,8 @@ def candidate_counts(config: Any, request: MixerRequest) -> list[list[Counts]]:
         and any(layer.has_fewer_components for layer in layers)
     ):
         common = gcd(layers[0].layout.key_value_heads, *(count for layer in layers for count in layer.components))
-        tried = [groups for groups in range(common, 0, -1) if common % groups == 0]
-    return [[layer.counts(groups) for groups in tried] for layer in layers]
+        group_counts = [groups for groups in range(common, 0, -1) if common % groups == 0]
+    return [[layer.counts(groups) for groups in group_counts] for layer in layers]
 
 
 def choose_groups(
@@ -200,11 +202,11 @@ def choose_groups(
         if not layer.has_fewer_components:
             continue
         statistics = HeadStatistics(layer.layout, calibration.layer(layer.index)["statistics"])
-        tried = [ComponentHeads(layer.layout, counts) for counts in candidates[layer.index]]
-        errors = {heads.counts.groups: heads.fitted_error(statistics) for heads in tried}
+        alternatives = [ComponentHeads(layer.layout, counts) for counts in candidates[layer.index]]
+        errors = {heads.counts.groups: heads.fitted_error(statistics) for heads in alternatives}
         for groups, error in errors.items():
             ratios.setdefault(groups, []).append(error / errors[1])
-    means = {groups: fmean(of_layers) for groups, of_layers in ratios.items()}
+    means = {groups: fmean(layer_ratios) for groups, layer_ratios in ratios.items()}
     groups = max(groups for groups, mean in means.items() if mean <= 1 + GROUP_TOLERANCE)
     explicit = request.mixers["explicit"] | {"groups": groups}
     chosen = {"groups": groups, "fitted_errors": {str(count): round(mean, 4) for count, mean in means.items()}}

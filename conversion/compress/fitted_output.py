@@ -34,10 +34,12 @@ class AttentionCalls:
 
     def __init__(self, norm: nn.Module, source: torch.Tensor, converted: torch.Tensor) -> None:
         self._every, self._count = -(-source.shape[0] * source.shape[1] // MAX_TOKENS), 0
-        kept = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
-        self.inputs = [norm(window).to(fast_dtype()) for window, _ in kept]
-        self.outputs = [(given - window).to(fast_dtype()) for window, given in kept]
-        self.sizes = [given for _, given in kept]
+        sampled = [*zip(converted[:, None], source[:, None], strict=True)][:: self._every]
+        self.inputs = [norm(converted_states).to(fast_dtype()) for converted_states, _ in sampled]
+        self.outputs = [
+            (source_states - converted_states).to(fast_dtype()) for converted_states, source_states in sampled
+        ]
+        self.sizes = [source_states for _, source_states in sampled]
         """Mean square of each token's hidden state after attention (1, T); before the hook runs, the states before."""
         self.arguments: dict[str, Any] = {}
         """Keyword arguments of attention beside hidden states (positions, mask); the same for all calls."""

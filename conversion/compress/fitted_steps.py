@@ -55,19 +55,19 @@ def solve_layer(
 def fit_by_steps(attention: Any, calls: AttentionCalls, tensors: Tensors, parts: list[str], groups: int) -> Tensors:
     """Return the `parts` of a layer's tensors after Adam, or unchanged if the error did not fall."""
     device = attention.o_proj.weight.device
-    others = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
-    start = {name: others.pop(name) for name in parts if name in others}
+    fixed = {name: tensor.to(device, torch.float32) for name, tensor in tensors.items()}
+    start = {name: fixed.pop(name) for name in parts if name in fixed}
     fitted = {name: tensor.clone().requires_grad_() for name, tensor in start.items()}
 
-    def error(of: Tensors, index: int) -> torch.Tensor:
+    def error(variable: Tensors, index: int) -> torch.Tensor:
         inputs, expected = calls.inputs[index].float(), calls.outputs[index].float()
         arguments = {"hidden_states": inputs, **calls.arguments}
         with fast_products():
-            output = functional_call(attention, as_stock(others | of, groups), (), arguments)[0]
+            output = functional_call(attention, as_stock(fixed | variable, groups), (), arguments)[0]
         return ((output.float() - expected).square().mean(-1) / calls.sizes[index]).mean()
 
-    def mean_error(of: Tensors) -> float:
-        return fmean(float(error(of, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
+    def mean_error(variable: Tensors) -> float:
+        return fmean(float(error(variable, index)) for index in range(0, len(calls.inputs), VALIDATION_STRIDE))
 
     rates = {name: RATE * float(tensor.square().mean().sqrt()) for name, tensor in start.items()}
     optimiser = torch.optim.Adam([{"params": [fitted[name]], "lr": rates[name]} for name in fitted], betas=BETAS)

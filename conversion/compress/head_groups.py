@@ -49,15 +49,15 @@ def equal_groups(heads: int, groups: int, cost: Callable[[Group], float]) -> lis
     """
     size, cost = heads // groups, cache(cost)
     if heads <= EXHAUSTIVE:
-        return min(_partitions(tuple(range(heads)), size), key=lambda found: sum(map(cost, found)))
-    rest, found = list(range(heads)), list[Group]()
-    while rest:
-        group: Group = (rest.pop(0),)
+        return min(_partitions(tuple(range(heads)), size), key=lambda assignment: sum(map(cost, assignment)))
+    unassigned, assignment = list(range(heads)), list[Group]()
+    while unassigned:
+        group: Group = (unassigned.pop(0),)
         while len(group) < size:
-            group = min((tuple(sorted((*group, head))) for head in rest), key=cost)
-            rest = [head for head in rest if head not in group]
-        found.append(group)
-    return found
+            group = min((tuple(sorted((*group, head))) for head in unassigned), key=cost)
+            unassigned = [head for head in unassigned if head not in group]
+        assignment.append(group)
+    return assignment
 
 
 def _partitions(heads: Group, size: int) -> Iterator[list[Group]]:
@@ -73,4 +73,4 @@ def _partitions(heads: Group, size: int) -> Iterator[list[Group]]:
 def query_order(order: list[int], layout: HeadLayout) -> list[int]:
     """Return the order of query heads for an order of KV heads."""
     size = layout.query_heads // layout.key_value_heads
-    return [head * size + place for head in order for place in range(size)]
+    return [head * size + offset for head in order for offset in range(size)]

@@ -85,8 +85,8 @@ def _cache_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
 def _active_point(rises: Losses, config: Any, budget: float) -> dict[str, Any]:
     """Return the point of the curve for a budget of active heads."""
     heads, rise = choose_active(rises, config.layouts(), budget)
-    part = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
-    return {"budget": budget, "active": part, "expected_rise": round(rise, 6), "active_heads": heads}
+    fraction = sum(heads) / (config.num_hidden_layers * config.num_attention_heads)
+    return {"budget": budget, "active": fraction, "expected_rise": round(rise, 6), "active_heads": heads}
 
 
 def _measured(
@@ -115,19 +115,19 @@ def _measured(
             tokens = windows(load_tokenizer(checkpoint), content, length, count, stock.vocab_size)
         config = FAMILIES[stock.model_type].crosshead.from_dict({**checkpoint.config, "mixers": {}})
         layouts = config.layouts()
-        model, fitted_to = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
-        if active and fitted_to.is_saved:
+        model, fit_text = StreamedModel(checkpoint.store, stock, device=device), Text.of(calibration, checkpoint)
+        if active and fit_text.is_saved:
             raise ConversionError(f"--active fits routers to a text: name one instead of --calibration {calibration}")
         if active:
             trials: ComponentTrials | ActiveTrials = ActiveTrials(
-                model, fitted_to.tokens(checkpoint, model, Path(scratch), progress)
+                model, fit_text.tokens(checkpoint, model, Path(scratch), progress)
             )
         else:
             statistics = None
             if method == "aligned":
                 observers = Observers({"statistics"}, layouts, [], family_of(stock).qkv_bias(stock))
                 cached = Path(scratch, "calibration.safetensors")
-                statistics = observe(checkpoint, stock, fitted_to, observers, cached, progress, device=device)
+                statistics = observe(checkpoint, stock, fit_text, observers, cached, progress, device=device)
             unchanged = [Counts(layout.key_value_heads, layout.key_value_heads) for layout in layouts]
             trials = ComponentTrials(checkpoint.store, stock, layouts, unchanged, statistics, method)
         source_losses: dict[int, float] = {}

@@ -100,14 +100,18 @@ class ComponentHeads:
             shapes[self._order_name] = (heads,)
         for side in self._smaller_sides():
             count = counts.sides[side]
-            of_frame = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
-            shapes |= {self._frame_name(side, part): shape for part, shape in zip(FRAME, of_frame, strict=True)}
+            frame_shapes = ((count, size, heads * size + biased), (heads, count), (heads, size, size))
+            shapes |= {self._frame_name(side, part): shape for part, shape in zip(FRAME, frame_shapes, strict=True)}
         rows = {"q_proj": layout.query_heads * size, "k_proj": counts.key * size, "v_proj": counts.value * size}
-        of_part: Shapes = {f"{name}.weight": (count, layout.hidden_size) for name, count in rows.items()}
-        of_part |= {f"{name}.bias": (count,) for name, count in rows.items() if biased}
-        of_part["o_proj.weight"] = shapes[self.output_name]
-        of_part |= {f"mixers.explicit.{side}.weight": (heads, n // counts.groups) for side, n in counts.sides.items()}
-        return shapes | {self.fitted_name(part): of_part[part] for part in self.fitted_parts() if part in of_part}
+        part_shapes: Shapes = {f"{name}.weight": (count, layout.hidden_size) for name, count in rows.items()}
+        part_shapes |= {f"{name}.bias": (count,) for name, count in rows.items() if biased}
+        part_shapes["o_proj.weight"] = shapes[self.output_name]
+        part_shapes |= {
+            f"mixers.explicit.{side}.weight": (heads, n // counts.groups) for side, n in counts.sides.items()
+        }
+        return shapes | {
+            self.fitted_name(part): part_shapes[part] for part in self.fitted_parts() if part in part_shapes
+        }
 
     def fitted_parts(self) -> list[str]:
         """Return the parts that Adam fits, except projections of a side that keeps all heads.
@@ -185,8 +189,8 @@ class ComponentHeads:
         frame = self._frame(statistics, side)
         features = weight.flatten(0, 1)
         if f"{PROJECTIONS[side]}.bias" in tensors:  # the last feature is the number 1
-            one = torch.eye(features.shape[1]).to(features)[-1:]
-            features = torch.cat([features, one])
+            constant = torch.eye(features.shape[1]).to(features)[-1:]
+            features = torch.cat([features, constant])
         absorbs = side == "value" or self.layout.key_norm_eps is None
         return _Compressed(frame.components @ features, frame.scalars, frame.maps if absorbs else None)
 
@@ -198,8 +202,8 @@ class ComponentHeads:
 
         def cost(group: Group) -> float:
             total = 0.0
-            for side, of_side in errors.items():
-                part = of_side.part(group)
+            for side, side_errors in errors.items():
+                part = side_errors.part(group)
                 components = min(self.counts.sides[side] // self.counts.groups, len(group) - 1)
                 total += self._error(side, part, self._solver(side)(part, components, refines=False))
             return total
