@@ -93,12 +93,12 @@ def _kept_metadata(facts: Facts, before: str | None) -> dict[str, Any]:
         metadata: Mapping[str, Any] = ModelCard(before, ignore_metadata_errors=True).data.to_dict()
     except (ValueError, TypeError, yaml.YAMLError):
         return {}
-    kept: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if not facts.licence and "license" in metadata:
-        kept["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
+        fields["licence"] = {key: metadata[key] for key in LICENCE_KEYS if key in metadata}
     if facts.base_model is None and isinstance(metadata.get("base_model"), str):
-        kept["base_model"] = metadata["base_model"]
-    return kept
+        fields["base_model"] = metadata["base_model"]
+    return fields
 
 
 def _digest(text: str) -> str:

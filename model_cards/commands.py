@@ -27,14 +27,14 @@ def convert_command(record: Mapping[str, Any], name: str) -> str:
     words = ["crosshead", record.get("command", "convert"), source["name"], name]
     if record.get("command") == "fold":
         return shlex.join([*words, *(["--keep-cache"] if options.get("keep_cache") else [])])
-    given = {**options, "revision": source.get("revision")}
+    values = {**options, "revision": source.get("revision")}
     chosen = dict(pair for budget, pair in CHOSEN.items() if options.get(budget) is not None)
     for mechanism, settings in _mixers(options):
-        left = {key: value for key, value in settings.items() if key not in chosen.get(mechanism, ())}
-        words += ["--mixer", _argument(mechanism, left)]
+        remaining = {key: value for key, value in settings.items() if key not in chosen.get(mechanism, ())}
+        words += ["--mixer", _argument(mechanism, remaining)]
     for option, flag in PLAIN.items():
-        if given.get(option) is not None:
-            words += [flag, str(given[option])]
+        if values.get(option) is not None:
+            words += [flag, str(values[option])]
     if options.get("budget") is not None:
         words += ["--layers", "auto", "--budget", str(options["budget"])]
     if options.get("active") is not None:
@@ -80,8 +80,8 @@ def recipe_yaml(recipe: Mapping[str, Any]) -> str:
 def _plain(value: Any, whole: bool = False) -> Any:
     """The value without empty entries and directories; `whole` keeps empty entries, which matter in `config`."""
     if isinstance(value, Mapping):
-        kept = {key: part for key, part in value.items() if whole or (part is not None and part not in ([], ()))}
-        return {key: _plain(part, whole or key == "config") for key, part in kept.items()}
+        entries = {key: part for key, part in value.items() if whole or (part is not None and part not in ([], ()))}
+        return {key: _plain(part, whole or key == "config") for key, part in entries.items()}
     if isinstance(value, list | tuple):
         return [_plain(part, whole) for part in value]
     return relative(value) if isinstance(value, str) else value

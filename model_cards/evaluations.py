@@ -33,20 +33,24 @@ def model_results(
     if len(matches) != 1:
         raise CardError(f"{path} {_mismatch(models, folder, len(matches))}")
     index, model = matches[0], models[matches[0]]
-    found = {key: report.get(key) for key in SHARED} | {key: report[key] for key in OPTIONAL if key in report}
-    found |= {key: model.get(key) for key in OWN}
+    results = {key: report.get(key) for key in SHARED} | {key: report[key] for key in OPTIONAL if key in report}
+    results |= {key: model.get(key) for key in OWN}
     comparisons = report.get("compared") or ()  # comparisons of models 1, 2, ... with model 0
     if 0 < index <= len(comparisons):
         first, comparison = models[0], comparisons[index - 1]
         if len(first["scores"]) != len(model["scores"]):
             raise CardError(f"{path} has other scores of {first['model']} than of {folder}: evaluate them again")
-        found["compared"] = {"with": label(first["model"]), "before": first["scores"], "scores": comparison["scores"]}
-    return found
+        results["compared"] = {
+            "with": label(first["model"]),
+            "before": first["scores"],
+            "scores": comparison["scores"],
+        }
+    return results
 
 
 def check_evaluations(folder: Path, path: Path, evaluations: Sequence[Mapping[str, Any]], fingerprint: str) -> None:
     """`CardError` if the fingerprint of saved scores is not that of the model in the folder."""
-    if any(each.get("fingerprint") not in (None, fingerprint) for each in evaluations):
+    if any(evaluation.get("fingerprint") not in (None, fingerprint) for evaluation in evaluations):
         raise CardError(f"{path} has {_outdated(folder)}, and give its file with --eval")
 
 
@@ -60,11 +64,11 @@ def _lies_in(model: Mapping[str, Any], folder: Path) -> bool:
     return expanded(model["model"]).resolve() == folder.resolve()
 
 
-def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, found: int) -> str:
-    """The error message if `found`, the number of models in the report that match the folder, is not 1."""
+def _mismatch(models: Sequence[Mapping[str, Any]], folder: Path, matches: int) -> str:
+    """The error message if `matches`, the number of models in the report that match the folder, is not 1."""
     names = [model["model"] for model in models]
-    if found:
-        return f"has the scores of {folder} {found} times: evaluate it once"
+    if matches:
+        return f"has the scores of {folder} {matches} times: evaluate it once"
     if any(_lies_in(model, folder) for model in models):
         return f"has {_outdated(folder)}"
     return f"has scores of {', '.join(map(label, names)) or 'no model'}, and none of {folder}: evaluate it first"

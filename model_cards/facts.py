@@ -22,10 +22,10 @@ PARTS = ("encoder", "decoder", "cross")
 
 def mechanisms(config: Json) -> Json:
     """All mechanisms of a config; the options of a T5 mechanism are those of the first part that has it."""
-    found: Json = config.get("mixers") or {}
-    if not any(part in found for part in PARTS):
-        return found
-    return {name: options for part in reversed(PARTS) for name, options in found.get(part, {}).items()}
+    mixers: Json = config.get("mixers") or {}
+    if not any(part in mixers for part in PARTS):
+        return mixers
+    return {name: options for part in reversed(PARTS) for name, options in mixers.get(part, {}).items()}
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
     if not (folder / CONFIG).is_file():
         raise CardError(f"{folder} is not a model directory: {CONFIG} is missing")
     config = read_json(folder / CONFIG)
-    place = Path(os.path.abspath(folder))
-    next_to_folder = place.with_name(f"{place.name}.{CONVERSION}")
+    absolute = Path(os.path.abspath(folder))
+    next_to_folder = absolute.with_name(f"{absolute.name}.{CONVERSION}")
     saved = folder / EVALUATION
     scores = []
     if evaluations:
@@ -87,7 +87,7 @@ def read_facts(folder: Path, evaluations: Sequence[Path]) -> Facts:
     training = _record(folder / TRAINING, "recipe", dict)
     conversion = _record(folder / CONVERSION, "source", dict) or _record(next_to_folder, "source", dict)
     return Facts(
-        name=_name(place, training),
+        name=_name(absolute, training),
         config=config,
         conversion=conversion,
         training=training,
@@ -117,8 +117,8 @@ def _record(path: Path, key: str, kind: type) -> dict[str, Any]:
     return content
 
 
-def _name(place: Path, training: Json) -> str:
+def _name(folder: Path, training: Json) -> str:
     """The name of the folder; for the folder `model` of a training run, the name of the run."""
     output = PurePath(str(training.get("recipe", {}).get("output", "")))
-    name = output.name if training and place.name == RESULT and output.name else place.name
+    name = output.name if training and folder.name == RESULT and output.name else folder.name
     return re.sub(r"[^\w .+@-]", "_", name)  # the card contains it in commands and code

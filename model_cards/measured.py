@@ -46,16 +46,20 @@ def _conversion(facts: Facts) -> Iterator[str]:
     """The comparison with the source; empty for a model that was trained from scratch."""
     if not facts.conversion and not facts.plan.get("convert"):
         return
-    found = facts.conversion.get("verification")
-    if not found:
+    verification = facts.conversion.get("verification")
+    if not verification:
         yield NOTHING["conversion"]
         return
     when = ", after the conversion and before training" if facts.training else ""
-    text = found["sample"]["text"].split(",")[0]
-    inputs = "{images} images" if "images" in found else "{windows} windows of {window_length} tokens"
-    yield f"Comparison with the source{when}, on {inputs.format_map(found)} ({text}):"
-    rows = [(name, *(_shown(found[key]) for key in pair)) for name, pair in ROWS.items() if found.get(pair[0])]
-    rows += [(name, "", _shown(found[key])) for name, key in SINGLE.items() if key in found]
+    text = verification["sample"]["text"].split(",")[0]
+    inputs = "{images} images" if "images" in verification else "{windows} windows of {window_length} tokens"
+    yield f"Comparison with the source{when}, on {inputs.format_map(verification)} ({text}):"
+    rows = [
+        (name, *(_shown(verification[key]) for key in pair))
+        for name, pair in ROWS.items()
+        if verification.get(pair[0])
+    ]
+    rows += [(name, "", _shown(verification[key])) for name, key in SINGLE.items() if key in verification]
     yield table(["", "source", "this model"], rows)
 
 
@@ -131,12 +135,12 @@ def _score(row: Json) -> str:
 
 def _change(row: Json, changes: list[Json]) -> str:
     keys = ("name", "metric", "filter")
-    found = next((each for each in changes if all(each[key] == row[key] for key in keys)), None)
-    if found is None:
+    comparison = next((candidate for candidate in changes if all(candidate[key] == row[key] for key in keys)), None)
+    if comparison is None:
         return ""
-    shown = _difference if found["scale"] == "difference" else change
-    bounds = ", ".join(map(shown, found["interval"] or ()))
-    return f"{shown(found['change'])} {f'[{bounds}] ' if bounds else ''}{found['verdict']}"
+    shown = _difference if comparison["scale"] == "difference" else change
+    bounds = ", ".join(map(shown, comparison["interval"] or ()))
+    return f"{shown(comparison['change'])} {f'[{bounds}] ' if bounds else ''}{comparison['verdict']}"
 
 
 def _difference(value: float) -> str:

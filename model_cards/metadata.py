@@ -18,7 +18,7 @@ HELD_OUT = ("held-out", "held-out part of the training data")
 
 def card_metadata(facts: Facts) -> ModelCardData:
     """The metadata in the class of the Hub's client."""
-    found = list(results(facts))
+    measured = list(results(facts))
     licence: dict[str, Any] = dict(facts.licence)
     training_data = list(dict.fromkeys(datasets(facts.training.get("recipe", {}))))
     return ModelCardData(
@@ -27,8 +27,8 @@ def card_metadata(facts: Facts) -> ModelCardData:
         library_name=task_of(facts.config).library,
         pipeline_tag=task_of(facts.config).pipeline,
         tags=tags(facts),
-        model_name=facts.name if found else None,
-        eval_results=found or None,
+        model_name=facts.name if measured else None,
+        eval_results=measured or None,
         **licence,
     )
 

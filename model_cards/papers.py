@@ -130,7 +130,7 @@ DIFFERENTIAL_2 = Mechanism(
 
 def described(mixers: Mapping[str, Any]) -> dict[str, Mechanism]:
     """Name -> description of the mechanisms in `mixers`; mechanisms without a description are left out."""
-    found = {name: MECHANISMS[name] for name in mixers if name in MECHANISMS}
+    descriptions = {name: MECHANISMS[name] for name in mixers if name in MECHANISMS}
     if mixers.get("differential", {}).get("version") == 2:
-        found["differential"] = DIFFERENTIAL_2
-    return found
+        descriptions["differential"] = DIFFERENTIAL_2
+    return descriptions

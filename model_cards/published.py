@@ -89,7 +89,7 @@ def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
 
 def _files(folder: Path) -> dict[str, int]:
     """Name in the repository -> bytes, for all files of the folder."""
-    found = {}
+    sizes = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if any(part.startswith(".") for part in Path(name).parts) and name != ".gitattributes":
@@ -99,8 +99,8 @@ def _files(folder: Path) -> dict[str, int]:
         if (target := foreign_link(path, folder)) is not None:
             raise FolderError(f"{folder} contains the link {name} to {target}: replace it by the file")
         if path.is_file():
-            found[name] = path.stat().st_size
-    return found
+            sizes[name] = path.stat().st_size
+    return sizes
 
 
 def _check_complete(folder: Path, config: Mapping[str, Any], files: Mapping[str, int]) -> None:
@@ -184,14 +184,14 @@ def _check_text(path: Path, text: str, private: Private) -> None:
     """`FolderError` if the text contains private data; the message does not show the secret."""
     if private.token.search(text) or any(secret in text for secret in private.secrets):
         raise FolderError(f"{path} contains an access token: remove it and revoke the token")
-    place = next((place for place in private.places if place in text), None)
-    if place is not None:
-        raise FolderError(f"{path} contains the path {place!r} of this machine: remove it")
+    directory = next((directory for directory in private.places if directory in text), None)
+    if directory is not None:
+        raise FolderError(f"{path} contains the path {directory!r} of this machine: remove it")
 
 
 def _check_paths(path: Path, text: str, is_json: bool) -> None:
-    found = PATH.search(text)
-    value = found[0] if found else None
+    match = PATH.search(text)
+    value = match[0] if match else None
     if value is None and is_json:
         value = next((text for text in _strings(_parsed(path, text)) if WHOLE_PATH.fullmatch(text)), None)
     if value is not None:
@@ -214,11 +214,11 @@ def _strings(value: Any) -> Iterator[str]:
 
 def _places(folder: Path) -> list[str]:
     """The directories of the model, of this process and of the user, at least two levels below the root."""
-    found = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
-    return sorted(str(place) for place in found if len(place.parts) > 2)
+    directories = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
+    return sorted(str(directory) for directory in directories if len(directory.parts) > 2)
 
 
 def _secrets() -> list[str]:
     """The Hub token of the user, and the secrets in environment variables."""
-    found = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
-    return sorted(secret for secret in found if len(secret) >= MINIMUM_SECRET)
+    secrets = {value for name, value in os.environ.items() if SECRETS.search(name)} | {get_token() or ""}
+    return sorted(secret for secret in secrets if len(secret) >= MINIMUM_SECRET)

@@ -43,10 +43,10 @@ def opening(facts: Facts) -> Iterator[str]:
     yield f"# {facts.name}"
     noun = task_of(facts.config).noun
     if facts.mixers:
-        found = described(facts.mixers)
-        names = " and ".join(mechanism.title for mechanism in found.values())
+        descriptions = described(facts.mixers)
+        names = " and ".join(mechanism.title for mechanism in descriptions.values())
         yield f"A `{kind}` {noun} with {names}, made with crosshead{_origin(facts)}."
-        yield "\n".join(f"- `{name}`: {mechanism.does}" for name, mechanism in found.items())
+        yield "\n".join(f"- `{name}`: {mechanism.does}" for name, mechanism in descriptions.items())
     else:
         yield f"A `{kind}` {noun} without mechanisms{_origin(facts)}: it loads as a stock model."
     if facts.plan:
@@ -84,23 +84,23 @@ def cost(facts: Facts) -> Iterator[str]:
     if not facts.cost:
         yield f"{NOT_MEASURED.capitalize()}."
         return
-    found, stock, over = (facts.cost[part] for part in ("cost", "stock", "overhead"))
+    counts, stock, overhead = (facts.cost[part] for part in ("cost", "stock", "overhead"))
     yield (
         f"Computed from the config by `crosshead cost`, in {facts.cost['dtype']}, for "
         f"{_inputs(facts)} of {facts.cost['length']:,} tokens:"
     )
     # An encoder has no cache, no prompt, and does not decode.
-    costs = {key: text for key, text in COSTS.items() if found[key] or key == "new_parameters"}
-    if not found["decode_flops"]:
+    costs = {key: text for key, text in COSTS.items() if counts[key] or key == "new_parameters"}
+    if not counts["decode_flops"]:
         costs["prefill_flops"] = "FLOPs per token"
     if facts.mixers:
         rows = [
-            [text, f"{found[key]:,}", f"{stock[key]:,}", change(over[key]) if key in over else ""]
+            [text, f"{counts[key]:,}", f"{stock[key]:,}", change(overhead[key]) if key in overhead else ""]
             for key, text in costs.items()
         ]
         yield table(["", "this model", "without mechanisms", "change"], rows)
     else:
-        yield table(["", "this model"], [[text, f"{found[key]:,}"] for key, text in costs.items()])
+        yield table(["", "this model"], [[text, f"{counts[key]:,}"] for key, text in costs.items()])
 
 
 def _inputs(facts: Facts) -> str:
@@ -118,7 +118,7 @@ def provenance(facts: Facts) -> Iterator[str]:
         return
     if facts.conversion:
         yield _code("sh", convert_command(facts.conversion, facts.name if not recipe else _continued(recipe)))
-        versions = ", ".join(f"{name} {found}" for name, found in facts.conversion.get("versions", {}).items())
+        versions = ", ".join(f"{name} {version}" for name, version in facts.conversion.get("versions", {}).items())
         yield f"With {versions}. Default options are included; directories are removed from paths."
     if recipe:
         yield _code("sh", "crosshead train recipe.yaml")

@@ -88,21 +88,21 @@ def task_of(config: Any) -> Task:
     if is_dit(config):
         return DIFFUSION
     architecture = str((config.get("architectures") or [""])[0])
-    found = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
+    result = next((task for ending, task in TASKS.items() if architecture.endswith(ending)), GENERATION)
     stock = str(config.get("model_type", ENCODERS[0])).removeprefix("crosshead_")
-    if found.projections == ENCODER_PROJECTIONS and stock not in ENCODERS:
-        return replace(found, projections=PROJECTIONS, noun="decoder")
-    return found
+    if result.projections == ENCODER_PROJECTIONS and stock not in ENCODERS:
+        return replace(result, projections=PROJECTIONS, noun="decoder")
+    return result
 
 
 def projections(config: Any) -> tuple[str, ...]:
     """The attention projections that adapters can change, as module names."""
-    found = task_of(config).projections
+    names = task_of(config).projections
     if "kv_lora_rank" in config:
         return LATENT_PROJECTIONS if config.get("q_lora_rank") else ("q_proj", *LATENT_PROJECTIONS[2:])
-    if found == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
+    if names == T5_PROJECTIONS and "bilinear" in str(config.get("mixers")):
         return "q", "o"  # full matrices replace keys and values
-    return found
+    return names
 
 
 def is_dit(config: Any) -> bool:

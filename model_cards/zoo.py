@@ -36,43 +36,43 @@ def read_zoo() -> list[Entry]:
     return entries
 
 
-def measurements(place: Path, recipe: str) -> dict[str, Any]:
+def measurements(zoo: Path, recipe: str) -> dict[str, Any]:
     """The records in `measured` of the zoo of a recipe's model, field of `Facts` -> content."""
-    folder, found = place / MEASURED / recipe, {}
+    folder, records = zoo / MEASURED / recipe, {}
     for field, name in (("training", TRAINING), ("conversion", CONVERSION), ("evaluations", EVALUATION)):
         if (folder / name).is_file():
-            found[field] = read_json(folder / name)
-    if "evaluations" in found:
-        found["evaluations"] = found["evaluations"]["evaluations"]
-    if "conversion" in found:
-        found["conversion"].pop("tensors", None)
-    return found
+            records[field] = read_json(folder / name)
+    if "evaluations" in records:
+        records["evaluations"] = records["evaluations"]["evaluations"]
+    if "conversion" in records:
+        records["conversion"].pop("tensors", None)
+    return records
 
 
-def write_zoo(entries: Sequence[Entry], place: Path) -> list[Path]:
+def write_zoo(entries: Sequence[Entry], target: Path) -> list[Path]:
     """Write all pages and the JSON file, delete pages of recipes that no longer exist, and return the paths.
 
     Files that were not written by an earlier call are neither deleted nor replaced.
     """
     pages = zoo_pages(entries)
     earlier = set[str]()
-    if (place / ZOO).is_file():
-        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(place / ZOO)["models"])}
-    if foreign := [name for name in pages if name not in earlier and (place / name).exists()]:
-        raise CardError(f"{place / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
+    if (target / ZOO).is_file():
+        earlier = {ZOO, INDEX, *(f"{entry['recipe']}.md" for entry in read_json(target / ZOO)["models"])}
+    if foreign := [name for name in pages if name not in earlier and (target / name).exists()]:
+        raise CardError(f"{target / foreign[0]} exists, and no earlier zoo has written it: choose another directory")
     try:
         for name in sorted(earlier - pages.keys()):
             if ".." not in Path(name).parts and not Path(name).is_absolute():
-                (place / name).unlink(missing_ok=True)
+                (target / name).unlink(missing_ok=True)
         for folder in sorted({str(Path(name).parent) for name in pages}):
-            (place / folder).mkdir(parents=True, exist_ok=True)
+            (target / folder).mkdir(parents=True, exist_ok=True)
         for name, text in pages.items():
-            partial = place / f"{name}.partial"
+            partial = target / f"{name}.partial"
             partial.write_text(text, encoding="utf-8")
-            partial.replace(place / name)
+            partial.replace(target / name)
     except OSError as error:
         raise CardError(f"{error.filename} cannot be written: {error.strerror}") from error
-    return [place / name for name in pages]
+    return [target / name for name in pages]
 
 
 def zoo_pages(entries: Sequence[Entry]) -> dict[str, str]:
@@ -122,17 +122,17 @@ def row(entry: Entry) -> list[str]:
     return [entry["recipe"], mechanisms_of(entry), backbone, *parameters, cached, _measured(entry["measured"])]
 
 
-def _measured(found: Mapping[str, Any]) -> str:
+def _measured(measured: Mapping[str, Any]) -> str:
     """All results as the text of one cell."""
     results = [
         f"{score['name']} {score['metric']} {figure(score['score'])}"
-        for evaluation in found.get("evaluations", ())
+        for evaluation in measured.get("evaluations", ())
         for score in evaluation["scores"]
     ]
-    loss = found.get("training", {}).get("metrics", {}).get("eval_loss")
+    loss = measured.get("training", {}).get("metrics", {}).get("eval_loss")
     if loss is not None:
         results.insert(0, f"held-out loss {figure(loss)}")
-    short = found.get("short_run")
+    short = measured.get("short_run")
     if short is not None:
         results.append(f"held-out loss {figure(short['after'])} after {short['tokens']:,} tokens")
     return ", ".join(results) or NOT_MEASURED

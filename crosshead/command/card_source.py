@@ -47,10 +47,10 @@ def _on_the_hub(name: str, revision: str | None) -> dict[str, str]:
     from huggingface_hub import HfApi
 
     try:
-        found = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
+        metadata = HfApi().model_info(name, revision=revision, timeout=TIMEOUT).card_data
     except Exception:  # the HTTP library's own errors differ between versions of the Hub's client
         return {}
-    return _licence({} if found is None else found.to_dict())
+    return _licence({} if metadata is None else metadata.to_dict())
 
 
 def _in_card(path: Path) -> dict[str, str]:
@@ -82,10 +82,10 @@ def _in_gguf(path: Path) -> dict[str, Any]:
         "license_name": "general.license.name",
         "license_link": "general.license.link",
     }
-    found: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "licence": {key: content[name] for key, name in named.items() if isinstance(content.get(name), str)}
     }
     address = content.get("general.source.repo_url") or content.get("general.base_model.0.repo_url")
     if isinstance(address, str) and address.startswith("https://huggingface.co/"):
-        found["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
-    return found
+        fields["base_model"] = address.removeprefix("https://huggingface.co/").strip("/")
+    return fields

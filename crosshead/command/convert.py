@@ -106,7 +106,7 @@ def convert(
     from crosshead.conversion.convert import convert as run
     from crosshead.conversion.options import with_recipe
 
-    given = {
+    arguments = {
         "revision": revision,
         "vocab_size": vocab_size,
         "dtype": dtype,
@@ -120,7 +120,7 @@ def convert(
         "device": device,
         "allow_inexact": allow_inexact,
     }
-    mixers, options = with_recipe(recipe, mixer or [], given)
+    mixers, options = with_recipe(recipe, mixer or [], arguments)
     how = {"overwrite": overwrite, "restart": restart, "verify": not no_verify, "plan_only": dry_run}
     with progress() as show:
         report = run(source, out, mixers, **how, **options, progress=show)

@@ -56,20 +56,20 @@ def _config(model: str, mixer: list[str], revision: str | None) -> Any:
     from crosshead.conversion.options import read_mixers, with_recipe
 
     content = _content(model, revision)
-    asked, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
+    requested, _ = with_recipe(None, mixer, {}) if mixer else ({}, None)
     if "_class_name" in content:
-        return _dit_config(content, asked, model)
+        return _dit_config(content, requested, model)
     config_class, kind = config_class_of(content, model), kind_of(content)
     family, config = FAMILIES.get(config_class.model_type.removeprefix(PREFIX)), saved_config(content, model)
     if kind == "crosshead" and not mixer:
         return config
     plain = config_class.from_dict({**content, "mixers": {}})
-    mixers = (read_request(asked, plain) if family else read_mixers(asked, plain.layouts())).mixers
+    mixers = (read_request(requested, plain) if family else read_mixers(requested, plain.layouts())).mixers
     doubled = doubled_heads(mixers, config) if kind == "stock" and family and not family.is_encoder else {}
     return config_class.from_dict({**content, "mixers": mixers, **doubled})
 
 
-def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
+def _dit_config(content: dict[str, Any], requested: Any, name: str) -> Any:
     """The config of a DiT; the mechanisms of --mixer, if any, replace its own."""
     from crosshead.common.errors import one_line
     from crosshead.conversion.options import read_mixers
@@ -83,7 +83,7 @@ def _dit_config(content: dict[str, Any], asked: Any, name: str) -> Any:
         raise
     except Exception as error:  # diffusers checks few values; torch or Python raises for the others
         raise ValueError(f"config.json of {name} cannot be used: {one_line(error)}") from error
-    return DiTConfig.read(content, read_mixers(asked, config.layouts()).mixers) if asked else config
+    return DiTConfig.read(content, read_mixers(requested, config.layouts()).mixers) if requested else config
 
 
 def _content(model: str, revision: str | None) -> dict[str, Any]:

@@ -35,8 +35,8 @@ def demo(
     if tiny and model is not None:
         raise typer.BadParameter("give --tiny or --model, not both")
     disable_progress_bar()
-    asked = open_demo(model, tiny, out)
-    typer.echo("\n".join(_lines(asked.run(Screen(_tell, progress)), asked.folder)))
+    prepared = open_demo(model, tiny, out)
+    typer.echo("\n".join(_lines(prepared.run(Screen(_tell, progress)), prepared.folder)))
 
 
 def _tell(line: str) -> None:

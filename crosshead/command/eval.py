@@ -98,9 +98,9 @@ def evaluate(
 
 def _check_source(suite: str | None, tasks: str | None, data: Path | None, tools: dict[str, Any]) -> None:
     """Raise a usage error for options that exclude each other."""
-    given = {"--suite": suite, "--tasks": tasks, "--data": data}
-    if sum(value is not None for value in given.values()) > 1:
-        raise typer.BadParameter(f"give only one of {', '.join(given)}")
+    sources = {"--suite": suite, "--tasks": tasks, "--data": data}
+    if sum(value is not None for value in sources.values()) > 1:
+        raise typer.BadParameter(f"give only one of {', '.join(sources)}")
     if tools["include_path"] is not None and tasks is None and data is None:
         raise typer.BadParameter("--include-path has no effect without --tasks, which names the tasks in it")
     if data is not None and tools != HARNESS_DEFAULTS:

@@ -67,17 +67,17 @@ def inspect(
     typer.echo(f"wrote {' and '.join(map(str, written))}")
 
 
-def _read(given: str) -> tuple[str, str]:
+def _read(argument: str) -> tuple[str, str]:
     """Name and content of a text that is given as itself or as a file."""
     from crosshead.common.errors import EvalError
     from crosshead.common.plain_text import check_characters, read_text
 
-    is_file = os.path.isfile(given)
-    if not is_file and LOOKS_LIKE_A_FILE.fullmatch(given):
-        raise ValueError(f"the text file {given} does not exist: give a file, or a text of several words")
-    name = Path(given).name if is_file else " ".join(given.split())
+    is_file = os.path.isfile(argument)
+    if not is_file and LOOKS_LIKE_A_FILE.fullmatch(argument):
+        raise ValueError(f"the text file {argument} does not exist: give a file, or a text of several words")
+    name = Path(argument).name if is_file else " ".join(argument.split())
     name = name if is_file or len(name) <= MAXIMUM_NAME else f"{name[: MAXIMUM_NAME - 1]}…"
-    return name, read_text(Path(given), EvalError) if is_file else check_characters(given, "the text", EvalError)
+    return name, read_text(Path(argument), EvalError) if is_file else check_characters(argument, "the text", EvalError)
 
 
 def _existing(file: Path) -> Path:
@@ -86,11 +86,11 @@ def _existing(file: Path) -> Path:
     return file
 
 
-def _named(kind: str, given: Sequence[tuple[str, Content]]) -> dict[str, Content]:
+def _named(kind: str, inputs: Sequence[tuple[str, Content]]) -> dict[str, Content]:
     """The inputs, name -> content; `ValueError` if two have the same name. `kind` is the noun for error messages."""
-    found: dict[str, Content] = {}
-    for name, content in given:
-        if name in found:
+    named: dict[str, Content] = {}
+    for name, content in inputs:
+        if name in named:
             raise ValueError(f"two {kind}s have the name {name}: give one of them in a file with another name")
-        found[name] = content
-    return found
+        named[name] = content
+    return named

@@ -178,7 +178,7 @@ def _status_of(error: Exception, debug: bool) -> int:
 def complain(message: str, status: int) -> int:
     """Write one line to stderr in one call, so that lines of several processes do not mix; return the status."""
     printable = "".join(
-        each if each.isprintable() else ascii(each)[1:-1] for each in message
+        character if character.isprintable() else ascii(character)[1:-1] for character in message
     )  # escapes control sequences of the terminal
     sys.stderr.write(f"crosshead: {printable}\n")
     return status

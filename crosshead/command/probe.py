@@ -53,7 +53,7 @@ def heads(
     _check_out(out, overwrite)
     subjects = [_opened(name, length) for name in models]
     with progress() as show:
-        reports = {each.name: _masked(each, text, (windows, length), draws, seed, show) for each in subjects}
+        reports = {model.name: _masked(model, text, (windows, length), draws, seed, show) for model in subjects}
     report = {"draws": draws, "seed": seed, "windows": windows, "length": length, "models": reports}
     _write(out, report, lines(reports), ("masked heads of each layer", "loss"))
 

@@ -37,9 +37,9 @@ def progress() -> Iterator["Progress"]:
     if not console.is_terminal:
         disable_progress_bars()  # of huggingface_hub
     label, bar = TextColumn("{task.description:<12}"), BarColumn()
-    left = TimeRemainingColumn(elapsed_when_finished=True)
+    remaining = TimeRemainingColumn(elapsed_when_finished=True)
     current: list[tuple[str, Bars, Any]] = []
-    said: dict[str, str] = {}
+    messages: dict[str, str] = {}
     begun: dict[str, tuple[float, int]] = {}
 
     def time_left(stage: str, done: int, total: int | None) -> str:
@@ -58,7 +58,7 @@ def progress() -> Iterator["Progress"]:
                 label,
                 bar,
                 count,
-                left,
+                remaining,
                 TextColumn("{task.fields[message]}"),
                 console=console,
                 speed_estimate_period=HOUR,
@@ -66,8 +66,8 @@ def progress() -> Iterator["Progress"]:
             )
             bars.start()
             current.append((stage, bars, bars.add_task(stage, total=total, message=message)))
-        if not console.is_terminal and message != said.get(stage, ""):
-            said[stage] = message
+        if not console.is_terminal and message != messages.get(stage, ""):
+            messages[stage] = message
             console.print(
                 f"{stage} {done} of {total}: {message}{time_left(stage, done, total)}", soft_wrap=True, highlight=False
             )
@@ -138,8 +138,8 @@ def calibration_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"layers chosen on {chosen['text']}"
         divergence = f"expected KL divergence: {chosen['expected_divergence']:.4f} nats a token"
         parts = (("KV cache", "cache", "the source's"), ("active heads", "active", "all heads"))
-        found = [f"{what}: {chosen[key]:.1%} of {whole}" for what, key, whole in parts if key in chosen]
-        yield "; ".join([*found, divergence])
+        budgets = [f"{title}: {chosen[key]:.1%} of {whole}" for title, key, whole in parts if key in chosen]
+        yield "; ".join([*budgets, divergence])
         for side in (side for side in SIDES if side in chosen):
             yield f"{side} by layer: {' '.join(map(str, chosen[side]))}".replace("_", " ")
 

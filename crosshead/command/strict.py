@@ -21,7 +21,7 @@ class StrictCommand(TyperCommand):
 
 def _check(option: TyperOption, ctx: Any) -> None:
     value = ctx.params.get(option.name)
-    for each in value if isinstance(value, list | tuple) else [value]:
-        if isinstance(each, str | Path) and str(each).startswith("-"):
+    for item in value if isinstance(value, list | tuple) else [value]:
+        if isinstance(item, str | Path) and str(item).startswith("-"):
             name = max(option.opts, key=len)
-            raise BadParameter(f"{str(each)!r} is not a value: give one between {name} and {each}", ctx, option)
+            raise BadParameter(f"{str(item)!r} is not a value: give one between {name} and {item}", ctx, option)

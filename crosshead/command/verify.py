@@ -48,10 +48,10 @@ def verify(
         raise typer.BadParameter("--engine-python has no effect without --engine")
     if engine is not None and device is not None:
         raise typer.BadParameter("--device has no effect with --engine")
-    given: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"revision": revision, "text": text, "trust_remote_code": trust_remote_code}
     with progress() as show:
         if engine is None:
-            report = run(source, model, **given, device=device or "cpu", progress=show)
+            report = run(source, model, **options, device=device or "cpu", progress=show)
         else:
-            report = verify_in_engine(source, model, engine, python=engine_python, **given, progress=show)
+            report = verify_in_engine(source, model, engine, python=engine_python, **options, progress=show)
     show_report(report, as_json)

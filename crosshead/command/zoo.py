@@ -40,22 +40,22 @@ def zoo(
         for path in write_zoo(entries(write), write):
             typer.echo(f"wrote {path}")
         return
-    found = read_zoo()
-    typer.echo(json.dumps(found, indent=2) if as_json else "\n".join(zoo_lines(found)))
+    models = read_zoo()
+    typer.echo(json.dumps(models, indent=2) if as_json else "\n".join(zoo_lines(models)))
 
 
-def entries(place: Path) -> list[dict[str, Any]]:
-    """The zoo entries of all shipped recipes, sorted by mechanism, backbone and size; `place` is the zoo directory."""
+def entries(folder: Path) -> list[dict[str, Any]]:
+    """The zoo entries of all shipped recipes, sorted by mechanism, backbone and size; `folder` contains the zoo."""
     from crosshead.recipes.schema.load import load_recipe, shipped_recipes
 
     recipes = {name: load_recipe(path) for name, path in shipped_recipes().items()}
     # A sweep makes no model; it chooses a hyperparameter for another recipe.
-    found = [
-        _entry(name, recipe, _commands(recipe, recipes), place)
+    models = [
+        _entry(name, recipe, _commands(recipe, recipes), folder)
         for name, recipe in recipes.items()
         if recipe.sweep is None
     ]
-    return sorted(found, key=lambda entry: (*_order(entry), entry["recipe"]))
+    return sorted(models, key=lambda entry: (*_order(entry), entry["recipe"]))
 
 
 def _order(entry: dict[str, Any]) -> Iterator[Any]:
@@ -69,7 +69,7 @@ def _order(entry: dict[str, Any]) -> Iterator[Any]:
     yield entry["cost"]["cost"]["parameters"]
 
 
-def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str, Any]:
+def _entry(name: str, recipe: Any, commands: list[str], folder: Path) -> dict[str, Any]:
     from crosshead.evals.cost.model import usual_length
     from crosshead.evals.cost.report import cost_report
     from crosshead.model_cards.zoo import measurements
@@ -84,7 +84,7 @@ def _entry(name: str, recipe: Any, commands: list[str], place: Path) -> dict[str
         "tokens": recipe.total,
         "datasets": [source.path for source in recipe.data.sources if source.kind == "hub"],
         "cost": cost_report(config, usual_length(config)),
-        "measured": measurements(place, name) | _short_run(place, name),
+        "measured": measurements(folder, name) | _short_run(folder, name),
     }
 
 
@@ -107,24 +107,24 @@ def _model(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
-def _short_run(place: Path, name: str) -> dict[str, Any]:
+def _short_run(folder: Path, name: str) -> dict[str, Any]:
     """The results of a short run of the recipe, as the field `short_run` of `Facts`; empty if there was none."""
     from crosshead.model_cards.facts import read_json
 
-    path = place.absolute().parent / SHORT_RUNS
+    path = folder.absolute().parent / SHORT_RUNS
     mechanism = name.removeprefix("small/smollm2_")
-    found = read_json(path).get(mechanism) if path.is_file() else None
-    return {} if found is None else {"short_run": {"model": SHORT_MODEL} | {key: found[key] for key in SHORT}}
+    result = read_json(path).get(mechanism) if path.is_file() else None
+    return {} if result is None else {"short_run": {"model": SHORT_MODEL} | {key: result[key] for key in SHORT}}
 
 
 def _commands(recipe: Any, recipes: dict[str, Any]) -> list[str]:
     """The commands to run before a training: those of the recipes whose output it reads, and its own conversion."""
     text = recipe.model.convert or ""
-    found = []
+    commands = []
     for name, earlier in recipes.items():
         if f"{earlier.output}/" in f"{recipe.model.path}/ {text}":
-            found += [*_commands(earlier, recipes), f"crosshead train {name}"]
-    return found + [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
+            commands += [*_commands(earlier, recipes), f"crosshead train {name}"]
+    return commands + [" ".join(line.split()) for line in text.replace("\\\n", " ").strip().splitlines()]
 
 
 def _source(commands: list[str]) -> str | None:

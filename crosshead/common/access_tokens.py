@@ -31,16 +31,16 @@ TOKEN = re.compile(rf"(?:{'|'.join(BEFORE)})(?:{'|'.join(FORMS)})|-----BEGIN [A-
 
 def without_tokens(content: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The JSON object without the values that contain a token, and the dotted keys of the removed values."""
-    kept, names = {}, []
+    clean, names = {}, []
     for name, value in content.items():
         if isinstance(value, Mapping):
-            kept[name], inner = without_tokens(value)
-            names += [f"{name}.{each}" for each in inner]
+            clean[name], inner = without_tokens(value)
+            names += [f"{name}.{key}" for key in inner]
         elif TOKEN.search(json.dumps(value, default=str)):
             names.append(name)
         else:
-            kept[name] = value
-    return kept, names
+            clean[name] = value
+    return clean, names
 
 
 def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
@@ -51,10 +51,10 @@ def leave_out_tokens(files: Iterable[Path]) -> dict[str, list[str]]:
         if TOKEN.search(text) is None:
             continue
         content = json.loads(text)
-        kept, names = without_tokens(content) if isinstance(content, dict) else (content, [])
-        left = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
-        if TOKEN.search(left):
+        clean, names = without_tokens(content) if isinstance(content, dict) else (content, [])
+        cleaned_text = json.dumps(clean, indent=2, ensure_ascii=False) + "\n"
+        if TOKEN.search(cleaned_text):
             raise ValueError(f"{path.name} holds an access token: remove it from the file, and revoke it")
-        path.write_text(left, encoding="utf-8")
+        path.write_text(cleaned_text, encoding="utf-8")
         removed[path.name] = names
     return removed

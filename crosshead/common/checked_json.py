@@ -20,27 +20,27 @@ def shown(value: Any) -> str:
     return _SHORT.repr(value)[:_LONGEST]
 
 
-def read_object(path: Path, largest: int, what: str) -> dict[str, Any]:
-    """The JSON object in a file of at most `largest` bytes; `what` names the kind of file in the error message."""
+def read_object(path: Path, largest: int, kind: str) -> dict[str, Any]:
+    """The JSON object in a file of at most `largest` bytes; `kind` names the kind of file in the error message."""
     with opened(path) as (descriptor, status):
         if status.st_size > largest:
-            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {what}: fetch it again")
+            raise ConversionError(f"{path} has {status.st_size} bytes, too many for {kind}: fetch it again")
         raw = read_at(descriptor, path, 0, status.st_size)
     return parse_object(raw, str(path))
 
 
-def parse_object(raw: bytes, where: str) -> dict[str, Any]:
-    """The JSON object in `raw`, which `where` names in errors; repeated keys, NaN and infinity are errors."""
+def parse_object(raw: bytes, source: str) -> dict[str, Any]:
+    """The JSON object in `raw`, which `source` names in errors; repeated keys, NaN and infinity are errors."""
     try:
         content = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
     except RecursionError as error:
-        raise ConversionError(f"{where} is nested too deeply to be read: fetch the file again") from error
+        raise ConversionError(f"{source} is nested too deeply to be read: fetch the file again") from error
     except ValueError as error:  # not UTF-8, not JSON, a number of thousands of digits, or raised by the two hooks
         raise ConversionError(
-            f"{where} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
+            f"{source} is not usable JSON ({one_line(error)[:_LONGEST]}): fetch the file again"
         ) from error
     if not isinstance(content, dict):
-        raise ConversionError(f"{where} holds {shown(content)} instead of a JSON object: fetch the file again")
+        raise ConversionError(f"{source} holds {shown(content)} instead of a JSON object: fetch the file again")
     return content
 
 

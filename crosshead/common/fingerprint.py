@@ -14,11 +14,11 @@ SAMPLE = 4096
 
 def files_digest(files: Iterable[Path]) -> str:
     """The sha256 of the sha256 digests of the files, in the given order."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for file in files:
         with file.open("rb") as content:
-            found.update(hashlib.file_digest(content, "sha256").digest())
-    return found.hexdigest()
+            digest.update(hashlib.file_digest(content, "sha256").digest())
+    return digest.hexdigest()
 
 
 def model_fingerprint(folder: Path) -> str:

@@ -17,12 +17,12 @@ HIGHEST = 255
 """Highest pixel value in these modes."""
 
 
-def open_processor(place: str | Path, label: str) -> Any:
+def open_processor(model: str | Path, label: str) -> Any:
     """The image processor of a model, given as a directory or a Hub id; `label` names the model in errors."""
-    local = Path(place).is_dir()
+    local = Path(model).is_dir()
     try:
         return AutoImageProcessor.from_pretrained(
-            **placed(str(place)), local_files_only=local, trust_remote_code=False
+            **placed(str(model)), local_files_only=local, trust_remote_code=False
         )
     except Exception as error:  # damaged files, and libraries that a processor needs
         raise ConversionError(f"the image processor in {label} cannot be loaded: {one_line(error)}") from None
@@ -49,16 +49,16 @@ def processed_image(file: Path, processor: Any, channels: int) -> torch.Tensor:
             pixels = processor(upright(image, channels), return_tensors="pt")
     except Exception as error:  # Pillow and processors raise many types of errors
         raise ConversionError(f"the image {file} cannot be read: {one_line(error)}") from None
-    found: torch.Tensor = pixels["pixel_values"]
-    return found
+    values: torch.Tensor = pixels["pixel_values"]
+    return values
 
 
 def image_of_shape(file: Path, processor: Any, shape: tuple[int, int, int], label: str) -> torch.Tensor:
     """The float32 pixel values of an image file; `ConversionError` unless their shape is (1, *shape)."""
-    found = processed_image(file, processor, shape[0]).float()
-    if found.shape[1:] != shape:
+    pixels = processed_image(file, processor, shape[0]).float()
+    if pixels.shape[1:] != shape:
         raise ConversionError(
-            f"the image processor in {label} gives pixel values of shape {list(found.shape[1:])}, but the model "
+            f"the image processor in {label} gives pixel values of shape {list(pixels.shape[1:])}, but the model "
             f"reads {list(shape)}: use the model's own preprocessor_config.json"
         )
-    return found
+    return pixels

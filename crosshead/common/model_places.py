@@ -20,23 +20,23 @@ LOADER_STATE = ("is_local", "local_files_only")
 
 def split_revision(name: str) -> tuple[str, str | None]:
     """Split `organisation/model@revision` into Hub id and revision; the revision is None for any other name."""
-    place, mark, revision = name.rpartition("@")
-    if not (mark and place and revision) or os.path.exists(name):
+    model, mark, revision = name.rpartition("@")
+    if not (mark and model and revision) or os.path.exists(name):
         return name, None
-    return place, revision
+    return model, revision
 
 
-def expanded(place: str | Path) -> Path:
+def expanded(path: str | Path) -> Path:
     """The path with `~` replaced by the home folder. `Path.expanduser` would raise for `~` of an unknown user."""
-    return Path(os.path.expanduser(place))
+    return Path(os.path.expanduser(path))
 
 
 def model_label(name: str) -> str:
     """A short name of the model: its Hub id, its folder name or, for the result of a training run, the run name."""
-    if not (place := expanded(name)).is_dir():
+    if not (path := expanded(name)).is_dir():
         return name
-    place = place.resolve()
-    return place.parent.name if place.name == RESULT and (place / TRAINING).is_file() else place.name
+    path = path.resolve()
+    return path.parent.name if path.name == RESULT and (path / TRAINING).is_file() else path.name
 
 
 def is_hub_id(name: str) -> bool:
@@ -50,8 +50,8 @@ def is_hub_id(name: str) -> bool:
 
 def placed(name: str) -> dict[str, str]:
     """The arguments of `from_pretrained` for a folder or Hub id, with the revision if the name has one."""
-    place, revision = split_revision(name)
-    return {"pretrained_model_name_or_path": place} | ({} if revision is None else {"revision": revision})
+    model, revision = split_revision(name)
+    return {"pretrained_model_name_or_path": model} | ({} if revision is None else {"revision": revision})
 
 
 def check_layers(config: Any, name: str, error_type: type[ValueError]) -> None:

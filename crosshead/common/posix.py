@@ -21,13 +21,13 @@ def require_posix(task: str) -> None:
         ) from None
 
 
-def lock_file(file: int | IO[Any], place: Path, wait: bool = False) -> bool:
-    """Lock an open file until it is closed or the process ends; `place` names it in messages.
+def lock_file(file: int | IO[Any], path: Path, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or the process ends; `path` names it in messages.
 
     `BlockingIOError` if another process holds the lock; with `wait`, block until it is free. Some network file systems
     have no locks: then log a warning and return False.
     """
-    require_posix(f"writing to {place}")
+    require_posix(f"writing to {path}")
     import fcntl  # not at the top: Windows has no such module
 
     try:
@@ -35,6 +35,6 @@ def lock_file(file: int | IO[Any], place: Path, wait: bool = False) -> bool:
     except BlockingIOError:
         raise
     except OSError as error:
-        logger.warning("%s cannot be locked (%s): let no other process write there", place, error.strerror)
+        logger.warning("%s cannot be locked (%s): let no other process write there", path, error.strerror)
         return False
     return True

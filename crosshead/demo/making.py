@@ -54,24 +54,24 @@ class Training:
 def conversions(heads: tuple[int, int]) -> tuple[list[Conversion], list[str]]:
     """Conversions of a model with these numbers of query and key/value heads, and messages about omitted ones."""
     query, key_value = heads
-    found = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
+    options = [Conversion("knocking", "one map shared by all heads, neutral start", "knocking", calibrated=False)]
     left_out = []
     cached, active = round(key_value * CACHED), round(query * ROUTED / 100)
     if cached < key_value:
         message = f"{cached} of {key_value} key/value heads in the cache"
-        found.append(Conversion("explicit", message, f"explicit:key_heads={cached},value_heads={cached}"))
+        options.append(Conversion("explicit", message, f"explicit:key_heads={cached},value_heads={cached}"))
     else:
         left_out.append(f"explicit is left out: it needs at least 2 key/value heads, and the model has {key_value}")
     if active < query:
         message = f"{active} of {query} query heads active for each token, not trained"
-        found.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%"))
+        options.append(Conversion("mixture", message, f"mixture:active_heads={ROUTED}%"))
     else:
         left_out.append(f"mixture is left out: {ROUTED}% of {query} query heads are all of them")
-    return found, left_out
+    return options, left_out
 
 
 def continue_training(
-    source: str, text: Path, model: Path, asked: Training, target: Path, work: Path, show: Progress
+    source: str, text: Path, model: Path, training: Training, target: Path, work: Path, show: Progress
 ) -> None:
     """Train a converted model with a shortened copy of a shipped recipe and the source as the teacher."""
     changes = {
@@ -81,18 +81,18 @@ def continue_training(
         "model.convert": None,
         "data.sources": [{"path": str(text)}],
         "data.held_out": 0,
-        "data.length": asked.length,
+        "data.length": training.length,
         "data.cache": str(work / "tokens"),
         "distillation.teacher": source,
-        "distillation.transfer_steps": asked.transfer_steps,
-        "train.tokens": asked.steps * asked.batch_tokens,
-        "train.batch_tokens": asked.batch_tokens,
+        "distillation.transfer_steps": training.transfer_steps,
+        "train.tokens": training.steps * training.batch_tokens,
+        "train.batch_tokens": training.batch_tokens,
         "train.micro_batch": 1,
-        "train.learning_rate": asked.learning_rate,
+        "train.learning_rate": training.learning_rate,
         "train.dtype": str(fast_dtype()).removeprefix("torch."),
-        "watch.every": asked.log_every,
+        "watch.every": training.log_every,
         "watch.evaluate_every": None,
-        "checkpoints.every": asked.steps,
+        "checkpoints.every": training.steps,
         "checkpoints.keep": 1,
     }
     recipe = load_recipe(

@@ -73,20 +73,20 @@ class Demo:
         record = Record(self.folder)
         if "machine" not in record.content or record.content["steps"] != before:
             record.put(machine=machine())
-        found = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
+        models = rows(self.descriptions, self.models, self.file("scores"), self.file("decoded"))
         note = NOTE.format(items=self.size.items)
-        record.put(left_out=left_out, note=note, models=found, trained=self.models[self.trained])
+        record.put(left_out=left_out, note=note, models=models, trained=self.models[self.trained])
         return record.content
 
     @cached_property
     def plan(self) -> tuple[list[Conversion], list[str]]:
         """The conversions to make, and messages about omitted conversions and steps."""
-        found, left_out = conversions(self.start.heads)
+        possible, left_out = conversions(self.start.heads)
         if NORMALISED in self.start.model_type:
             left_out.append(
                 f"{SERVED} is left out: keys of Qwen3 are normalised, and need one component in each group"
             )
-        return found, left_out
+        return possible, left_out
 
     @property
     def is_served(self) -> bool:
@@ -96,8 +96,8 @@ class Demo:
     @property
     def learner(self) -> Conversion:
         """The conversion that is trained: the second one, usually `explicit`, or the only one."""
-        asked, _ = self.plan
-        return asked[min(1, len(asked) - 1)]
+        possible, _ = self.plan
+        return possible[min(1, len(possible) - 1)]
 
     @property
     def trained(self) -> str:
@@ -107,10 +107,12 @@ class Demo:
     @property
     def descriptions(self) -> dict[str, str]:
         """Name of a model -> description, the source first."""
-        asked = self.size.training
-        after = f"the same after {asked.steps} steps, in the first {asked.transfer_steps} each attention layer alone"
+        training = self.size.training
+        after = (
+            f"the same after {training.steps} steps, in the first {training.transfer_steps} each attention layer alone"
+        )
         served = {SERVED: "the trained model as a stock checkpoint with the same cache"} if self.is_served else {}
-        converted = {each.name: each.message for each in self.plan[0]}
+        converted = {conversion.name: conversion.message for conversion in self.plan[0]}
         return {"source": self.start.label, **converted, self.trained: after, **served}
 
     @property
@@ -147,20 +149,20 @@ class Demo:
         message = "text for calibration and training, separate from the scored text"
         yield Step("text", message, (text,), lambda work, show: write_texts(items, text), {"items": items})
 
-    def _convert(self, asked: Conversion, work: Path, show: Progress) -> None:
-        options: dict[str, Any] = {"calibration": self.folder / "to_learn.txt"} if asked.calibrated else {}
-        crosshead.convert(self.start.origin, self.place(asked.name), asked.mixers, **options, progress=show)
+    def _convert(self, conversion: Conversion, work: Path, show: Progress) -> None:
+        options: dict[str, Any] = {"calibration": self.folder / "to_learn.txt"} if conversion.calibrated else {}
+        crosshead.convert(self.start.origin, self.place(conversion.name), conversion.mixers, **options, progress=show)
 
     def _make(self) -> Iterator[Step]:
         text, training = self.folder / "to_learn.txt", self.size.training
-        for each in self.plan[0]:
+        for conversion in self.plan[0]:
             yield Step(
-                each.name,
-                f"{each.name}: {each.message}; converted and verified",
-                (self.place(each.name),),
-                partial(self._convert, each),
-                {"mixer": each.mixer},
-                ("source", "text") if each.calibrated else ("source",),
+                conversion.name,
+                f"{conversion.name}: {conversion.message}; converted and verified",
+                (self.place(conversion.name),),
+                partial(self._convert, conversion),
+                {"mixer": conversion.mixer},
+                ("source", "text") if conversion.calibrated else ("source",),
             )
         yield Step(
             self.trained,
@@ -184,12 +186,12 @@ class Demo:
             (self.trained,),
         )
         if engines := [engine for engine, package in ENGINES.items() if find_spec(package) is not None]:
-            pair, found = (self.start.name, served), self.file("engines")
+            pair, report = (self.start.name, served), self.file("engines")
             yield Step(
                 "engines",
                 f"the source and the folded model in {' and '.join(engines)}",
-                (found,),
-                lambda work, show: in_engines(*pair, engines, found, show),
+                (report,),
+                lambda work, show: in_engines(*pair, engines, report, show),
                 {"engines": engines},
                 ("source", SERVED),
             )

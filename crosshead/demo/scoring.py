@@ -29,11 +29,11 @@ def score(models: Sequence[str], limit: int, target: Path, show: Progress) -> No
 
 def decode(models: Sequence[str], target: Path, show: Progress) -> None:
     """Continue PROMPT with each model; write the texts and the cache sizes to `target`."""
-    found = []
+    results = []
     for number, name in enumerate(models):
         show("decoding", number, len(models))
-        found.append(decoded(name))
-    write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": found})
+        results.append(decoded(name))
+    write_json(target, {"prompt": PROMPT, "new_tokens": NEW_TOKENS, "models": results})
 
 
 def in_engines(source: str, model: Path, engines: Sequence[str], target: Path, show: Progress) -> None:

@@ -90,17 +90,17 @@ def own(name: str, folder: Path) -> Start:
     path = expanded(name)
     name = str(path) if path.exists() else name
     with tempfile.TemporaryDirectory() as scratch:
-        found = open_source(name, scratch=Path(scratch))
-        config = read_config(found.config, "stock", name)
+        source = open_source(name, scratch=Path(scratch))
+        config = read_config(source.config, "stock", name)
     if family_of(config).is_encoder:  # an encoder, or a T5
         raise ValueError(
             f"--model {name} has model_type={config.model_type!r}: the demo takes decoders, such as Llama"
         )
     heads = config.num_attention_heads, config.num_key_value_heads
-    kind, label = found.origin["kind"], Path(found.origin["name"]).name
+    kind, label = source.origin["kind"], Path(source.origin["name"]).name
     message = f"{label} (given by --model)"
     if kind != "gguf":
-        return Start(name, name, label, message, heads, found.fingerprint, config.model_type)
+        return Start(name, name, label, message, heads, source.fingerprint, config.model_type)
     gguf, target = path / label if path.is_dir() else path, folder / Path(label).stem
     results = stock_results(target)
 
@@ -108,7 +108,7 @@ def own(name: str, folder: Path) -> Start:
         to_stock(gguf, work, target)
 
     settings = {"model_type": config.model_type, "results": results, "make": make}
-    return Start(str(gguf), str(target), target.name, message, heads, found.fingerprint, **settings)
+    return Start(str(gguf), str(target), target.name, message, heads, source.fingerprint, **settings)
 
 
 def fetch(work: Path, target: Path) -> None:

@@ -68,10 +68,10 @@ class Record:
         """The entry of a finished step; empty for an unfinished one."""
         return dict(self.content["steps"].get(name, {}))
 
-    def note(self, name: str, found: Mapping[str, Any] | None) -> None:
+    def note(self, name: str, entry: Mapping[str, Any] | None) -> None:
         """Set the entry of a finished step; None removes the entry."""
         others = {key: value for key, value in self.content["steps"].items() if key != name}
-        self.put(steps=others if found is None else others | {name: dict(found)})
+        self.put(steps=others if entry is None else others | {name: dict(entry)})
 
 
 def read_record(path: Path) -> dict[str, Any]:
@@ -93,8 +93,8 @@ def run_steps(steps: Sequence[Step], folder: Path, screen: Screen) -> None:
     record, fingerprints = Record(folder), dict[str, str]()
     for number, step in enumerate(steps, 1):
         fingerprints[step.name] = fingerprint = _fingerprint(step, fingerprints)
-        line, found = f"[{number}/{len(steps)}] {step.message}", record.done(step.name)
-        if found.get("identity") == fingerprint and all(path.exists() for path in step.results):
+        line, entry = f"[{number}/{len(steps)}] {step.message}", record.done(step.name)
+        if entry.get("identity") == fingerprint and all(path.exists() for path in step.results):
             screen.tell(f"{line}: done before")
             continue
         screen.tell(line)

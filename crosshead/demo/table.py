@@ -41,11 +41,11 @@ def rows(descriptions: Mapping[str, str], models: Mapping[str, str], scores: Pat
     ]
 
 
-def table_lines(found: list[Row]) -> Iterator[str]:
+def table_lines(models: list[Row]) -> Iterator[str]:
     """The table as text, with two lines per model: numbers and description."""
-    cells = [_cells(row) for row in found]
+    cells = [_cells(row) for row in models]
     widths = [max(map(len, column)) for column in zip(HEADS, UNITS, *cells, strict=True)]
-    for line, row in zip((HEADS, UNITS, *cells), (None, None, *found), strict=True):
+    for line, row in zip((HEADS, UNITS, *cells), (None, None, *models), strict=True):
         padded = [line[0].ljust(widths[0])]
         padded += [cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True)]
         yield "  ".join(padded).rstrip()
@@ -76,10 +76,10 @@ def _change(row: Mapping[str, Any] | None, scale: int, unit: str) -> str:
     return f"{change} [{low}, {high}]"
 
 
-def sample_lines(found: list[Row], prompt: str) -> Iterator[str]:
+def sample_lines(models: list[Row], prompt: str) -> Iterator[str]:
     """The decoded text of each model and the size of its KV cache, as lines."""
     yield f"{prompt} ..."
-    for row in found:
+    for row in models:
         if row["decoded"] is not None:
             text, tokens = " ".join(row["decoded"]["text"].split()), row["decoded"]["cached_tokens"]
             yield f"  {row['name']}: {text!r}"

@@ -27,16 +27,16 @@ def scored_topics(limit: int) -> dict[str, str]:
     benchmarks = read_suite("offline").benchmarks
     with quiet():
         loaded = load_tasks(benchmarks, None, run_code=False)
-    documents = [list(task.test_docs())[:limit] for each in loaded for task in each.members]
-    return {each["topic"]: each["text"] for found in documents for each in found if "topic" in each}
+    documents = [list(task.test_docs())[:limit] for group in loaded for task in group.members]
+    return {item["topic"]: item["text"] for items in documents for item in items if "topic" in item}
 
 
 def text_to_learn(scored: dict[str, str]) -> str:
     """The text of all topics after the last scored one, without paragraphs of scored parts."""
-    known = {_words(paragraph) for each in scored.values() for paragraph in _paragraphs(each)}
+    known = {_words(paragraph) for text in scored.values() for paragraph in _paragraphs(text)}
     later = "\n".join(topics[name] for name in sorted(topics) if name > max(scored))
-    kept = [paragraph for paragraph in _paragraphs(later) if _words(paragraph) not in known]
-    return PARAGRAPH.join(kept) + "\n"
+    unscored = [paragraph for paragraph in _paragraphs(later) if _words(paragraph) not in known]
+    return PARAGRAPH.join(unscored) + "\n"
 
 
 def _paragraphs(text: str) -> Iterator[str]:
