@@ -50,14 +50,19 @@ class Options(BaseModel):
 
     revision: str | None = None
     vocab_size: Annotated[int, Field(ge=1, le=MAX_INTEGER)] | None = None
+    """Vocabulary size to increase the embeddings to."""
     dtype: Literal["float32", "float16", "bfloat16"] | None = None
     calibration: UserPath | None = None
+    """Text, documents, images, a saved calibration, or `datasets:NAME`; None for the default text."""
     save_calibration: UserPath | None = None
     layers: Literal["auto"] | None = None
     budget: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """KV cache of the result as a fraction of the source's, for `layers="auto"`."""
     active: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Active heads of `mixture` to choose, as a fraction of all heads."""
     seed: Annotated[int, Field(ge=0, le=MAX_INTEGER)] = 0
     allow_inexact: bool = False
+    """Allow options whose initial outputs differ much from the source's."""
     device: Literal["cpu", "cuda"] | None = None
     """Device for calibration and for verification."""
 

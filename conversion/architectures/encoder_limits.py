@@ -23,11 +23,12 @@ class RequestedConversion:
 
 @dataclass(frozen=True)
 class Limit:
-    """An unsupported conversion: its name and the reason for the error message, and its condition."""
+    """An unsupported conversion, with its name and the reason for the error message."""
 
     conversion: str
     reason: str
     applies: Callable[[RequestedConversion], bool]
+    """True if a requested conversion is this unsupported one."""
 
 
 LIMITS = (

@@ -66,9 +66,11 @@ class Family:
     is_encoder: bool = False
     """True for encoders and for encoder-decoders."""
     reads_images: bool = False
+    """True for vision transformers."""
     qkv_bias: Callable[[Any], bool] = attrgetter("attention_bias")
     """Config -> True if the query, key and value projections have biases."""
     experts: bool = False
+    """True for families with mixture-of-experts layers."""
     latent: bool = False
     """True if keys and values are expanded from one latent vector (MLA)."""
 

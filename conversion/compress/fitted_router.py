@@ -27,7 +27,7 @@ ROUTER_RIDGE = 0.01
 
 @dataclass(frozen=True)
 class Routing:
-    """Head counts of one layer's mixture: `active` heads per token, of which the first `shared` are always active."""
+    """Head counts of one layer's mixture: `active` heads per token, which include the first `shared` heads."""
 
     shared: int
     active: int

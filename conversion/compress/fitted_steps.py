@@ -24,11 +24,13 @@ STEPS, BATCH = 40, 2
 RATE = 0.003
 """Initial learning rate relative to a tensor's root mean square; it decays linearly to zero."""
 BETAS = (0.9, 0.95)
+"""Decay rates of Adam."""
 VALIDATION_STRIDE = 4
 """Every fourth window is used to decide whether Adam reduced the error."""
 MIN_ERROR = 1e-4
 """Below this relative error Adam is skipped: it is about the rounding error of `fast_products`, which is noise."""
 SEED = 0
+"""Seed of the order of windows."""
 
 
 def solve_layer(
