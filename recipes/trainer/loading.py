@@ -70,7 +70,8 @@ def weights_identity(name: str, config: Any) -> str:
     folder = Path(name)
     if not folder.is_dir():
         return str(getattr(config, "_commit_hash", None))
-    return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]  # no device files
+    # Skip device files.
+    return files_digest(sorted(path for path in folder.glob("*.safetensors") if path.is_file()))[:16]
 
 
 def loading_error(key: str, name: str, error: Exception, options: ModelOptions | None = None) -> str:
