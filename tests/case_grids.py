@@ -18,14 +18,14 @@ for_each_case_and_shared_rotary = pytest.mark.parametrize(("case", "backbone"), 
 for_each_case_and_decoder = pytest.mark.parametrize(
     ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY]
 )
-"""Default tier as above, plus decoders with shared rotary keys; `toys.mixers_of` returns a case's mechanisms."""
+"""All decoders, including those with shared rotary keys (see `toys.mixers_of`). Default tier: each case once."""
 
 _ON_ENCODERS = grid(ENCODER_CASES, ENCODERS, strength=1)
 for_each_case_and_encoder = pytest.mark.parametrize(("case", "backbone"), _ON_ENCODERS)
 for_each_case_and_model = pytest.mark.parametrize(
     ("case", "backbone"), [*grid(CASES, BACKBONES, strength=1), *_ON_SHARED_ROTARY, *_ON_ENCODERS]
 )
-"""Default tier as above, for all decoders and encoders."""
+"""All decoders and encoders (see `toys.mixers_of`). Default tier: each case of each group of backbones once."""
 
 _BACKBONE_OF = dict(zip(COMPOSITIONS, BACKBONES, strict=False))
 

@@ -93,11 +93,11 @@ class Chain:
     def statuses(self) -> dict[str, int]:
         """Exit status of each command."""
         return {
-            command: int(re.findall(r"^status (\d+)$", output, re.MULTILINE)[-1])
-            for command, output in _by_command(self.stdout).items()
+            command: int(re.findall(r"^status (\d+)$", text, re.MULTILINE)[-1])
+            for command, text in _by_command(self.stdout).items()
         }
 
-    def said(self, command: str) -> tuple[str, str]:
+    def output(self, command: str) -> tuple[str, str]:
         """Return stdout (without the status line) and stderr of one command."""
         out = re.sub(r"\nstatus \d+\n\Z", "", _by_command(self.stdout)[command])
         return out, _by_command(self.stderr)[command]

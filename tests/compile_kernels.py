@@ -21,7 +21,7 @@ from crosshead.modeling.kernels.routed_triton import attend_chosen
 from crosshead.modeling.kernels.talking_triton import TILES, TalkingCall, attend_in_tiles, fits
 
 TOKENS, PAST, HEADS, GROUPS = 61, 1101, 8, 2
-"""Sequence lengths are odd, so that the compiler cannot assume divisibility; heads and key/value heads."""
+"""Sequence length, cache length, query heads, key/value heads. Odd lengths exclude divisibility optimisations."""
 DTYPES = {2: torch.bfloat16, 4: torch.float32}
 """Dtype, by its size in bytes."""
 SHAPES = [

@@ -9,7 +9,7 @@ from warm_reload import WarmProcess
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_process():
-    """Verify reloads of converted folders in a process that has already imported torch and transformers."""
+    """Run the reload check of conversions in a process that has already imported torch and transformers."""
     from crosshead.conversion.verification import reload
 
     process = WarmProcess()

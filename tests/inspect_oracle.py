@@ -34,7 +34,7 @@ def toy(backbone, mixers):
 
 def sample_of(backbone):
     """Return the input sample of a toy."""
-    places = {name: torch.arange(float(count)).unsqueeze(1) for name, count in (("text", LENGTH), ("target", 5))}
+    positions = {name: torch.arange(float(count)).unsqueeze(1) for name, count in (("text", LENGTH), ("target", 5))}
     if backbone in IMAGES:
         special = 2 if backbone == "DeiT" else 1
         patches = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))
@@ -43,7 +43,7 @@ def sample_of(backbone):
     arguments = {"input_ids": toys.tokens(1, LENGTH)}
     if backbone == "T5":
         arguments["decoder_input_ids"] = toys.tokens(1, 5, seed=3)
-    return Sample(arguments, {}, places)
+    return Sample(arguments, {}, positions)
 
 
 def shown_and_called(backbone, mixers):
@@ -53,8 +53,8 @@ def shown_and_called(backbone, mixers):
 
     def listen(part):
         def record(layer, arguments, named):
-            given = arguments[0] if arguments else named["hidden_states"]
-            calls.setdefault(part, []).append((layer, given, named.get("key_value_states")))
+            hidden_states = arguments[0] if arguments else named["hidden_states"]
+            calls.setdefault(part, []).append((layer, hidden_states, named.get("key_value_states")))
 
         return record
 
@@ -73,12 +73,12 @@ def snake(backbone):
 def truth(backbone, model, record, module, inputs, source):
     """Return a call's mixers, its oracle weights, and the expected attention weights (H, T, S) and router outputs."""
     part, layer = record["part"], record["layer"]
-    config, place = model.config, 0 if backbone == "Albert" else layer
+    config, index = model.config, 0 if backbone == "Albert" else layer
     if backbone == "T5":
         config = getattr(model, "encoder" if part == "encoder" else "decoder").config
-        place = layer if part == "encoder" else 2 * layer + (part == "cross")
-    mixers = oracle_view(config, place)[0] if hasattr(module, "mixers") else {}
-    inputs, source = (None if each is None else each.double() for each in (inputs, source))
+        index = layer if part == "encoder" else 2 * layer + (part == "cross")
+    mixers = oracle_view(config, index)[0] if hasattr(module, "mixers") else {}
+    inputs, source = (None if tensor is None else tensor.double() for tensor in (inputs, source))
     weights = {}
     for name, parameter in module.named_parameters():
         first, _, rest = name.partition(".")
@@ -96,8 +96,8 @@ def truth(backbone, model, record, module, inputs, source):
     index = 0 if backbone == "Albert" else layer
     shape = LayerShape(4, 4, 8, index, eps, has_qk_norm=False, is_scaled=backbone != "T5")
     options = {"source": source, "bias": bias_of(model, part, inputs.shape[1]) if backbone == "T5" else None}
-    found = oracles.attention_layer(inputs, weights, shape, mixers, None, None, allowed, **options)[1]
-    return mixers, weights, {name: each[0] for name, each in found.items()}
+    extras = oracles.attention_layer(inputs, weights, shape, mixers, None, None, allowed, **options)[1]
+    return mixers, weights, {name: tensor[0] for name, tensor in extras.items()}
 
 
 def shared_rotary(config, weights, inputs, mixers, allowed, layer):

@@ -26,13 +26,13 @@ def required(requirements: Iterable[str]) -> set[str]:
     return {name for name, _ in visited}
 
 
-def linked_environment(place: Path, requirements: Iterable[str]) -> Path:
-    """Create the environment at `place`, without pip; return its interpreter."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
-    (packages,) = place.glob("lib/python*/site-packages")
+def linked_environment(folder: Path, requirements: Iterable[str]) -> Path:
+    """Create the environment in `folder`, without pip; return its interpreter."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
     for name in required(requirements):
         installed = distribution(name)
         for part in {file.parts[0] for file in installed.files or ()} - {"..", "__pycache__", "bin"}:
             if not (packages / part).exists():
                 (packages / part).symlink_to(Path(str(installed.locate_file(part))).resolve())
-    return place / "bin" / "python"
+    return folder / "bin" / "python"

@@ -54,11 +54,13 @@ MASKS: dict[str, Callable[[Sizes], torch.Tensor] | None] = {
 }
 
 
-def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def plain(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chosen: torch.Tensor, allowed: torch.Tensor
+) -> torch.Tensor:
     """Return dense attention (B, T, H, d), zeroed where a head was not chosen or the query has no visible key."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    logits = (SCALING * q @ k.transpose(2, 3)).masked_fill(~seen[:, None], torch.finfo(q.dtype).min)
-    counts = chosen & seen.any(-1, keepdim=True)
+    logits = (SCALING * q @ k.transpose(2, 3)).masked_fill(~allowed[:, None], torch.finfo(q.dtype).min)
+    counts = chosen & allowed.any(-1, keepdim=True)
     return (logits.softmax(-1) @ v).transpose(1, 2) * counts[..., None]
 
 
@@ -77,11 +79,11 @@ def seen_under(kind: str, sizes: Sizes, mask: torch.Tensor | None) -> torch.Tens
 
 
 def check(
-    output: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, seen: torch.Tensor, tolerance: float
+    output: torch.Tensor, inputs: list[torch.Tensor], chosen: torch.Tensor, allowed: torch.Tensor, tolerance: float
 ) -> None:
     """Compare an output and its gradients with the plain reference in float64."""
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = plain(*exact, chosen, seen)
+    expected = plain(*exact, chosen, allowed)
     direction = torch.randn_like(expected).to(output.dtype)
     ours = torch.autograd.grad(output, inputs, direction)
     truth = torch.autograd.grad(expected, exact, direction.double())

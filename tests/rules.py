@@ -140,7 +140,7 @@ def arrows(source: Source) -> list[str]:
     violations = []
     for node, name, level in imports(source.tree):
         if not level and name.split(".")[0] in set(FOLDERS) - {"crosshead"}:
-            violations.append(f"line {node.lineno}: `{name}` is imported as `crosshead.{name}`")
+            violations.append(f"line {node.lineno}: import `{name}` as `crosshead.{name}`")
         folder = imported_folder(source, name, level)
         if folder and folder not in (allowed | {COMMON} if id(node) in exempt else allowed):
             violations.append(f"line {node.lineno}: {source.folder} may not import {folder}")
@@ -163,7 +163,7 @@ def portable(source: Source) -> list[str]:
         local = is_kernel or source.path in INSTALLED
         if level and isinstance(node, ast.ImportFrom) and node.module is None and not local:
             violations.append(
-                f"line {node.lineno}: the writer of the code follows `from .x import y`, not `from . import x`"
+                f"line {node.lineno}: remote code is bundled from `from .x import y`, not from `from . import x`"
             )
     return violations
 

@@ -18,7 +18,7 @@ MASK = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
 MIXTURE = {"mixture": {"shared_heads": 2, "active_heads": 3}}
 ANSWER = tokens(length=5, seed=3)
 INPUTS: dict[str, Any] = {"input_ids": tokens(), "attention_mask": MASK}
-PLACES: dict[str, dict[str, Any]] = {
+PART_SETTINGS: dict[str, dict[str, Any]] = {
     "encoder": {"padding": True},
     "decoder": {"causal": True},
     "cross": {"others": 7, "padding": True},
@@ -38,7 +38,7 @@ def write_t5(
     return write_model(model, folder, MANY_SHARDS if many else None, dtype)
 
 
-class Place:
+class PartLayer:
     """The first attention layer of a part ("encoder", "decoder", "cross") in float64, with random inputs."""
 
     def __init__(self, part: str, mixers: dict[str, Any], backend: str = "eager") -> None:
@@ -50,12 +50,12 @@ class Place:
         self.config, self.index = stack.config, 1 if part == "cross" else 0
         generator = torch.Generator().manual_seed(5)
         self.inputs = torch.randn(2, 5, 32, generator=generator, dtype=torch.float64)
-        others = PLACES[part].get("others")
+        others = PART_SETTINGS[part].get("others")
         self.source = torch.randn(2, others, 32, generator=generator, dtype=torch.float64) if others else None
         self.allowed = torch.ones(2, 5, others or 5, dtype=torch.bool)
-        if PLACES[part].get("causal"):
+        if PART_SETTINGS[part].get("causal"):
             self.allowed = self.allowed.tril()
-        if PLACES[part].get("padding"):
+        if PART_SETTINGS[part].get("padding"):
             self.allowed[1, :, 3:] = False
         self.inputs.requires_grad_()
 

@@ -57,21 +57,21 @@ def test_every_command_did_its_work(chain):
 
 
 def test_there_and_back(chain, report):
-    out, err = chain.said(CONVERT)
+    out, err = chain.output(CONVERT)
     assert err == "" and "created" in out
     assert (
         report("made/conversion.json")["verification"]
-        == json.loads(chain.said("verify source made --json")[0])["verification"]
+        == json.loads(chain.output("verify source made --json")[0])["verification"]
     )
     assert report("made/conversion.json")["verification"]["must_equal"]
-    assert chain.said(FOLD)[1] == ""
+    assert chain.output(FOLD)[1] == ""
     back, source = (snapshot(chain.folder / name)["model.safetensors"][1] for name in ("back", "source"))
     assert back == source
 
 
 def test_the_demo_leaves_models_with_cards(chain):
     models = [f"tiny-llama-{name}" for name in ("knocking", "explicit", "mixture", "explicit-trained")]
-    check_made(chain.folder / "crosshead-demo-tiny", chain.said("demo --tiny")[0], models)
+    check_made(chain.folder / "crosshead-demo-tiny", chain.output("demo --tiny")[0], models)
 
 
 def test_the_token_of_the_environment_is_nowhere(chain):
@@ -82,7 +82,7 @@ def test_the_token_of_the_environment_is_nowhere(chain):
 def test_the_token_in_a_models_files_goes_no_further(chain):
     assert holding(chain.folder, PLANTED) == LEFT_WITH_IT
     assert PLANTED not in chain.stdout + chain.stderr
-    assert "ours/config.json" in chain.said("push ours me/ours")[1]
+    assert "ours/config.json" in chain.output("push ours me/ours")[1]
     assert (chain.folder / "hub" / "config.json").is_file()
 
 
@@ -119,7 +119,7 @@ def test_a_run_has_the_fields_that_are_named(chain, report):
 
 def test_measurements_have_the_fields_that_are_named(chain, report):
     named = fields_in("Scores and other measurements")
-    costs = json.loads(chain.said("cost made --json")[0])
+    costs = json.loads(chain.output("cost made --json")[0])
     figures = {f"{phase}_{unit}" for phase in SPEED for unit in ("flops", "multiplications")}
     assert costs.keys() <= named and costs["cost"].keys() - figures <= named
     for scores in (report("eval.json"), report("rows.json")):

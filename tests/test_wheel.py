@@ -128,7 +128,7 @@ def test_the_wheel_works_where_the_checkout_is_not(elsewhere):
 
 @pytest.mark.slow
 def test_what_the_demo_does_not_ask_for_is_not_there(elsewhere):
-    """Otherwise the demo test would not detect a missing requirement."""
+    """The demo test can only detect a missing requirement if the environment has no other packages."""
     for name in ("pytest", "trl", "selenium"):
         code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({name!r}) is not None)"
         done(elsewhere / "env" / "bin" / "python", "-P", "-c", code, cwd=elsewhere)

@@ -49,7 +49,7 @@ def _covering(sizes: Sequence[int], strength: int) -> set[int]:
     """Return numbers of few combinations that cover every choice on `strength` axes (greedy, deterministic)."""
     everything = list(enumerate(product(*map(range, sizes))))
     random.Random(0).shuffle(everything)
-    missing = {choice for _, places in everything for choice in _choices(places, strength)}
+    missing = {choice for _, combination in everything for choice in _choices(combination, strength)}
     default = set()
     while missing:
         number, best = max(everything, key=lambda entry: len(missing.intersection(_choices(entry[1], strength))))
@@ -58,5 +58,5 @@ def _covering(sizes: Sequence[int], strength: int) -> set[int]:
     return default
 
 
-def _choices(places: tuple[int, ...], strength: int) -> list[tuple[tuple[int, int], ...]]:
-    return list(combinations(enumerate(places), min(strength, len(places))))
+def _choices(combination: tuple[int, ...], strength: int) -> list[tuple[tuple[int, int], ...]]:
+    return list(combinations(enumerate(combination), min(strength, len(combination))))

@@ -44,7 +44,7 @@ def toy_run(
     given: Sequence[str] = (),
     **changes: Mapping[str, Any] | None,
 ) -> Recipe:
-    """A shipped recipe at toy size for so many steps; `changes` are by section, None takes one out.
+    """Return a shipped recipe at toy size for `steps` steps; `changes` are per section, None removes a section.
 
     `given` are command-line changes (`key=value`), applied before the recipe is shrunk.
     """
@@ -68,11 +68,11 @@ def toy_run(
     return recipe
 
 
-def _write_text(path: Path, places: range) -> None:
-    """Write documents of equal length as JSON lines, taken at `places` from CPython's `pydoc_data` text."""
+def _write_text(path: Path, numbers: range) -> None:
+    """Write documents of equal length, with these numbers, as JSON lines; the text is CPython's `pydoc_data`."""
     text = "".join(topics[topic] for topic in sorted(topics))
     documents = [
-        text[place * DOCUMENT :][:DOCUMENT] for place in (place % (len(text) // DOCUMENT) for place in places)
+        text[number * DOCUMENT :][:DOCUMENT] for number in (number % (len(text) // DOCUMENT) for number in numbers)
     ]
     path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents), encoding="utf-8")
 
@@ -93,7 +93,7 @@ def killed(recipe: Recipe, step: int) -> None:
         train(recipe, killed_at(step))
     except Killed:
         return
-    raise AssertionError(f"not killed behind step {step}")
+    raise AssertionError(f"not killed after step {step}")
 
 
 def resumed(recipe: Recipe, *steps: int) -> Outcome:

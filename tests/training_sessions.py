@@ -99,7 +99,7 @@ class Run:
         for line in self.metrics():
             for step, loss in enumerate(line.get("losses", ()), line["step"] - len(line.get("losses", ())) + 1):
                 if step in losses:
-                    raise RuntimeError(f"step {step} stands twice in the metrics")
+                    raise RuntimeError(f"step {step} occurs twice in the metrics")
                 losses[step] = loss
         return losses
 

@@ -70,7 +70,7 @@ def sides(x: Tensor, weights: Weights, heads: int, mixers: Mixers) -> dict[str, 
     heads_by_side = {}
     for side in ("query", "key", "value"):
         name = f"{side[0]}_proj"
-        module = next(each for each in (name, f"kv.{name}", f"qkv.{name}") if f"{each}.weight" in weights)
+        module = next(path for path in (name, f"kv.{name}", f"qkv.{name}") if f"{path}.weight" in weights)
         heads_by_side[side] = list(linear(x, weights, module).chunk(heads))
         if "knocking" in mixers:
             heads_by_side[side] = [knocking(head, side, weights, mixers["knocking"]) for head in heads_by_side[side]]
@@ -113,7 +113,7 @@ def attention_weights(inputs: Pixels, size: Size, weights: Weights, shape: Atten
     """Return the attention weights (heads, pixels, keys) of a layer with global attention."""
     pixels, far, biases = features(inputs, size, weights, shape, mixers)
     rows = [weights_of(t, inputs, pixels, far, biases, size, weights, shape, mixers)[2] for t in range(len(inputs))]
-    return torch.stack([torch.stack(each) for each in rows], dim=1)
+    return torch.stack([torch.stack(row) for row in rows], dim=1)
 
 
 def features(
@@ -156,9 +156,9 @@ def attend(
     outputs = []
     for head in range(shape.heads):
         terms = []
-        for n, (place, s) in enumerate(window):
-            token = weights["learnable_tokens"][head, :, place]
-            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, place]
+        for n, (offset, s) in enumerate(window):
+            token = weights["learnable_tokens"][head, :, offset]
+            learnt = torch.dot(queries[head], token) + weights["learnable_bias"][head, 0, offset]
             terms.append((rows[head][n] + learnt) * pixels[s]["value"][head])
         terms += [rows[head][len(window) + n] * key["value"][head] for n, (key, *_) in enumerate(far)]
         outputs.append(add(terms))
@@ -176,15 +176,15 @@ def weights_of(
     shape: Attention,
     mixers: Mixers,
 ) -> tuple[list[tuple[int, int]], list[Tensor], list[Tensor]]:
-    """Return pixel `t`'s window as (place in it, pixel) pairs, its unit-length queries, and each head's weights."""
+    """Return pixel `t`'s window as (offset, pixel) pairs, its unit-length queries, and each head's weights."""
     row, column = divmod(t, size[1])
     bias_of = [biases[row - i, column - j] for _, _, i, j in far]
     half = shape.window // 2
-    window = []  # (place in the window, pixel), without places outside the feature map
-    for place in range(shape.window**2 if shape.reduction > 1 else 0):
-        i, j = row + place // shape.window - half, column + place % shape.window - half
+    window = []  # (offset in the window, pixel), without offsets outside the feature map
+    for offset in range(shape.window**2 if shape.reduction > 1 else 0):
+        i, j = row + offset // shape.window - half, column + offset % shape.window - half
         if 0 <= i < size[0] and 0 <= j < size[1]:
-            window.append((place, i * size[1] + j))
+            window.append((offset, i * size[1] + j))
     scale = math.log(len(window) + len(far))
     logits, queries = [], []
     for head in range(shape.heads):
@@ -192,7 +192,7 @@ def weights_of(
         embedded = queries[head] + weights["query_embedding"][head, 0]
         query = embedded * torch.log(1 + torch.exp(weights["temperature"][head, 0, 0])) * scale
         near_bias = weights.get("relative_pos_bias_local")
-        near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, place] for place, s in window]
+        near = [torch.dot(query, unit(pixels[s]["key"][head])) + near_bias[head, offset] for offset, s in window]
         others = [torch.dot(query, unit(key["key"][head])) + bias_of[n][head] for n, (key, *_) in enumerate(far)]
         logits.append(torch.stack([*near, *others]))
     key_inputs = [x for _, x, _, _ in far]

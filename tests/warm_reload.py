@@ -57,7 +57,7 @@ def serve(home: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
     if any(name.partition(".")[0] == "crosshead" for name in sys.modules):
-        raise SystemExit("the clean process has crosshead")
+        raise SystemExit("the clean process has imported crosshead")
     for line in sys.stdin:
         shutil.rmtree(home, ignore_errors=True)
         child = os.fork()

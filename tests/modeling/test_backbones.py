@@ -154,7 +154,7 @@ def test_fewer_layers_than_the_folder_has(backbone: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize(("other", "backbone"), list(permutations(BACKBONES, 2)))
 def test_another_family_s_checkpoint_is_refused(other: str, backbone: str, tmp_path: Path) -> None:
-    """Otherwise, for example, the Llama class would load a Qwen2 checkpoint and drop its biases."""
+    """Without this refusal the Llama class, for example, would load a Qwen2 checkpoint and drop its biases."""
     stock_model(other).save_pretrained(tmp_path / "stock")
     mixed_model(other, KNOCKING).save_pretrained(tmp_path / "ours")
     model_class = getattr(crosshead, f"Crosshead{backbone}ForCausalLM")

@@ -41,10 +41,10 @@ HALVES = (torch.bfloat16, torch.float16)
 BACKENDS = ("eager", "sdpa")
 """Attention backends that run every case, without an accelerator or a compiler."""
 NEUTRAL_STARTS = [
-    pytest.param(name, index, backbone, marks=[] if index == place % len(cases) else [pytest.mark.slow])
+    pytest.param(name, index, backbone, marks=[] if index == number % len(cases) else [pytest.mark.slow])
     for name, cases in NEUTRAL.items()
     for index in range(len(cases))
-    for place, backbone in enumerate((*BACKBONES, *ENCODERS))
+    for number, backbone in enumerate((*BACKBONES, *ENCODERS))
 ]
 """Default tier: each mechanism on each backbone, each configuration on some backbone."""
 on_every_backbone = pytest.mark.parametrize("backbone", BACKBONES)

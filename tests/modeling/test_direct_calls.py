@@ -62,12 +62,12 @@ class Call:
         self.inputs = draw(2, queries, SIZES["hidden_size"]).requires_grad_()
         self.others = draw(2, others, SIZES["hidden_size"]).requires_grad_() if others else None
         self.bias = draw(1, bias, queries, keys).requires_grad_() if bias else None
-        self.seen = torch.ones(2, 1, queries, keys, dtype=torch.bool)
+        self.allowed = torch.ones(2, 1, queries, keys, dtype=torch.bool)
         if causal:
-            self.seen = self.seen.tril()
+            self.allowed = self.allowed.tril()
         if masked:
-            self.seen[1, :, :, 1:3] = False
-        self.mask = self.seen if masked else None
+            self.allowed[1, :, :, 1:3] = False
+        self.mask = self.allowed if masked else None
         angles = torch.arange(queries)[:, None] * torch.tensor([1.0, 0.3, 0.1, 0.03] * 2, dtype=torch.float64)
         self.positions = (angles.cos()[None], angles.sin()[None]) if positions else None
 
@@ -147,21 +147,21 @@ def attended(
         dynamic = call.inputs @ weights["mixers.talking.query_logits.weight"].T
         maps = weights["mixers.talking.logits.weight"] + dynamic.unflatten(-1, (HEADS, HEADS))
         logits = torch.einsum("btij,bjts->bits", maps, logits)
-    weights_of_heads = logits.masked_fill(~call.seen, -torch.inf).softmax(-1)
+    attention_weights = logits.masked_fill(~call.allowed, -torch.inf).softmax(-1)
     if talking:
         dynamic = source @ weights["mixers.talking.key_weights.weight"].T
         maps = weights["mixers.talking.weights.weight"] + dynamic.unflatten(-1, (HEADS, HEADS))
-        weights_of_heads = torch.einsum("bsij,bjts->bits", maps, weights_of_heads)
-    return weights_of_heads
+        attention_weights = torch.einsum("bsij,bjts->bits", maps, attention_weights)
+    return attention_weights
 
 
-def subtracted(weights_of_heads: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
+def subtracted(attention_weights: Tensor, v: Tensor, weights: dict[str, Tensor]) -> Tensor:
     """Return differential outputs (B, T, H / 2, 2 d) in layer 0, whose `lambda_init` is 0.2."""
     first, second = (
         (weights[f"mixers.differential.lambda_q{i}"] @ weights[f"mixers.differential.lambda_k{i}"]).exp()
         for i in (1, 2)
     )
-    difference = weights_of_heads[:, 0::2] - (first - second + 0.2) * weights_of_heads[:, 1::2]
+    difference = attention_weights[:, 0::2] - (first - second + 0.2) * attention_weights[:, 1::2]
     output = difference @ torch.cat([v[:, 0::2], v[:, 1::2]], dim=-1)
     return 0.8 * functional.rms_norm(output, (2 * SIZE,), eps=1e-6).transpose(1, 2)
 
@@ -175,7 +175,7 @@ def test_a_direct_call(case: str, kind: str, implementation: str) -> None:
     # "eager" applies no implicit causal mask, like stock layers. A position bias is merged with a causal mask, except
     # for talking heads, which add the bias before their first map.
     if implementation == "eager" and call.mask is None and (call.bias is None or "talking" in MIXERS[case]):
-        call.mask = call.seen
+        call.mask = call.allowed
     for backbone in ("Qwen2", "Qwen3"):
         layer = mixed_model(backbone, MIXERS[case], implementation).double().model.layers[0].self_attn
         leaves = [*call.leaves, *layer.parameters()]

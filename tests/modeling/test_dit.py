@@ -69,7 +69,7 @@ def test_block_follows_the_oracle(case: str) -> None:
     assert (ours - truth).abs().max() < OUTPUT_TOLERANCE
     direction = torch.randn(truth.shape, generator=torch.Generator().manual_seed(9), dtype=torch.float64)
     named = {"inputs": inputs, **weights}
-    results = [torch.autograd.grad((each * direction).sum(), list(named.values())) for each in (ours, truth)]
+    results = [torch.autograd.grad((output * direction).sum(), list(named.values())) for output in (ours, truth)]
     for name, one, other in zip(named, *results, strict=True):
         assert (one - other).abs().max() < GRADIENT_TOLERANCE, name
 

@@ -16,7 +16,7 @@ import crosshead
 import oracle_routing
 import oracles
 from oracle_layers import GRADIENT_TOLERANCE, OUTPUT_TOLERANCE, gradients
-from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, Place
+from t5_toys import ANSWER, INPUTS, MASK, MIXTURE, PARTS, PartLayer
 from tiers import grid
 from toys import ENCODER_CASES, NEUTRAL, T5_SIZES, lopsided, mixed_config, mixed_model, stock_model, tokens
 
@@ -27,7 +27,7 @@ each_case = pytest.mark.parametrize("case", ENCODER_CASES)
 @each_case_on_a_part
 def test_attention_follows_the_oracle(case: str, part: str) -> None:
     for backend in ("eager", "sdpa"):
-        layer = Place(part, ENCODER_CASES[case], backend)
+        layer = PartLayer(part, ENCODER_CASES[case], backend)
         ours, truth = layer.ours(), layer.truth()
         assert truth.abs().max() > 0.1
         assert (ours - truth).abs().max() < OUTPUT_TOLERANCE, backend
@@ -43,9 +43,9 @@ def factors(*shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) / shape[0] ** 0.5 for shape in shapes]
 
 
-def bilinear_place(p: Tensor, q: Tensor) -> Place:
+def bilinear_place(p: Tensor, q: Tensor) -> PartLayer:
     """Return a `bilinear` layer with the paper's tensors P (d_X, d_M, h) and Q (d_M, d_Y, h)."""
-    layer = Place("encoder", {"bilinear": {}})
+    layer = PartLayer("encoder", {"bilinear": {}})
     with torch.no_grad():
         layer.attention.q.weight.copy_(p.permute(2, 1, 0).flatten(0, 1))
         layer.attention.o.weight.copy_(q.permute(1, 2, 0).flatten(1))
@@ -65,7 +65,7 @@ def test_bilinear_follows_the_paper() -> None:
 @pytest.mark.parametrize("mechanism", ["multi-head", "talking"])
 def test_attention_is_a_case_of_the_bilinear_form(mechanism: str) -> None:
     """Section 6 of the paper: with `P` and `Q` set to products of projections (and head maps), outputs are equal."""
-    layer = Place("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
+    layer = PartLayer("encoder", {"talking": {"softmax_heads": 4}} if mechanism == "talking" else {"knocking": {}})
     attention, bias = layer.attention, layer.attention.relative_attention_bias.weight
     with torch.no_grad():
         bias.zero_()  # the paper's form has no bias
