@@ -92,10 +92,10 @@ class CrossheadDinov2Model(CrossheadDinov2PreTrainedModel, stock.Dinov2Model):
         self, *inputs: Any, backbone_outputs: list[Any] | None = None, **kwargs: Any
     ) -> Any:
         """Return the stock outputs, plus `head_router_scores` if the encoder recorded them."""
-        found: list[Any] = [] if backbone_outputs is None else backbone_outputs
-        outputs = super().forward(*inputs, backbone_outputs=found, **kwargs)
-        if not isinstance(outputs, tuple) and "head_router_scores" in found[-1][1]:
-            outputs["head_router_scores"] = found[-1][1]["head_router_scores"]
+        recorded: list[Any] = [] if backbone_outputs is None else backbone_outputs
+        outputs = super().forward(*inputs, backbone_outputs=recorded, **kwargs)
+        if not isinstance(outputs, tuple) and "head_router_scores" in recorded[-1][1]:
+            outputs["head_router_scores"] = recorded[-1][1]["head_router_scores"]
         return outputs
 
 

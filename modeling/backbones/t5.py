@@ -54,18 +54,18 @@ class CrossheadT5Config(MixersConfig, T5Config):
 
     def check_mixers(self) -> None:
         """Check `mixers` and complete it to a mapping with all three parts."""
-        given: Any = {} if self.mixers is None else self.mixers
-        if isinstance(given, Mapping) and not any(part in PARTS for part in given):
-            given = dict.fromkeys(PARTS, given)
-        if not isinstance(given, Mapping):
-            raise refuse("mixers", given, "use a mapping of mechanism to options, or of part to such a mapping")
-        for part in given:
+        mixers: Any = {} if self.mixers is None else self.mixers
+        if isinstance(mixers, Mapping) and not any(part in PARTS for part in mixers):
+            mixers = dict.fromkeys(PARTS, mixers)
+        if not isinstance(mixers, Mapping):
+            raise refuse("mixers", mixers, "use a mapping of mechanism to options, or of part to such a mapping")
+        for part in mixers:
             if part not in PARTS:
                 raise unknown("mixers", "part of the model", part, list(PARTS))
         layouts: dict[str, list[HeadLayout]] = {part: [] for part in PARTS}
-        for place, (part, _) in enumerate(self.places()):
-            layouts[part].append(self.layout_of_layer(place))
-        self.mixers = {part: self._complete(part, given.get(part), layouts[part]) for part in PARTS}
+        for index, (part, _) in enumerate(self.places()):
+            layouts[part].append(self.layout_of_layer(index))
+        self.mixers = {part: self._complete(part, mixers.get(part), layouts[part]) for part in PARTS}
         weights = {
             part: self.mixers[part]["mixture"]["balance_weight"]
             for part in PARTS
@@ -100,7 +100,7 @@ class CrossheadT5Config(MixersConfig, T5Config):
 
     def layouts(self) -> list[HeadLayout]:
         """Return the head layout of each attention module."""
-        return [self.layout_of_layer(place) for place in range(len(self.places()))]
+        return [self.layout_of_layer(index) for index in range(len(self.places()))]
 
 
 class PlacedModule(nn.Module):
@@ -200,7 +200,7 @@ class CrossheadT5Stack(CrossheadBackbone, CrossheadT5PreTrainedModel, stock.T5St
         places = [(block.layer[0], "SelfAttention") for block in self.block]
         if self.config.is_decoder:
             cross = [(block.layer[1], "EncDecAttention") for block in self.block]
-            places = [each for pair in zip(places, cross, strict=True) for each in pair]
+            places = [entry for pair in zip(places, cross, strict=True) for entry in pair]
         return ((index, parent, name) for index, (parent, name) in enumerate(places))
 
 

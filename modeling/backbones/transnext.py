@@ -113,9 +113,9 @@ class CrossheadTransNextConfig(MixersConfig, PreTrainedConfig):
     def check_mixers(self) -> None:
         """Check the sizes of the stages, then `mixers` as every backbone does, then `TRANSNEXT_LIMITS`."""
         for name in STAGE_FIELDS:
-            given = getattr(self, name)
-            if len(given) != len(self.depths) or not all(isinstance(each, int) and each > 0 for each in given):
-                raise refuse(name, given, f"use {len(self.depths)} whole numbers from 1 up, one for each stage")
+            values = getattr(self, name)
+            if len(values) != len(self.depths) or not all(isinstance(value, int) and value > 0 for value in values):
+                raise refuse(name, values, f"use {len(self.depths)} whole numbers from 1 up, one for each stage")
         for size, heads in zip(self.hidden_sizes, self.num_attention_heads, strict=True):
             if size % heads:
                 raise refuse("num_attention_heads", heads, f"use a divisor of the stage's hidden size {size}")

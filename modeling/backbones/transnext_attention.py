@@ -71,7 +71,7 @@ def feature_map(size: tuple[int, int], reduction: int, window: int, pretrained: 
     pooled = None if reduction == 1 else (max(height // reduction, 1), max(width // reduction, 1))
     cells = pooled or size
     wide, device = widened(like.dtype), like.device
-    (vertical, rows), (horizontal, columns) = (axis_distances(*each, device) for each in zip(size, cells, strict=True))
+    (vertical, rows), (horizontal, columns) = (axis_distances(*axis, device) for axis in zip(size, cells, strict=True))
     grid = torch.meshgrid(vertical.to(wide), horizontal.to(wide), indexing="ij")
     distances = torch.stack(grid, dim=-1) * (8 / 2 / max(pretrained - 1, 1))
     logarithmic = torch.sign(distances) * torch.log2(distances.abs() + 1) / math.log2(8)
@@ -236,18 +236,18 @@ def aggregated_attention_forward(
     if window_weights is None or pixels is None:
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
-    tokens, places = query.shape[2], window_weights.shape[-1]
-    window = math.isqrt(places)
+    tokens, positions = query.shape[2], window_weights.shape[-1]
+    window = math.isqrt(positions)
     near = [(query * shifted).sum(-1) for shifted in window_shifts(key[:, :, :tokens], pixels, window)]
     far = torch.matmul(query, key[:, :, tokens:].transpose(2, 3))
     logits = apply_mask(torch.cat([torch.stack(near, dim=-1), far], dim=-1) * scaling, attention_mask)
     weights = functional.softmax(logits, dim=-1).to(query.dtype)
     weights = functional.dropout(weights, p=dropout, training=module.training)
-    of_window = (weights[..., :places] + window_weights).unsqueeze(-1)
-    shifts = window_shifts(value[:, :, :tokens], pixels, window)
-    output = weigh_values(weights[..., places:], value[:, :, tokens:])
-    for place, shifted in enumerate(shifts):
-        output = output + (of_window[..., place, :] * shifted).transpose(1, 2)
+    near_weights = (weights[..., :positions] + window_weights).unsqueeze(-1)
+    shifted_values = window_shifts(value[:, :, :tokens], pixels, window)
+    output = weigh_values(weights[..., positions:], value[:, :, tokens:])
+    for position, shifted in enumerate(shifted_values):
+        output = output + (near_weights[..., position, :] * shifted).transpose(1, 2)
     return output, weights
 
 

@@ -11,18 +11,18 @@ HIDDEN = -1e30
 
 def is_tracing() -> bool:
     """True under torch.compile, torch.export, torch.jit.trace or a `torch.func` transform."""
-    is_transformed: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
-    is_traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
-    return is_traced or is_transformed()
+    under_functorch: Callable[[], bool] = getattr(torch._C, "_are_functorch_transforms_active", bool)
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()  # type: ignore[attr-defined]
+    return traced or under_functorch()
 
 
-def runs_here(dropout: float, *tensors: torch.Tensor) -> bool:
+def flash_supports(dropout: float, *tensors: torch.Tensor) -> bool:
     """Whether the flash kernel accepts the call: plain CPU tensors of one dtype, float32 or float64, no dropout."""
     if is_tracing() or dropout or torch.is_autocast_enabled("cpu"):
         return False
-    first = tensors[0].dtype
-    return first in (torch.float32, torch.float64) and all(
-        type(x) is torch.Tensor and x.is_cpu and x.dtype == first and x.stride(-1) == 1 and x.numel() for x in tensors
+    dtype = tensors[0].dtype
+    return dtype in (torch.float32, torch.float64) and all(
+        type(x) is torch.Tensor and x.is_cpu and x.dtype == dtype and x.stride(-1) == 1 and x.numel() for x in tensors
     )
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..backends import is_plain_sdpa
 from ..mechanisms.explicit import explicit_attention_forward, fold_map, unfold_outputs
 from ..ops import wide_heads
-from .cpu import HIDDEN, additive, flash_kernel, is_tracing, runs_here
+from .cpu import HIDDEN, additive, flash_kernel, flash_supports, is_tracing
 
 LEAST_KEYS = 256
 """Minimum keys per part. Measured on 2 cores of an AMD EPYC (AVX2), float32, 32 query heads, 4 components of 128."""
@@ -58,7 +58,7 @@ def explicit_eligible(
         return False
     if key_map.shape[1] * query.shape[3] != key.shape[1] * key.shape[3]:
         return False
-    if not runs_here(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
+    if not flash_supports(dropout, query, key, value) or not is_plain_sdpa(implementation) or flash_kernel() is None:
         return False
     tensors = query, key, value, key_map, value_map
     return not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
@@ -81,13 +81,13 @@ def attend_in_parts(
     """Return the attention outputs (B, R, n) of query rows (B, R, n) over keys and values (B, S, n); no autograd."""
     attend: Any = flash_kernel()
     count, length = part_count(keys.unsqueeze(1)), keys.shape[1]
-    whole, found = length - length % count, []
-    for some, parts in ((slice(whole), count), (slice(whole, length), 1)):
-        if some.start == length:
+    divisible, results = length - length % count, []
+    for span, parts in ((slice(divisible), count), (slice(divisible, length), 1)):
+        if span.start == length:
             continue
         q = rows.unsqueeze(1).expand(-1, parts, -1, -1)
-        k, v = (x[:, some].unflatten(1, (parts, -1)) for x in (keys, values))
-        added = None if mask is None else mask[..., some].unflatten(2, (parts, -1)).transpose(1, 2)
-        found.append(attend(q, k, v, attn_mask=added, scale=scaling))
-    outputs, logsumexp = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        k, v = (x[:, span].unflatten(1, (parts, -1)) for x in (keys, values))
+        added = None if mask is None else mask[..., span].unflatten(2, (parts, -1)).transpose(1, 2)
+        results.append(attend(q, k, v, attn_mask=added, scale=scaling))
+    outputs, logsumexp = (torch.cat(tensors, dim=1) for tensors in zip(*results, strict=True))
     return (outputs * torch.softmax(logsumexp, dim=1).unsqueeze(-1)).sum(1)

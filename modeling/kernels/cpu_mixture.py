@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..ops import repeat_heads
-from .cpu import HIDDEN, additive, flash_kernel, runs_here
+from .cpu import HIDDEN, additive, flash_kernel, flash_supports
 
 # Measured on 2 cores of an AMD EPYC (AVX2), float32, 16 heads of 64, 4 of them shared.
 BLOCK_ROWS = 192
@@ -72,7 +72,7 @@ def mixture_eligible(
 ) -> bool:
     """Whether the call is supported, and long and sparse enough for skipping to be faster."""
     batch, heads, tokens, size = query.shape
-    if not runs_here(dropout, query, key, value) or flash_kernel() is None or flash_kernel("_backward") is None:
+    if not flash_supports(dropout, query, key, value) or flash_kernel() is None or flash_kernel("_backward") is None:
         return False
     if (
         tokens < LEAST_QUERIES
@@ -103,14 +103,14 @@ def routed_heads(
     """Add the attention of the `selected` (B, n, T) queries to `output` (B, n, T, d); all tensors have n heads."""
     ends = visible_ends(query, key, mask, causal).unsqueeze(1).expand_as(selected)
     selected = selected & (ends > 0)
-    tokens, kept = row_lists(selected)
+    tokens, valid = row_lists(selected)
     if not tokens.shape[-1]:
         return
     sequence, head = (torch.arange(size, device=query.device) for size in query.shape[:2])
-    at = sequence.view(-1, 1, 1), head.view(-1, 1), tokens
+    index = sequence.view(-1, 1, 1), head.view(-1, 1), tokens
     rows = Rows(tokens, ends.gather(-1, tokens), mask)
-    found: torch.Tensor = PieceAttention.apply(query[at], key, value, rows, scaling)
-    output.index_put_(at, found * kept.unsqueeze(-1), accumulate=True)
+    result: torch.Tensor = PieceAttention.apply(query[index], key, value, rows, scaling)
+    output.index_put_(index, result * valid.unsqueeze(-1), accumulate=True)
 
 
 def visible_ends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> torch.Tensor:
@@ -118,8 +118,8 @@ def visible_ends(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | No
     if mask is not None:
         hidden_last = mask[:, 0].flip(-1).to(torch.uint8).argmax(-1)
         return (key.shape[2] - hidden_last) * mask[:, 0].any(-1)
-    places = torch.arange(1, query.shape[2] + 1, device=query.device).clamp_max(key.shape[2])
-    return (places if causal else torch.full_like(places, key.shape[2])).unsqueeze(0)
+    ends = torch.arange(1, query.shape[2] + 1, device=query.device).clamp_max(key.shape[2])
+    return (ends if causal else torch.full_like(ends, key.shape[2])).unsqueeze(0)
 
 
 def row_lists(selected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -143,16 +143,16 @@ class Rows:
 
     def pieces(self) -> Iterator[tuple[slice, slice, bool]]:
         """Yield (rows, keys, is masked) per kernel call; every row of a masked piece sees at least one of its keys."""
-        met = 0
+        done = 0
         for start in range(0, self.ends.shape[-1], BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)
-            least, most = (int(end) for end in self.ends[..., rows].aminmax())
-            common = 0 if self.mask is not None else most if least == most else least - 1
-            if common > met:
-                yield slice(start, None), slice(met, common), False
-                met = common
-            if most > met:
-                yield rows, slice(met, most), True
+            minimum, maximum = (int(end) for end in self.ends[..., rows].aminmax())
+            unmasked = 0 if self.mask is not None else maximum if minimum == maximum else minimum - 1
+            if unmasked > done:
+                yield slice(start, None), slice(done, unmasked), False
+                done = unmasked
+            if maximum > done:
+                yield rows, slice(done, maximum), True
 
     def added(self, rows: slice, keys: slice, dtype: torch.dtype) -> torch.Tensor:
         """Return the additive mask of a piece (B, n, rows, keys)."""
@@ -160,10 +160,10 @@ class Rows:
             sequence = torch.arange(len(self.tokens), device=self.mask.device).view(-1, 1, 1) % len(self.mask)
             return additive(self.mask[sequence, 0, self.tokens[..., rows], keys], dtype)
         # Row `i` of this view hides the last `i` keys; copying such rows is faster than comparing indices.
-        size, seen = keys.stop - keys.start, self.ends[..., rows] - keys.start
-        steps = torch.zeros(2 * size, dtype=dtype, device=seen.device)
+        size, visible = keys.stop - keys.start, self.ends[..., rows] - keys.start
+        steps = torch.zeros(2 * size, dtype=dtype, device=visible.device)
         steps[size:] = HIDDEN
-        return steps.unfold(0, size, 1).index_select(0, (size - seen).flatten()).view(*seen.shape, size)
+        return steps.unfold(0, size, 1).index_select(0, (size - visible).flatten()).view(*visible.shape, size)
 
 
 class PieceAttention(torch.autograd.Function):
@@ -179,10 +179,10 @@ class PieceAttention(torch.autograd.Function):
         for part, keys, masked in rows.pieces():
             added = rows.added(part, keys, query.dtype) if masked else None
             q, k, v = query[:, :, part], key[:, :, keys], value[:, :, keys]
-            found, lse = attend(q, k, v, attn_mask=added, scale=scaling)
-            before = logsumexp[:, :, part]
-            output[:, :, part].lerp_(found, torch.sigmoid(lse - before).unsqueeze(-1))
-            before.copy_(torch.logaddexp(before, lse))
+            piece, piece_lse = attend(q, k, v, attn_mask=added, scale=scaling)
+            running_lse = logsumexp[:, :, part]
+            output[:, :, part].lerp_(piece, torch.sigmoid(piece_lse - running_lse).unsqueeze(-1))
+            running_lse.copy_(torch.logaddexp(running_lse, piece_lse))
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.rows, ctx.scaling = rows, scaling
         return output
@@ -195,9 +195,9 @@ class PieceAttention(torch.autograd.Function):
         totals = torch.zeros_like(query), torch.zeros_like(key), torch.zeros_like(value)
         for part, keys, masked in ctx.rows.pieces():
             added = ctx.rows.added(part, keys, query.dtype) if masked else None
-            given, q, o, lse = (x[:, :, part] for x in (gradient, query, output, logsumexp))
+            grad, q, o, lse = (x[:, :, part] for x in (gradient, query, output, logsumexp))
             k, v = key[:, :, keys], value[:, :, keys]
-            found = differentiate(given, q, k, v, o, lse, 0.0, False, attn_mask=added, scale=ctx.scaling)
-            for total, place, one in zip(totals, (part, keys, keys), found, strict=True):
-                total[:, :, place] += one
+            grads = differentiate(grad, q, k, v, o, lse, 0.0, False, attn_mask=added, scale=ctx.scaling)
+            for total, span, piece in zip(totals, (part, keys, keys), grads, strict=True):
+                total[:, :, span] += piece
         return *totals, None, None

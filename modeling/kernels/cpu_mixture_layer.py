@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.modules.module import _has_any_global_hook
 
 from ..backends import is_plain_sdpa
-from .cpu import is_tracing, runs_here
+from .cpu import flash_supports, is_tracing
 
 # Measured on 2 cores of an AMD EPYC (AVX-512), one thread, float32, 12 heads of 64, 3 of them shared.
 LEAST_TOKENS = 192
@@ -31,7 +31,7 @@ def skipping_forward(forward: Forward) -> Forward:
 
     @wraps(forward)
     def forward_or_skip(self: Any, hidden_states: Tensor, *inputs: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        is_simple = all(each is None for each in (*inputs, *map(kwargs.get, EXTRAS)))
+        is_simple = all(argument is None for argument in (*inputs, *map(kwargs.get, EXTRAS)))
         if is_simple and layer_eligible(self, hidden_states):
             gates, _ = self.mixers["mixture"](hidden_states, None)
             return mixture_layer(self, hidden_states, gates.to(hidden_states.dtype)), None
@@ -47,16 +47,16 @@ def layer_eligible(layer: Any, hidden: Tensor) -> bool:
     if hidden.ndim != 3 or hidden.shape[1] < LEAST_TOKENS or layer.is_causal or layer.has_key_norm:
         return False
     projections = (layer.q_proj, layer.k_proj, layer.v_proj, layer.o_proj)
-    weights = [weight for each in projections if is_plain(each) for weight in (each.weight, each.bias)]
+    weights = [weight for linear in projections if is_plain(linear) for weight in (linear.weight, linear.bias)]
     if len(weights) != 2 * len(projections) or any(weight is None for weight in weights):
         return False
     mixture, heads = layer.mixers["mixture"], layer.q_proj.out_features // layer.head_dim
     if mixture.routed is None or mixture.shared_heads + mixture.selected_heads > GREATEST_SHARE * heads:
         return False
-    if len({each.weight.shape for each in projections[:3]}) > 1:
+    if len({linear.weight.shape for linear in projections[:3]}) > 1:
         return False
-    plain = [weight.data for weight in weights]
-    return is_plain_sdpa(layer.config._attn_implementation) and runs_here(0.0, hidden, *plain)
+    tensors = [weight.data for weight in weights]
+    return is_plain_sdpa(layer.config._attn_implementation) and flash_supports(0.0, hidden, *tensors)
 
 
 def is_plain(module: Any) -> bool:
@@ -69,23 +69,23 @@ def is_plain(module: Any) -> bool:
 def mixture_layer(layer: Any, hidden: Tensor, gates: Tensor) -> Tensor:
     """Return the attention outputs (B, T, hidden) after `o_proj`, for gates (B, T, heads)."""
     heads, size, shared = gates.shape[-1], layer.head_dim, layer.mixers["mixture"].shared_heads
-    key, value = (each(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for each in (layer.k_proj, layer.v_proj))
+    key, value = (proj(hidden).unflatten(-1, (heads, size)).transpose(1, 2) for proj in (layer.k_proj, layer.v_proj))
     (q_weight, q_bias), o_weight, first = (layer.q_proj.weight, layer.q_proj.bias), layer.o_proj.weight, shared * size
     output: Tensor = layer.o_proj.bias.expand_as(hidden)
     if shared:
         query = functional.linear(hidden, q_weight[:first], q_bias[:first]).unflatten(-1, (shared, size))
-        found = attend(query.transpose(1, 2), key[:, :shared], value[:, :shared], layer.scaling).transpose(1, 2)
-        found = (found * gates[..., :shared].unsqueeze(-1)).flatten(2)
-        output = functional.linear(found, o_weight[:, :first], layer.o_proj.bias)
+        attended = attend(query.transpose(1, 2), key[:, :shared], value[:, :shared], layer.scaling).transpose(1, 2)
+        attended = (attended * gates[..., :shared].unsqueeze(-1)).flatten(2)
+        output = functional.linear(attended, o_weight[:, :first], layer.o_proj.bias)
     output = output.contiguous()
     for sequence, head in product(range(len(hidden)), range(shared, heads)):
         rows = gates[sequence, :, head].nonzero().squeeze(-1)
-        part, own = slice(head * size, (head + 1) * size), (sequence, head, None, None)
-        query = torch.addmm(q_bias[part], hidden[sequence].index_select(0, rows), q_weight[part].T)
-        found = (
-            attend(query[None, None], key[own], value[own], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
+        features, pair = slice(head * size, (head + 1) * size), (sequence, head, None, None)
+        query = torch.addmm(q_bias[features], hidden[sequence].index_select(0, rows), q_weight[features].T)
+        attended = (
+            attend(query[None, None], key[pair], value[pair], layer.scaling)[0, 0] * gates[sequence, rows, head, None]
         )
-        output[sequence].index_add_(0, rows, found @ o_weight[:, part].T)
+        output[sequence].index_add_(0, rows, attended @ o_weight[:, features].T)
     return output
 
 

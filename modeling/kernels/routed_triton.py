@@ -164,6 +164,7 @@ def _gradients(
     scaling: float,
     causal: bool,
 ) -> list[torch.Tensor]:
+    """Return the gradients of queries, keys and values, from the gradient of the outputs (B, T, H, d)."""
     call = RoutedCall(query, key, value, mask, scaling, causal)
     (batch, heads, queries, size), (_, groups, keys, _) = query.shape, key.shape
     grad_output, deltas, tile = grad_output.contiguous(), torch.empty_like(lse), call.tiles()[1]
@@ -181,6 +182,7 @@ def _gradients(
 
 
 def _scan_block(tokens: int) -> int:
+    """Return the number of tokens per iteration of a scan over all tokens, a power of two."""
     return min(MOST_TOKENS, triton.next_power_of_2(tokens))
 
 
@@ -197,7 +199,7 @@ def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, chosen: torch
 
 
 @_gradients.register_fake
-def _(given: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
+def _(grad_output: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any) -> Any:
     batch, heads, queries, size = query.shape
     to_query = query.new_empty(batch, queries, heads, size).transpose(1, 2)
     return [to_query, key.new_empty(key.shape), value.new_empty(value.shape)]

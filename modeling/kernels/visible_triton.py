@@ -30,6 +30,7 @@ def _look(
     mask: tl.tensor, spans: tl.tensor, m_b: int, m_h: int, m_t: int, m_s: int, H: int, T: int, S: int, total: int,
     R: tl.constexpr, K: tl.constexpr,
 ) -> None:  # fmt: skip
+    """Store, per query, the first visible key (S if none), one past the last (0 if none), and their number."""
     row = tl.program_id(0) * R + tl.arange(0, R)
     batch, head = (tl.program_id(1) // H).to(tl.int64), (tl.program_id(1) % H).to(tl.int64)
     ptr = mask + batch * m_b + head * m_h + row.to(tl.int64)[:, None] * m_t
