@@ -84,7 +84,8 @@ class Classes(ObjectiveOptions):
     mixup: NotNegative = 0.0
     """Alpha of the Beta(alpha, alpha) distribution of mixup weights; 0 disables mixup. Images are mixed in pairs."""
     cutmix: NotNegative = 0.0
-    """Alpha for CutMix; 0 disables it. With both, each pair of images gets either mixup or CutMix, at random."""
+    """Alpha of the Beta(alpha, alpha) distribution of CutMix areas; 0 disables CutMix. With both methods, each pair
+    of images gets one of the two at random."""
     crop: Annotated[float, Field(gt=0, le=1)] = 0.08
     """Minimum area of a random crop, as a fraction of the image."""
     flip: Flag = True

@@ -234,9 +234,9 @@ class Distillation(Section):
     """Weight w of the KL divergence from the teacher; the next-token loss has weight 1 - w."""
     temperature: Positive = 1.0
     match_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """Steps, after `transfer_steps`, whose only loss is the error of each attention output against the teacher's."""
+    """Steps after `transfer_steps` whose only loss is the error of each attention output against the teacher's."""
     transfer_steps: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """First steps, with the same loss: attention layers read the teacher's inputs, and only they are trained."""
+    """First steps: only attention layers are trained, on the teacher's attention inputs and outputs."""
 
     def __post_init__(self) -> None:
         if (self.teacher is None) == (self.logits is None):
