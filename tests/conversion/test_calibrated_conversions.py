@@ -72,7 +72,7 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "mixers",
     [
         {"explicit": {"key_heads": 2, "value_heads": 3}, "mixture": {"active_heads": 6, "shared": "calibrated"}},
         {"explicit": {"key_heads": 2, "value_heads": 2, "groups": 2}},
@@ -80,10 +80,10 @@ def test_aligned_loses_less_than_svd(source, text, tmp_path):
     ],
     ids=["reordered", "groups", "groups in order"],
 )
-def test_saved_calibration_gives_the_same_bytes(source, asked, text, tmp_path):
+def test_saved_calibration_gives_the_same_bytes(source, mixers, text, tmp_path):
     saved = tmp_path / "saved.safetensors"
-    crosshead.convert(source, tmp_path / "first", asked, calibration=text, save_calibration=saved, verify=False)
-    report = crosshead.convert(source, tmp_path / "second", asked, calibration=saved, verify=False)
+    crosshead.convert(source, tmp_path / "first", mixers, calibration=text, save_calibration=saved, verify=False)
+    report = crosshead.convert(source, tmp_path / "second", mixers, calibration=saved, verify=False)
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("first", "second")]
     assert weights[0] == weights[1]
     assert report["calibration"]["saved"] == "saved.safetensors"

@@ -142,7 +142,7 @@ def test_every_text_begins_as_the_tokenizer_begins_it(tmp_path, monkeypatch):
     path = tmp_path / "own.txt"
     path.write_text("the quick brown fox " * 999)
     texts = [
-        *(Text.of(given, source).to_calibrate_on(source, model, silent) for given in (None, path)),
+        *(Text.of(origin, source).to_calibrate_on(source, model, silent) for origin in (None, path)),
         Text.of(path, source).windows(source, TRIAL_LENGTH, TRIALS, 61),
         read_sample(source, None).tokens,
     ]

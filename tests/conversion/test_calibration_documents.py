@@ -44,7 +44,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture
-def given(request, tmp_path, monkeypatch):
+def documents_and_text(request, tmp_path, monkeypatch):
     """The `calibration` argument of a conversion, and its content as one text."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     texts, chats = [{"text": text} for text in TEXTS], [{"messages": chat, "text": "not this"} for chat in CHATS]
@@ -53,9 +53,9 @@ def given(request, tmp_path, monkeypatch):
     return f"datasets:{tmp_path / 'copy'}" if "dataset" in request.param else lines, content
 
 
-@pytest.mark.parametrize("given", ["lines", "chat", "dataset", "dataset of chats"], indirect=True)
-def test_the_weights_of_a_text_file_with_the_same_content(given, source, tmp_path):
-    calibration, content = given
+@pytest.mark.parametrize("documents_and_text", ["lines", "chat", "dataset", "dataset of chats"], indirect=True)
+def test_the_weights_of_a_text_file_with_the_same_content(documents_and_text, source, tmp_path):
+    calibration, content = documents_and_text
     (tmp_path / "text.txt").write_text(content)
     options = {"verify": False}
     crosshead.convert(source, tmp_path / "expected", MIXERS, calibration=tmp_path / "text.txt", **options)

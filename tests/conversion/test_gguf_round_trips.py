@@ -1,4 +1,4 @@
-"""A GGUF file converted, verified, run and folded: the model that was written into it comes out."""
+"""Converting, verifying and folding a GGUF file gives back the model that was written into the file."""
 
 import pytest
 import torch

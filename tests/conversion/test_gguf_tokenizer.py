@@ -251,7 +251,7 @@ if sys.argv[3] == "while it writes":
 else:
     from pathlib import Path
     replace, record = Path.replace, "x.gguf.conversion.json"
-    Path.replace = lambda path, place: kill() if path.name == place.name == record else replace(path, place)
+    Path.replace = lambda path, target: kill() if path.name == target.name == record else replace(path, target)
 crosshead.fold(sys.argv[1], sys.argv[2], verify=False)
 """
 

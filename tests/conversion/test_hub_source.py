@@ -145,7 +145,7 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("model", "message"),
     [
         (("org/none", None), "private"),
         (("org/private", None), "401"),
@@ -160,8 +160,8 @@ def test_the_cache_serves_where_there_is_no_network(outcomes):
         (("org/dropping", None), "RemoteProtocolError"),
     ],
 )
-def test_one_line_on_what_is_wrong(outcomes, wanted, message):
-    assert isinstance(outcomes[wanted], str)
-    assert message in outcomes[wanted]
-    assert "\n" not in outcomes[wanted]
-    assert "127.0.0.1" not in outcomes[wanted]
+def test_one_line_on_what_is_wrong(outcomes, model, message):
+    assert isinstance(outcomes[model], str)
+    assert message in outcomes[model]
+    assert "\n" not in outcomes[model]
+    assert "127.0.0.1" not in outcomes[model]

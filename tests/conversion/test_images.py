@@ -90,7 +90,7 @@ def test_fewer_component_heads(tmp_path):
 
 
 def test_a_budget_for_each_layer(tmp_path):
-    """Fewer heads in shallow layers, as in the paper."""
+    """Fewer active heads in shallow layers, as in the paper."""
     source = write_image_model(tmp_path / "source")
     mixers = {"mixture": {"active_heads": "50%+75%", "method": "paper", "router": "two_stage"}}
     crosshead.convert(source, tmp_path / "made", mixers)

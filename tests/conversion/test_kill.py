@@ -168,7 +168,7 @@ def test_killed_while_it_replaces(moments, workdir, runner, whole):
         runner.run(convert("replaced", mixers[1], "--overwrite"), signal.SIGKILL, moment * whole["duration"])
         if (workdir / "replaced" / "config.json").exists():
             assert contents(workdir / "replaced") in (whole[OTHER], whole[MIXER])
-        else:  # its files were being moved in: they are the new ones, or still wait beside it
+        else:  # killed while the files were moved into it: all new files are in it or in the work folder
             assert (workdir / ".replaced.crosshead-partial" / "publish.json").exists()
         assert runner.run(convert("replaced", mixers[1], "--overwrite")) == 0
         assert contents(workdir / "replaced") == whole[mixers[1]]
@@ -183,7 +183,7 @@ def test_another_conversion_never_takes_over_what_was_left(workdir, runner, whol
     for part in (0.5, 0.7, 0.9):
         if runner.run(convert(out, one, "--overwrite"), signal.SIGKILL, part * whole["duration"]):
             work = workdir / f".{out}.crosshead-partial"
-            if runner.run(convert(out, other, "--overwrite")):  # refused, because something was finished
+            if runner.run(convert(out, other, "--overwrite")):  # refused, because a shard was finished
                 assert str(work) in runner.log.read_text().splitlines()[-1]
                 assert list((work / "model").glob("*.safetensors"))
                 assert runner.run(convert(out, other, "--overwrite", "--restart")) == 0
@@ -196,7 +196,7 @@ def test_stopped_by_hand(workdir, runner, whole, sent):
     source = snapshot(workdir / "source")
     log_size = runner.log.stat().st_size
     for attempt in range(20):  # the machine may have become faster than it was
-        out = f"stopped{sent}-{attempt}"  # a run that was done before the signal leaves its target
+        out = f"stopped{sent}-{attempt}"  # a run that ended before the signal leaves its target
         status = runner.run(convert(out), sent, 0.5 * 0.8**attempt * whole["duration"])
         if status:
             break
@@ -228,7 +228,7 @@ def test_a_fold_that_is_killed(moment, workdir, runner, folded):
     runner.run(command, signal.SIGKILL, duration * moment)
     made, record_path = workdir / f"back{moment}", workdir / f"back{moment}.conversion.json"
     assert made.exists() or not record_path.exists()
-    runner.run(command)  # goes on; refused where it is there already
+    runner.run(command)  # continues, or is refused if the model exists already
     assert contents(made) == whole
     assert record_path.read_bytes() == record
     assert hidden(workdir) == []
@@ -239,7 +239,7 @@ def test_a_fold_overwrites_neither_a_model_nor_a_record(workdir, runner, folded)
     assert runner.run(command) == 0
     assert runner.run(command) == 1
     shutil.rmtree(workdir / "twice")
-    assert runner.run(command) == 1  # somebody's record is still there
+    assert runner.run(command) == 1  # the old record still exists
     assert "twice.conversion.json" in runner.log.read_text().splitlines()[-1]
     assert hidden(workdir) == [] and not (workdir / "twice").exists()
     assert runner.run(f"{command} --overwrite") == 0

@@ -97,12 +97,12 @@ def test_index_as_the_library_writes_it(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "dtype", "place"),
+    ("value", "dtype", "index"),
     grid([float("nan"), float("inf"), float("-inf")], DTYPE_NAMES, [0, CHUNK, -1], strength=1),
 )
-def test_a_broken_value_is_found(tmp_path, value, dtype, place):
+def test_a_broken_value_is_found(tmp_path, value, dtype, index):
     tensor = torch.zeros(2 * CHUNK + 1, dtype=dtype)
-    tensor[place] = value
+    tensor[index] = value
     with pytest.raises(ConversionError, match=rf"'a\.weight'.*{value}"):
         write_shard(tmp_path / WEIGHTS, items({"a.weight": tensor}))
 

@@ -158,7 +158,7 @@ def test_rounding_is_no_fault(backbone, dtype, unloaded, tmp_path):
     measured = crosshead.convert(source, tmp_path / "made", EXPLICIT, dtype=dtype)["verification"]
     assert measured["must_equal"]
     share = measured["greatest_logit_difference"] / measured["largest_logit"]
-    assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # a token that goes to another expert
+    assert share > 0.1 if backbone == "Qwen3Moe" else 0 < share < 0.1  # rounding sends a token to another expert
 
 
 def test_nothing_is_rounded_where_the_dtype_stays(unloaded, tmp_path):

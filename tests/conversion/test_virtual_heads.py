@@ -145,7 +145,7 @@ def test_names_are_those_that_change(backbone, method):
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_svd_is_appendix_f(count):
-    """Appendix F with its own shapes: a matrix (Dim, H d), seen as (d Dim, H)."""
+    """Method svd equals appendix F, computed with its shapes: a matrix (Dim, H d), viewed as (d Dim, H)."""
     model = toy("Llama")
     tensors = layer_tensors(model, 0)
     new = ComponentHeads(layouts(model)[0], Counts(count, count), "svd").rewrite(tensors, None)
@@ -183,7 +183,7 @@ def test_reordered_groups_are_those_of_a_model_with_its_heads_in_that_order(back
 
 
 def test_heads_that_are_alike_share_a_group():
-    """Their keys and values differ by maps that the layer absorbs, and some noise."""
+    """Heads whose keys and values differ only by maps that the layer absorbs, and some noise, share a group."""
     model = toy("Llama")
     for layer in model.model.layers:
         for projection in (layer.self_attn.k_proj, layer.self_attn.v_proj):

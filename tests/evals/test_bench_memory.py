@@ -23,13 +23,13 @@ def test_what_counts(measured, expected):
     """A side holds 1000 bytes once it is made and a run takes 30 more; the smaller warm-up keeps 5."""
     held = {"now": 7, "peak": 7}
 
-    def hold(more, kept):
+    def hold(more, keep):
         held["peak"] = max(held["peak"], held["now"] + more)
-        held["now"] += more if kept else 0
+        held["now"] += more if keep else 0
 
     def make(ours, tokens):
-        hold(5 if tokens == 128 else 1000, kept=True)
-        return lambda: hold(2 if tokens == 128 else 30, kept=False)
+        hold(5 if tokens == 128 else 1000, keep=True)
+        return lambda: hold(2 if tokens == 128 else 30, keep=False)
 
     case = Case("a", "", "", make, {"tokens": 4096}, measured=measured)
     assert added_bytes(case, True, (lambda: held["now"], lambda: held["peak"])) == expected

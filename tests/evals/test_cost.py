@@ -132,7 +132,7 @@ def test_a_length_without_tokens_is_refused():
 
 
 def test_a_model_too_large_for_any_memory():
-    """Qwen3-235B-A22B, from the sizes of its config.json and the two figures in its name."""
+    """Qwen3-235B-A22B: sizes from its config.json, and the two parameter counts in its name."""
     config = crosshead.CrossheadQwen3MoeConfig(
         vocab_size=151936,
         hidden_size=4096,

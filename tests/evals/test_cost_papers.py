@@ -168,7 +168,7 @@ def test_talking_heads_in_one_part_of_a_t5(part, dynamic):
 
 
 def test_the_bilinear_form_in_table_1():
-    """Expected disagreement: the paper counts the products with queries and with weights for one head, ours for 12."""
+    """Expected disagreement: the paper counts the products with queries and weights for one head, crosshead for 12."""
     held, counted = t5_layers(12, 64, {"bilinear": {}})["encoder"]
     assert held == 14155776
     for_one_head = 2 * LENGTH * LENGTH * HIDDEN
@@ -246,7 +246,7 @@ def test_knocking_heads_table_3_parameters(config, key_value_heads, query_heads,
 
 
 def test_knocking_heads_table_3_parameters_of_mla():
-    """Expected disagreement: the paper prints 970 million, which its 8 heads do not have at any usual size."""
+    """Expected disagreement: the paper prints 970 million, which 8 heads do not reach at any usual size."""
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
     sizes |= {"head_dim": 64, "intermediate_size": 64, "q_lora_rank": None, "config": CrossheadDeepseekV3Config}
     assert round(880 + attention_of(8, 8, **sizes) - attention_of(4, 32)) == 731

@@ -31,7 +31,7 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
+def pages_and_reports(tmp_path_factory):
     """The folder of pages, and the report of each page by name."""
     folder = tmp_path_factory.mktemp("pages")
     write_model(toys.mixed_model("T5", T5, num_decoder_layers=3), folder / "t5")
@@ -87,8 +87,8 @@ def same(shown, row):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 @pytest.mark.parametrize("name", PAGES)
-def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, scheme):
-    with opened(browser, place[0] / f"{name}.html", width, scheme) as page:
+def test_it_draws_at_both_widths_in_both_schemes(pages_and_reports, browser, name, width, scheme):
+    with opened(browser, pages_and_reports[0] / f"{name}.html", width, scheme) as page:
         parts = ["encoder", "decoder", "cross-attention"] if name == "t5" else [None]
         for part in parts:
             if part:
@@ -104,10 +104,10 @@ def test_it_draws_at_both_widths_in_both_schemes(place, browser, name, width, sc
 
 
 @torch.no_grad()
-def test_a_token_of_an_encoder_shows_both_directions(place, browser):
+def test_a_token_of_an_encoder_shows_both_directions(pages_and_reports, browser):
     ids = torch.tensor([character_tokenizer()(TEXT)["input_ids"]])
     weights = toys.mixed_model("Bert", BERT)(ids, output_attentions=True).attentions[1][0]
-    with opened(browser, place[0] / "bert.html") as page:
+    with opened(browser, pages_and_reports[0] / "bert.html") as page:
         for head, index in ((0, 41), (2, 3)):
             page.one(f"#gallery [data-head='{head}']").click()
             token(page, "rows", index).click()
@@ -118,12 +118,12 @@ def test_a_token_of_an_encoder_shows_both_directions(place, browser):
 
 
 @torch.no_grad()
-def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(place, browser):
+def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(pages_and_reports, browser):
     tokenizer = character_tokenizer()
     ids, target = (tokenizer(text)["input_ids"] for text in (TEXT, TARGET))
     model = toys.mixed_model("T5", T5, num_decoder_layers=3)
     called = model(torch.tensor([ids]), decoder_input_ids=torch.tensor([[0, *target]]), output_attentions=True)
-    with opened(browser, place[0] / "t5.html") as page:
+    with opened(browser, pages_and_reports[0] / "t5.html") as page:
         facts = page.one("#facts").text
         assert "3 cross-attention layers" in facts and "encoder: talking" in facts
         choose(page, "Attention", "cross-attention")
@@ -152,8 +152,8 @@ def test_parts_of_t5_and_a_query_and_a_key_of_cross_attention(place, browser):
         same(page.rows("querys"), called.encoder_attentions[1][0, 1, :, 9].tolist())
 
 
-def test_measures_depend_on_the_part(place, browser):
-    with opened(browser, place[0] / "t5.html") as page:
+def test_measures_depend_on_the_part(pages_and_reports, browser):
+    with opened(browser, pages_and_reports[0] / "t5.html") as page:
         choose(page, "Colour", "weight on the token after")
         choose(page, "Attention", "cross-attention")
         until(browser, lambda: page.title("gallery").startswith("Heads of cross-attention layer"))
@@ -162,8 +162,8 @@ def test_measures_depend_on_the_part(place, browser):
         assert not {"weight on the token after", "weight on itself", "mean distance"} & labels
 
 
-def test_matrices_of_a_shared_layer_are_shown_at_each_depth(place, browser):
-    with opened(browser, place[0] / "albert.html") as page:
+def test_matrices_of_a_shared_layer_are_shown_at_each_depth(pages_and_reports, browser):
+    with opened(browser, pages_and_reports[0] / "albert.html") as page:
         cards = set()
         for layer in (2, 0):
             page.one("#layer").send_keys("\ue010" if layer else "\ue011")  # END, HOME
@@ -173,9 +173,9 @@ def test_matrices_of_a_shared_layer_are_shown_at_each_depth(place, browser):
         assert len(cards) == 1
 
 
-def test_patches_lie_over_the_picture(place, browser):
+def test_patches_lie_over_the_picture(pages_and_reports, browser):
     """The class token is selected at first; each patch lies at its position in the image, shaded by its weight."""
-    folder, reports = place
+    folder, reports = pages_and_reports
     record = reports["vit"]["models"][0]["texts"][0]
     with opened(browser, folder / "vit.html") as page:
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
@@ -199,18 +199,18 @@ def test_patches_lie_over_the_picture(place, browser):
         assert int(torch.tensor(opacity).argmax()) == int(weights.argmax())
 
 
-def test_two_image_models_are_read_at_the_same_place(place, browser):
+def test_two_image_models_are_read_at_the_same_place(pages_and_reports, browser):
     """Images of 16 and 32 pixels in patches of 4: 4 and 8 rows of patches, with one and two special tokens."""
-    with opened(browser, place[0] / "pair.html") as page:
+    with opened(browser, pages_and_reports[0] / "pair.html") as page:
         token(page, "columns", 1 + 4 * 1 + 2).click()  # patch (1, 2)
         assert token(page, "columns", 2 + 8 * 3 + 5, column=2).get_attribute("aria-selected") == "true"
         token(page, "rows", 1, column=2).click()  # distillation
         assert token(page, "rows", 0).get_attribute("aria-selected") == "true"
 
 
-def test_a_model_without_special_tokens_beside_one_that_has_them(place, browser):
+def test_a_model_without_special_tokens_beside_one_that_has_them(pages_and_reports, browser):
     """A ViT with 4 x 4 patches beside the last stage of a TransNeXt, 3 x 3."""
-    with opened(browser, place[0] / "stage.html") as page:
+    with opened(browser, pages_and_reports[0] / "stage.html") as page:
         assert token(page, "rows", 0, column=2).get_attribute("aria-selected") == "true"  # in place of the class token
         assert "2 last-stage layers" in page.one("#facts .column:nth-child(2)").text
         token(page, "columns", 8, column=2).click()  # patch (2, 2)

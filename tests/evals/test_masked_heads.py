@@ -48,9 +48,9 @@ def test_heads_of_paired_queries_are_whole_outputs(options):
 def with_one_head(model, pair):
     """Return the loss with one head left in each of the two layers."""
     model = deepcopy(model)
-    for layer, kept in zip(model.model.layers, pair, strict=True):
+    for layer, remaining in zip(model.model.layers, pair, strict=True):
         heads = layer.self_attn.o_proj.weight.data.unflatten(1, (-1, model.config.head_dim))
-        heads[:, [head for head in range(heads.shape[1]) if head != kept]] = 0
+        heads[:, [head for head in range(heads.shape[1]) if head != remaining]] = 0
     return loss_without(model, toys.tokens(), [])
 
 

@@ -54,7 +54,7 @@ before = os.environ.get(LARGE_PAGES)
 keep_memory()
 assert os.environ.get(LARGE_PAGES) == before
 import torch
-kept = torch.ones(2**24)
+tensor = torch.ones(2**24)
 (line,) = (line for line in open("/proc/self/smaps_rollup") if line.startswith("AnonHugePages"))
 print(line.split()[1])
 """
@@ -63,10 +63,10 @@ HAS_THEM = PAGES.exists() and COUNTED.exists() and "[never]" not in PAGES.read_t
 
 
 @pytest.mark.skipif(not HAS_THEM, reason="the system has no large pages")
-@pytest.mark.parametrize("asked", [None, "0"])
-def test_tensors_lie_in_large_pages(asked):
+@pytest.mark.parametrize("setting", [None, "0"])
+def test_tensors_lie_in_large_pages(setting):
     """Large pages are used even if all benchmarks are imported first; their number depends on the system."""
     environment = {key: value for key, value in os.environ.items() if key != kept_memory.LARGE_PAGES}
-    environment |= {} if asked is None else {kept_memory.LARGE_PAGES: asked}
-    found = subprocess.check_output([sys.executable, "-P", "-c", LARGE], text=True, env=environment)
-    assert int(found) > 0
+    environment |= {} if setting is None else {kept_memory.LARGE_PAGES: setting}
+    kilobytes = subprocess.check_output([sys.executable, "-P", "-c", LARGE], text=True, env=environment)
+    assert int(kilobytes) > 0

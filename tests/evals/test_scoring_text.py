@@ -163,17 +163,17 @@ def test_masked_tokens(backbone, line, tmp_path):
     assert [len(window) for window in data.tokens] == [126, 126, 48, 100]
     model = getattr(transformers, f"{backbone}ForMaskedLM").from_pretrained(tmp_path / "model")
     losses, hits, masked = [], [], 0
-    for window, (places, _), encoded in zip(data.tokens, data.places, data.encoded, strict=True):
+    for window, (positions, _), encoded in zip(data.tokens, data.places, data.encoded, strict=True):
         whole = torch.tensor([1, *window, 2])
         labels = torch.where(torch.tensor(encoded["input_ids"]) == 3, whole, -100)
-        assert labels.ne(-100).nonzero()[:, 0].tolist() == places.tolist()
+        assert labels.ne(-100).nonzero()[:, 0].tolist() == positions.tolist()
         assert torch.tensor(encoded["input_ids"])[labels == -100].equal(whole[labels == -100])
-        assert len(places) == round(0.15 * len(window))
+        assert len(positions) == round(0.15 * len(window))
         with torch.no_grad():
             output = model.eval()(input_ids=torch.tensor([encoded["input_ids"]]), labels=labels[None])
-        losses.append(float(output.loss) * len(places))
+        losses.append(float(output.loss) * len(positions))
         hits.append(int((output.logits[0].argmax(-1) == labels).sum()))
-        masked += len(places)
+        masked += len(positions)
     metrics = scores(report)
     assert metrics["loss"] == pytest.approx(sum(losses) / masked, rel=1e-4)
     assert metrics["perplexity"] == pytest.approx(torch.tensor(metrics["loss"]).exp().item(), rel=1e-4)
@@ -253,7 +253,7 @@ def test_spans(length):
     spans = windows.noise_spans(length, generator)
     noise = max(1, round(0.15 * length))
     assert sum(end - begin for begin, end in spans) == noise and len(spans) == max(1, round(noise / 3))
-    bounds = [0, *(place for span in spans for place in span)]
+    bounds = [0, *(bound for span in spans for bound in span)]
     assert all(before < after for before, after in pairwise(bounds)) and bounds[-1] == length
 
 

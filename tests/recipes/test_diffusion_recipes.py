@@ -25,7 +25,7 @@ PAPER = "papers/moh_dit_xl_2"
 
 
 def test_the_recipe_trains_as_the_paper_says() -> None:
-    """Mixture-of-Head, section 4.2 and table 2."""
+    """Settings of Mixture-of-Head, section 4.2 and table 2."""
     loaded = load_recipe(PAPER)
     config, options = loaded.model.config or {}, loaded.train
     assert (loaded.steps, loaded.batch_size) == (7_000_000, 256)
@@ -65,7 +65,7 @@ def test_the_dry_run_counts_the_model_that_is_trained(tmp_path: Path) -> None:
     paper = dry_run(load_recipe("papers/moh_dit_xl_2"), ONE_GPU)
     positions = 256 * 16 * 72
     assert round((paper["parameters"] + positions) / 1e6) == 676  # MoH, table 2
-    # DiT's table 4 counts 118.64 billion products of an image.
+    # DiT's table 4 counts 118.64 billion multiplications per image.
     assert paper["training_flops_per_sample"] == pytest.approx(6 * 118.64e9, rel=0.01)
     assert any("FLOPs a sample" in line for line in dry_run_lines(report))
     for kind in (FSDP, ZERO3):

@@ -141,7 +141,7 @@ def test_biases_move_by_whole_steps(whole):
 
 @pytest.mark.parametrize("changes", first([AGAIN, {"micro_batch": 2}, {"micro_batch": 1}]))
 def test_a_run_however_it_is_accumulated(changes, whole, tmp_path):
-    """Biases and loads are whole numbers of steps and tokens: equal to the bit."""
+    """Biases and loads are whole numbers of update steps and tokens, so that they are equal to the bit."""
     recipe, expected = experts(tmp_path, **changes), trained_biases(whole)
     train(recipe)
     assert losses(recipe) == pytest.approx(losses(whole), abs=2e-6)

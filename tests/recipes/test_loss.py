@@ -203,7 +203,7 @@ def test_the_load_of_heads():
     first = torch.tensor([[[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], [[0.6, 0.1, 0.3], [0.4, 0.5, 0.1]]])
     loads = routing.load([first, torch.tensor([[[0.5, 0.3, 0.2]]])])
     assert load_metrics("head_load", dict(zip((0, 3), loads, strict=True))) == {
-        "head_load/0/least": 0.5,  # of four tokens two select the last head, and three each of the others
+        "head_load/0/least": 0.5,  # of 4 tokens, 2 select the last head and 3 each of the others
         "head_load/0/most": 0.75,
         "head_load/3/least": 0.0,
         "head_load/3/most": 1.0,

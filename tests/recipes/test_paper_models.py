@@ -101,7 +101,7 @@ def test_the_model_is_transnext_small_with_the_heads_of_the_published_configurat
 
 
 def test_three_quarters_of_the_heads_are_active():
-    """Mixture-of-Head, table 1."""
+    """Share of active heads in table 1 of Mixture-of-Head."""
     heads = sum(heads * depth for heads, depth in zip(VIT["num_attention_heads"], VIT["depths"], strict=True))
     assert sum(VIT["mixers"]["mixture"]["active_heads"]) / heads == pytest.approx(0.75, abs=0.01)
 

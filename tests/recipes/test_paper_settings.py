@@ -210,12 +210,12 @@ def test_recipes_train_as_the_papers_say(name):
 
 
 def test_the_sweep_tries_the_rates_of_the_paper():
-    """Explicit Attention, section 5.1.2."""
+    """Learning rates of Explicit Attention, section 5.1.2."""
     assert load_recipe("papers/mea_1b_sweep").sweep.learning_rates == (1e-4, 5e-4, 1e-3, 3e-3)
 
 
 def test_the_recovery_stage_trains_on_what_the_model_from_scratch_trains_on():
-    """Explicit Attention, appendix C."""
+    """Data of the recovery stage in Explicit Attention, appendix C."""
     recovery, scratch = (load_recipe(f"papers/{name}") for name in ("mea_qwen3_30b_full_recovery", "mea_1b"))
     assert recovery.data.sources == scratch.data.sources
 

@@ -64,7 +64,7 @@ def test_no_thread_of_the_group_is_left(failure, group):
             run()
         assert not gloo_threads()
     else:
-        with pytest.raises(failure, match=OF_A_STEP):  # the error is still there when the threads are looked for
+        with pytest.raises(failure, match=OF_A_STEP):  # the error still exists when threads are counted
             try:
                 with closing_process_group():
                     run()

@@ -59,7 +59,7 @@ def test_the_shuffling_leaves_no_trace_of_the_order():
 
 
 def test_the_order_is_pinned():
-    """A run that was begun with one version is resumed with another: this may never change."""
+    """The order may never change, since a run may be resumed with another version of crosshead."""
     assert [shuffled("0 0 0", 10, index) for index in range(10)] == PINNED_SHUFFLE
     assert {count: [shuffled("0 0 0", count, index) for index in range(3)] for count in PINNED_LARGE} == PINNED_LARGE
     assert [SampleOrder([5, 3], [0.7, 0.3], seed=1).sample(index) for index in range(12)] == PINNED_RUN

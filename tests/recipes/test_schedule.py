@@ -30,7 +30,7 @@ def test_by_hand(train, expected, tmp_path):
 
 
 def test_nothing_behind_the_last_step(tmp_path):
-    """The scheduler asks for one step more than there are."""
+    """The scheduler also asks for the learning rate of one step after the last."""
     recipe = recipe_of(tmp_path)
     assert learning_rate_factor(recipe, recipe.steps) == pytest.approx(0.2)
 

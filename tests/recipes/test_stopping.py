@@ -140,7 +140,7 @@ def test_a_signal_while_processes_wait_for_each_other_counts_at_the_next_step(mo
 
     def greatest(number, args):
         if not number:
-            os.kill(os.getpid(), signal.SIGTERM)  # the others have answered already
+            os.kill(os.getpid(), signal.SIGTERM)  # the other processes have answered already
         return number
 
     monkeypatch.setattr(callbacks, "_maximum", greatest)

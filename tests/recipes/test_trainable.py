@@ -67,7 +67,7 @@ def test_mixers_and_low_rank_changes_to_the_projections(tmp_path):
     }
     change = after["model.layers.0.self_attn.q_proj.weight"] - before["model.layers.0.self_attn.q_proj.weight"]
     assert torch.linalg.matrix_rank(change, rtol=1e-3) == 2
-    # Without peft: it is the model itself, and its own code.
+    # The saved model needs no peft: the adapters are merged, and its class is crosshead's.
     assert not list(Path(recipe.output, "model").glob("adapter*"))
     assert type(AutoModelForCausalLM.from_pretrained(Path(recipe.output, "model"))).__module__.startswith("crosshead")
     assert 0 < metrics(recipe)[-2]["drift/knocking"] < 0.1
