@@ -142,7 +142,7 @@ class Rows:
     mask: torch.Tensor | None
 
     def pieces(self) -> Iterator[tuple[slice, slice, bool]]:
-        """Yield (rows, keys, is masked) per kernel call; every row of a masked piece sees at least one of its keys."""
+        """Yield (rows, keys, is masked) per kernel call; a masked piece hides no row completely, except padding."""
         done = 0
         for start in range(0, self.ends.shape[-1], BLOCK_ROWS):
             rows = slice(start, start + BLOCK_ROWS)

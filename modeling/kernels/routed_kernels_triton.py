@@ -127,7 +127,7 @@ def block_keys(
 def visible_keys(
     ptr: tl.tensor, first: tl.tensor, end: tl.tensor, contiguous: tl.tensor, keys: tl.tensor, MASKED: tl.constexpr
 ) -> tl.tensor:
-    """Return True where a key is visible; the mask is read, at the pointers `at`, only where a key range has gaps."""
+    """Return True where a key is visible; the mask is read, at the pointers `ptr`, only where a key range has gaps."""
     visible = (keys >= first) & (keys < end)
     if MASKED:
         from_mask = visible & (contiguous == 0)
