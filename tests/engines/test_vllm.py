@@ -42,10 +42,10 @@ def test_same_tokens_and_probabilities(name: str, mode: str, processes: int, tmp
     done = run(tmp_path / name, mode, processes)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     assert lines, f"{done.stdout[-3000:]}\n{done.stderr[-6000:]}"
-    found: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
-    for ours, wanted in zip(found, json.loads((tmp_path / name / "expected.json").read_text()), strict=True):
-        assert ours["tokens"] == wanted["tokens"]
-        assert ours["logprobs"] == pytest.approx(wanted["logprobs"], abs=TOLERANCE)
+    results: list[dict[str, Any]] = json.loads(lines[-1].removeprefix("RESULT "))
+    for ours, expected in zip(results, json.loads((tmp_path / name / "expected.json").read_text()), strict=True):
+        assert ours["tokens"] == expected["tokens"]
+        assert ours["logprobs"] == pytest.approx(expected["logprobs"], abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("name", REFUSED)

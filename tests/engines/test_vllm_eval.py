@@ -44,8 +44,8 @@ def test_scores_are_those_of_transformers(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
     report = json.loads((tmp_path / "eval.json").read_text())
     assert report["backend"] == "vllm"
-    for found, wanted in zip(report["models"], expected["models"], strict=True):
-        assert (found["dtype"], found["parameters"]) == ("float32", wanted["parameters"])
-        assert [row["score"] for row in found["scores"]] == pytest.approx(
-            [row["score"] for row in wanted["scores"]], rel=1e-2
+    for scored, reference in zip(report["models"], expected["models"], strict=True):
+        assert (scored["dtype"], scored["parameters"]) == ("float32", reference["parameters"])
+        assert [row["score"] for row in scored["scores"]] == pytest.approx(
+            [row["score"] for row in reference["scores"]], rel=1e-2
         )

@@ -49,12 +49,12 @@ def test_four_bit_weights(case: str, folder: Path, tmp_path: Path) -> None:
             assert layers[layer].bias is None
         else:
             assert torch.equal(weight, parameter), name
-    found, expected = model(tokens()).logits, expected(tokens()).logits
-    assert (found - expected).norm() / expected.norm() < 0.03  # the CPU kernels of bitsandbytes multiply in bfloat16
+    logits, expected = model(tokens()).logits, expected(tokens()).logits
+    assert (logits - expected).norm() / expected.norm() < 0.03  # the CPU kernels of bitsandbytes multiply in bfloat16
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     written = model.generate(tokens(), **options)
     assert torch.equal(written, model.generate(tokens(), use_cache=False, **options))
-    torch.testing.assert_close(loaded(tmp_path / "small")(tokens()).logits, found)
+    torch.testing.assert_close(loaded(tmp_path / "small")(tokens()).logits, logits)
 
 
 def test_lora_beside_a_mechanism_trained_in_full(case: str, folder: Path) -> None:

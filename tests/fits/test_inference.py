@@ -67,15 +67,15 @@ def test_a_pipeline_writes_and_answers(folder):
     made = pipeline("text-generation", str(folder))
     prompts = [PROMPT, "one, two, three and"]  # together, so one of them is padded
     made.tokenizer.padding_side = "left"
-    found = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
-    for prompt, (answer,) in zip(prompts, found, strict=True):
+    answers = made(prompts, batch_size=2, return_full_text=False, **GREEDY)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
         assert bare(answer["generated_text"]) == bare(continued(folder, prompt))
-    asked = "<system> be brief\n<user> how are you\n<assistant> "
-    assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == asked
+    conversation = "<system> be brief\n<user> how are you\n<assistant> "
+    assert made.tokenizer.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True) == conversation
     (answer,) = made(CHAT, **GREEDY)
-    *before, said = answer["generated_text"]
-    assert before == CHAT and said["role"] == "assistant"
-    assert bare(said["content"]) == bare(continued(folder, asked))
+    *before, reply = answer["generated_text"]
+    assert before == CHAT and reply["role"] == "assistant"
+    assert bare(reply["content"]) == bare(continued(folder, conversation))
 
 
 @for_one_case
@@ -99,8 +99,8 @@ def test_device_maps(folder, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(folder)
     inputs = AutoTokenizer.from_pretrained(folder)(PROMPT, return_tensors="pt").input_ids
     expected = plain(inputs).logits
-    for place in ("auto", "cpu"):
-        model = AutoModelForCausalLM.from_pretrained(folder, device_map=place)
+    for device_map in ("auto", "cpu"):
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map=device_map)
         torch.testing.assert_close(model(inputs.to(model.device)).logits.cpu(), expected, rtol=1e-4, atol=1e-4)
     layer = sum(parameter.nbytes for parameter in plain.model.layers[0].parameters())
     room = sum(parameter.nbytes for parameter in plain.parameters()) - layer

@@ -64,8 +64,8 @@ def backbone(form):
 @pytest.fixture(scope="module")
 def folders(form, tmp_path_factory):
     """Folders of a stock model with all usual files, of a crosshead model trained from it, and of its folded copy."""
-    place = tmp_path_factory.mktemp("models")
-    source, trained, folded = (place / name for name in ("source", "trained", "folded"))
+    parent = tmp_path_factory.mktemp("models")
+    source, trained, folded = (parent / name for name in ("source", "trained", "folded"))
     backbone, division = form
     write_stock(source, backbone, DIVISIONS[division])
     GenerationConfig(temperature=0.7, top_p=0.9, do_sample=True).save_pretrained(source)
@@ -104,8 +104,8 @@ def test_its_files_are_those_of_a_stock_checkpoint(folders):
 
 def test_its_config_says_what_the_stock_one_says(backbone, folders):
     source, _, folded = folders
-    said, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
-    assert said == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
+    config, expected = (json.loads((folder / "config.json").read_text()) for folder in (folded, source))
+    assert config == expected | OLDER_NAMES | (EXPERTS if backbone == "Qwen3Moe" else {})
     read, stock = (AutoConfig.from_pretrained(folder) for folder in (folded, source))
     assert type(read) is STOCK[backbone][0]
     assert {**stock.to_dict(), "_name_or_path": ""} == {**read.to_dict(), "_name_or_path": ""}
@@ -123,7 +123,7 @@ def test_the_stock_class_loads_it_whole(backbone, folders):
 
 def test_llama_cpp_knows_every_tensor(backbone, folders):
     _, trained, folded = folders
-    found = gguf_names(backbone, stored_names(folded))
-    assert None not in found.values()
-    assert len(set(found.values())) == len(found)
+    known_names = gguf_names(backbone, stored_names(folded))
+    assert None not in known_names.values()
+    assert len(set(known_names.values())) == len(known_names)
     assert None in gguf_names(backbone, stored_names(trained)).values()  # unfolded models have unknown tensors

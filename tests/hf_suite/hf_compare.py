@@ -47,7 +47,7 @@ def matching(case: str, test: str, reasons: Reasons) -> tuple[str, str] | None:
 
 def differences(results: dict[str, Result], reasons: Reasons) -> list[Difference]:
     """All tests and subtests that only the stock class passes; subtests of a listed test are not listed."""
-    found = []
+    listed = []
     for name, result in results.items():
         if not result.case.mixers:
             continue
@@ -63,17 +63,17 @@ def differences(results: dict[str, Result], reasons: Reasons) -> list[Difference
                 continue
             if not subtest:
                 worse.add(test)
-            found.append(Difference(name, test, subtest, ours, why, matching(name, test, reasons)))
-    return found
+            listed.append(Difference(name, test, subtest, ours, why, matching(name, test, reasons)))
+    return listed
 
 
-def stale_reasons(results: dict[str, Result], found: list[Difference], reasons: Reasons) -> list[tuple[str, str]]:
+def stale_reasons(results: dict[str, Result], listed: list[Difference], reasons: Reasons) -> list[tuple[str, str]]:
     """Keys of the table of reasons that explain no difference, although the stock class passes a matching test.
 
     An entry for a test that this version of the library lacks, or that no stock class passes on this machine, is not
     stale, because it was not tested.
     """
-    used = {difference.key for difference in found}
+    used = {difference.key for difference in listed}
     tested = {
         matching(name, test, reasons)
         for name, result in results.items()

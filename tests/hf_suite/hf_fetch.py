@@ -33,16 +33,16 @@ def download(version: str, cache: Path) -> Path:
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as folder:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        wanted = ["--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
-        run = subprocess.run(pip + wanted, capture_output=True, text=True)
-        found = Path(folder) / target.name
-        if run.returncode or not found.exists():
+        options = ["--no-binary", "transformers", f"transformers=={version}", "--dest", folder]
+        run = subprocess.run(pip + options, capture_output=True, text=True)
+        downloaded = Path(folder) / target.name
+        if run.returncode or not downloaded.exists():
             errors = [line for line in run.stderr.splitlines() if line.lower().startswith("error")]
             why = errors[-1] if errors else (run.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
             raise FetchError(
                 f"cannot fetch the source of transformers {version} from the package index (no network?): {why}"
             )
-        found.replace(target)
+        downloaded.replace(target)
     return target
 
 

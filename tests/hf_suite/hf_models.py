@@ -99,7 +99,7 @@ class Tester:
         attention_mask = common.torch.tril(common.torch.ones_like(input_ids))
         inputs = {"input_ids": input_ids, "attention_mask": attention_mask}
         if self.case.backbone in SEQ2SEQ:
-            inputs |= {f"decoder_{name}": given for name, given in inputs.items()}
+            inputs |= {f"decoder_{name}": value for name, value in inputs.items()}
         return self.get_config(), inputs
 
 

@@ -129,11 +129,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"[{number}/{len(cases)}] {case.name} ...", end=" ", flush=True)
         results[case.name] = run_case(case, tests)
         print(summary_line(results[case.name]), flush=True)
-    found = differences(results, REASONS)
-    stale = [] if options.filter else stale_reasons(results, found, REASONS)
-    status = print_report(results, found, stale)
+    listed = differences(results, REASONS)
+    stale = [] if options.filter else stale_reasons(results, listed, REASONS)
+    status = print_report(results, listed, stale)
     if options.json:
-        options.json.write_text(json.dumps(to_json(release, results, found, stale, status), indent=1) + "\n")
+        options.json.write_text(json.dumps(to_json(release, results, listed, stale, status), indent=1) + "\n")
     return status
 
 

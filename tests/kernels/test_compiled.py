@@ -45,6 +45,6 @@ def test_compiles_for_an_h100_and_fits_its_memory(name: str, tmp_path: Path) -> 
     command = [sys.executable, "-P", str(TESTS / "compile_kernels.py"), name]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    found: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {kernel["kernel"] for kernel in found} == KERNELS[name]
-    assert not [kernel for kernel in found if kernel["shared"] > MOST_SHARED or not kernel["binary"]]
+    kernels: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {kernel["kernel"] for kernel in kernels} == KERNELS[name]
+    assert not [kernel for kernel in kernels if kernel["shared"] > MOST_SHARED or not kernel["binary"]]

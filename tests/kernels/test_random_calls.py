@@ -27,7 +27,7 @@ KERNELS = (
 MECHANISMS = ("mixture", "mixture-token", "talking")
 
 
-def telling(
+def scaled_and_recorded(
     kernel: Callable[..., torch.Tensor], name: str, names: list[str], factor: float
 ) -> Callable[..., torch.Tensor]:
     """The kernel with its output multiplied by `factor`; each call appends `name` to `names`."""
@@ -53,8 +53,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_right_kernels_agree_and_wrong_ones_are_found(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     for module, name in KERNELS:
-        monkeypatch.setattr(module, name, telling(getattr(module, name), name, names, factor))
+        monkeypatch.setattr(module, name, scaled_and_recorded(getattr(module, name), name, names, factor))
     cases = [(mechanism, dtype) for mechanism in MAKERS for dtype in TOLERANCES]
-    found = {case for case in cases if not check(*case, "cpu", 24, 4)[1]}
-    assert found == (set() if factor == 1 else {case for case in cases if case[0] in MECHANISMS})
+    failed = {case for case in cases if not check(*case, "cpu", 24, 4)[1]}
+    assert failed == (set() if factor == 1 else {case for case in cases if case[0] in MECHANISMS})
     assert set(names) == {name for _, name in KERNELS}

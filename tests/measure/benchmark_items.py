@@ -36,13 +36,13 @@ def arguments() -> argparse.Namespace:
 
 def models(folder: Path) -> dict[str, Path]:
     """Name -> folder of the models that exist, the source first."""
-    places = {"source": folder / "source"}
+    candidates = {"source": folder / "source"}
     for name in CONVERSIONS:
-        places |= {name: folder / name, f"{name}-trained": folder / "runs" / name / "model"}
-    found = {name: path for name, path in places.items() if (path / "config.json").exists()}
-    if len(found) < 2 or "source" not in found:
+        candidates |= {name: folder / name, f"{name}-trained": folder / "runs" / name / "model"}
+    existing = {name: path for name, path in candidates.items() if (path / "config.json").exists()}
+    if len(existing) < 2 or "source" not in existing:
         raise SystemExit(f"{folder} has no source and conversion: make measure-recovery writes them")
-    return found
+    return existing
 
 
 def task(name: str, files: list[Path], **options: Any) -> dict[str, Any]:
@@ -71,38 +71,42 @@ def write_tasks(data: Path, folder: Path) -> None:
     paradigms = sorted((data / "blimp").glob("*.jsonl"))
     tasks += [task(f"{BLIMP}_{path.stem}", [path], **pair) for path in paradigms]
     mean = [{"metric": "acc", "aggregation": "mean", "weight_by_size": True}]
-    group = {"group": BLIMP, "task": [each["task"] for each in tasks[1:]], "aggregate_metric_list": mean}
-    for each in (*tasks, group):
-        name = each.get("task") if "group" not in each else BLIMP
-        (folder / f"{name}.yaml").write_text(json.dumps(each), encoding="utf-8")
+    group = {"group": BLIMP, "task": [config["task"] for config in tasks[1:]], "aggregate_metric_list": mean}
+    for config in (*tasks, group):
+        name = config.get("task") if "group" not in config else BLIMP
+        (folder / f"{name}.yaml").write_text(json.dumps(config), encoding="utf-8")
 
 
 def main() -> None:
-    given = arguments()
-    places = models(given.folder)
+    options = arguments()
+    folders = models(options.folder)
     with tempfile.TemporaryDirectory() as scratch:
-        write_tasks(given.data, Path(scratch))
+        write_tasks(options.data, Path(scratch))
         report = evaluate(
-            [str(path) for path in places.values()],
+            [str(path) for path in folders.values()],
             tasks=[PIQA, BLIMP],
             include_path=Path(scratch),
-            limit=given.limit,
+            limit=options.limit,
             compared=True,
             progress=lambda message: print(message, file=sys.__stdout__, flush=True),  # evaluate() hides stdout
         )
-    found = figures(report, [*places]) | {"limit": given.limit, "versions": report["versions"], "machine": machine()}
-    given.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print(json.dumps(found["models"], indent=2))
+    results = figures(report, [*folders]) | {
+        "limit": options.limit,
+        "versions": report["versions"],
+        "machine": machine(),
+    }
+    options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print(json.dumps(results["models"], indent=2))
 
 
 def figures(report: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Score and standard error per model and task, with the difference from the source and its confidence interval."""
     by_name: dict[str, Any] = {}
-    for place, (name, model) in enumerate(zip(names, report["models"], strict=True)):
+    for index, (name, model) in enumerate(zip(names, report["models"], strict=True)):
         scores = {
             row["task"]: {key: row[key] for key in ("score", "standard_error", "items")} for row in model["scores"]
         }
-        for row in report["compared"][place - 1]["scores"] if place else ():
+        for row in report["compared"][index - 1]["scores"] if index else ():
             scores[row["task"]] |= {"change": row["change"], "interval": row["interval"]}
         by_name[name] = scores
     return {"models": by_name}

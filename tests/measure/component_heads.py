@@ -46,10 +46,10 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="JSON file to which the results are added")
     parser.add_argument("--name", help="key of the results in that file")
-    given = parser.parse_args()
-    if (given.out is None) != (given.name is None):
+    options = parser.parse_args()
+    if (options.out is None) != (options.name is None):
         parser.error("--out and --name go together: give both or neither")
-    return given
+    return options
 
 
 def part_of(text: str, part: str) -> str:
@@ -59,17 +59,17 @@ def part_of(text: str, part: str) -> str:
 
 def request(case: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments `mixers` and further options of `crosshead.convert` for a case."""
-    method, what, dtype = [*case.split(":"), "float32"][:3]
+    method, value, dtype = [*case.split(":"), "float32"][:3]
     if method == "mixture":
-        way = "paper" if dtype == "paper" else "calibrated"
-        return {"mixture": {"active_heads": int(what), "method": way}}, {"dtype": "float32"}
+        router_method = "paper" if dtype == "paper" else "calibrated"
+        return {"mixture": {"active_heads": int(value), "method": router_method}}, {"dtype": "float32"}
     if method == "differential":
-        return {"differential": {"version": what, "half_values": what == "1"}}, {"dtype": dtype}
+        return {"differential": {"version": value, "half_values": value == "1"}}, {"dtype": dtype}
     if method == "active":
-        return {"mixture": {}}, {"active": what, "dtype": dtype}
+        return {"mixture": {}}, {"active": value, "dtype": dtype}
     if method == "auto":
-        return {"explicit": {}}, {"layers": "auto", "budget": float(what), "dtype": dtype}
-    counts, groups = [*what.split("/"), "1"][:2]
+        return {"explicit": {}}, {"layers": "auto", "budget": float(value), "dtype": dtype}
+    counts, groups = [*value.split("/"), "1"][:2]
     keys, values = (counts.split(",") * 2)[:2]
     options = {"key_heads": keys, "value_heads": values, "method": method}
     return {"explicit": options | ({} if groups == "auto" else {"groups": groups})}, {"dtype": dtype}
@@ -104,11 +104,11 @@ def loss(model: Any, tokens: torch.Tensor) -> float:
     return total / len(tokens)
 
 
-def add(path: Path, name: str, found: dict[str, Any]) -> None:
+def add(path: Path, name: str, results: dict[str, Any]) -> None:
     """Add results to the JSON file under the key `name`; earlier results with this key are replaced."""
     report = json.loads(path.read_bytes()) if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report | {name: found}, indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(report | {name: results}, indent=2) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -124,23 +124,23 @@ def main() -> None:
         prose = part_of(read_text(options.text, ConversionError), options.part)
         tokens = windows(tokenizer, prose, options.length, options.windows, len(tokenizer))
         source = loss(loaded(neutral), tokens)
-        given = None if options.calibration is None else options.calibration.name
-        found: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
-        found |= {"text": options.text.name, "part": options.part, "calibration": given}
-        found |= {"calibration_part": options.calibration_part if given else None, "cases": {}}
-        place = {"device": options.device, "machine": machine()}
+        calibration = None if options.calibration is None else options.calibration.name
+        results: dict[str, Any] = {"source": round(source, 4), "windows": len(tokens), "length": options.length}
+        results |= {"text": options.text.name, "part": options.part, "calibration": calibration}
+        results |= {"calibration_part": options.calibration_part if calibration else None, "cases": {}}
+        environment = {"device": options.device, "machine": machine()}
         print(json.dumps({"source": options.model, "windows": len(tokens), "loss": round(source, 4)}), flush=True)
         for case in options.cases:
             started = time.perf_counter()
             if case.startswith("pooled:"):
                 model, report = pooled(neutral, int(case.partition(":")[2])), dict[str, Any]()
             else:
-                mixers, asked = request(case)
-                asked["device"] = options.device
+                mixers, convert_options = request(case)
+                convert_options["device"] = options.device
                 reads_text = not case.startswith(("svd", "differential")) and not case.endswith("paper")
                 if options.calibration is not None and reads_text:
-                    asked["calibration"] = text
-                report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **asked)
+                    convert_options["calibration"] = text
+                report = crosshead.convert(options.model, out, mixers, verify=False, overwrite=True, **convert_options)
                 model = loaded(out)
             seconds = time.perf_counter() - started
             above = round(loss(model, tokens) - source, 4)
@@ -149,9 +149,9 @@ def main() -> None:
             chosen = {short: chosen[name] for short, name in names.items() if name in chosen}
             result = {"above_source": above, "seconds": round(seconds, 1)} | chosen
             print(json.dumps({"case": case} | result), flush=True)
-            found["cases"][case] = result | place
+            results["cases"][case] = result | environment
             if options.out is not None:
-                add(options.out, options.name, found)
+                add(options.out, options.name, results)
 
 
 if __name__ == "__main__":

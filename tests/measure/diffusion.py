@@ -46,8 +46,8 @@ def images() -> tuple[Tensor, Tensor]:
     """All images (N, 1, 8, 8) with values between -1 and 1, in a fixed random order, and their classes (N,)."""
     pixels, classes = load_digits(return_X_y=True)
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
-    found = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
-    return found[order], torch.tensor(classes)[order]
+    scaled = torch.tensor(pixels, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
+    return scaled[order], torch.tensor(classes)[order]
 
 
 def initialise(model: nn.Module) -> None:
@@ -106,17 +106,17 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
-    settings = {"shape": SHAPE, "steps": asked.steps, "batch": BATCH, "learning_rate": RATE, "ema_decay": DECAY}
+    options = parser.parse_args()
+    settings = {"shape": SHAPE, "steps": options.steps, "batch": BATCH, "learning_rate": RATE, "ema_decay": DECAY}
     losses: dict[str, dict[int, float]] = {}
-    for seed in range(asked.seeds):
+    for seed in range(options.seeds):
         for name, mixers in CASES.items():
-            losses.setdefault(name, {})[seed] = trained(mixers, seed, asked.steps)
+            losses.setdefault(name, {})[seed] = trained(mixers, seed, options.steps)
             print(f"seed {seed}, {name}: {losses[name][seed]:.4f}", flush=True)
-            found = report(losses, CASES, settings)
-            asked.out.parent.mkdir(parents=True, exist_ok=True)
-            asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print("\n".join(lines(found)))
+            results = report(losses, CASES, settings)
+            options.out.parent.mkdir(parents=True, exist_ok=True)
+            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    print("\n".join(lines(results)))
 
 
 if __name__ == "__main__":

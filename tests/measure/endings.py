@@ -51,8 +51,8 @@ def end_together(recipe: Recipe, folder: Path) -> tuple[list[int], list[str]]:
             train_in_fork(folder, rank, shared)
         children.append(child)
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    left = [name for file in folder.glob("threads-*") for name in json.loads(file.read_text())]
-    return statuses, left
+    threads = [name for file in folder.glob("threads-*") for name in json.loads(file.read_text())]
+    return statuses, threads
 
 
 def train_in_fork(folder: Path, rank: int, shared: dict[str, str]) -> None:
@@ -75,12 +75,12 @@ def list_threads(path: Path) -> None:
 @contextmanager
 def busy(processes: int) -> Iterator[None]:
     """Keep the CPU busy with `processes` processes inside the block; forked children do not end them."""
-    here = os.getpid()
+    parent = os.getpid()
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
     try:
         yield
     finally:
-        if os.getpid() == here:
+        if os.getpid() == parent:
             for process in load:
                 process.kill()
                 process.wait()
@@ -90,16 +90,16 @@ def measure(folder: Path, ends: int, load: int) -> dict[str, Any]:
     """Run the training `ends` times; return the counts of exit statuses and of threads alive at exit."""
     recipe = short_run(folder / "toy")
     statuses: Counter[int] = Counter()
-    left: Counter[str] = Counter()
+    threads_left: Counter[str] = Counter()
     with busy(load):
         for number in range(ends):
-            found, threads = end_together(recipe, folder / "run")
-            statuses.update(found)
-            left.update(threads)
-            if any(found):
+            exits, threads = end_together(recipe, folder / "run")
+            statuses.update(exits)
+            threads_left.update(threads)
+            if any(exits):
                 shutil.copyfile(folder / "run" / "log", folder / f"failed-{number}.log")
-            print(f"{number + 1} of {ends}: exit statuses {found}", file=sys.stderr, flush=True)
-    return {"ends": ends, "load": load, "exit_statuses": dict(statuses), "threads_left": dict(left)}
+            print(f"{number + 1} of {ends}: exit statuses {exits}", file=sys.stderr, flush=True)
+    return {"ends": ends, "load": load, "exit_statuses": dict(statuses), "threads_left": dict(threads_left)}
 
 
 def main() -> None:
@@ -108,9 +108,9 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--ends", type=int, default=100)
     parser.add_argument("--load", type=int, default=4)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    report = measure(asked.folder, asked.ends, asked.load)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    report = measure(options.folder, options.ends, options.load)
     print(json.dumps(report, indent=2))
     if set(report["exit_statuses"]) != {0} or report["threads_left"]:
         raise SystemExit("not every process ended as it should")

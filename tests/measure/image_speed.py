@@ -43,7 +43,7 @@ def functions(layer: Any, hidden: torch.Tensor) -> tuple[Any, Any]:
     """Both attention functions, with the queries, keys, values (B, 12, T, 64) and gates of the layer as arguments."""
     attention = layer.attention
     projections = (attention.q_proj, attention.k_proj, attention.v_proj)
-    q, k, v = (each(hidden).unflatten(-1, (12, 64)).transpose(1, 2) for each in projections)
+    q, k, v = (projection(hidden).unflatten(-1, (12, 64)).transpose(1, 2) for projection in projections)
     gates, _ = attention.mixers["mixture"](hidden, q)
     skipping = ALL_ATTENTION_FUNCTIONS["crosshead_mixture"]
     options = {"scaling": attention.scaling, "gates": gates, "shared_heads": 3}
@@ -76,12 +76,12 @@ def measured(rounds: int, images: int) -> dict[str, Any]:
         "attention layer": (partial(ours.attention, hidden), partial(stock.attention, hidden)),
         "whole layer": (partial(ours, hidden), partial(stock, hidden)),
     }
-    found = {}
+    results = {}
     for name, (mine, baseline) in pairs.items():
         figures = in_turn(cpu_time(mine), cpu_time(baseline), rounds)
-        found[name] = {"ratio_of_best": min(figures["ours"]) / min(figures["baseline"]), **figures}
-        print(f"{name}: {found[name]['ratio_of_best']:.3f} of stock, {min(figures['ours']):.4f} s")
-    return found
+        results[name] = {"ratio_of_best": min(figures["ours"]) / min(figures["baseline"]), **figures}
+        print(f"{name}: {results[name]['ratio_of_best']:.3f} of stock, {min(figures['ours']):.4f} s")
+    return results
 
 
 def main() -> None:
@@ -90,12 +90,12 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--images", type=int, default=1, help="images per batch")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.set_num_threads(1)
-    content = {"mixers": MIXERS, "tokens": TOKENS, "images": given.images, "machine": machine()}
-    content["measured"] = measured(given.rounds, given.images)
-    given.out.parent.mkdir(parents=True, exist_ok=True)
-    given.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    content = {"mixers": MIXERS, "tokens": TOKENS, "images": options.images, "machine": machine()}
+    content["measured"] = measured(options.rounds, options.images)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

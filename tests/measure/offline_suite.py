@@ -53,12 +53,12 @@ def write_copies(model: Path, folder: Path, layer: int, seed: int) -> list[str]:
 
 
 def main() -> None:
-    asked = arguments()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    model = stock(asked.model, asked.folder)
-    models = [str(model), *write_copies(model, asked.folder, asked.layer, asked.seed)]
+    options = arguments()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model = stock(options.model, options.folder)
+    models = [str(model), *write_copies(model, options.folder, options.layer, options.seed)]
     command = [sys.executable, "-P", "-m", "crosshead", "eval", *models, "--suite", "offline", "--compare"]
-    sys.exit(subprocess.run([*command, "--out", asked.folder / "eval.json", "--overwrite"], check=False).returncode)
+    sys.exit(subprocess.run([*command, "--out", options.folder / "eval.json", "--overwrite"], check=False).returncode)
 
 
 if __name__ == "__main__":

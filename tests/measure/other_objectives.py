@@ -113,14 +113,14 @@ def corrupted(tokens: Tensor, vocabulary: int, draws: torch.Generator) -> dict[s
     spans = round(noise / MEAN_SPAN)
     inputs, labels = [], []
     for row in tokens.tolist():
-        places = zip(pieces(len(row) - noise, spans, draws), pieces(noise, spans, draws), strict=True)
-        rest, shown, asked = row, [], []
-        for sentinel, (plain, cut) in enumerate(places, start=vocabulary):
+        lengths = zip(pieces(len(row) - noise, spans, draws), pieces(noise, spans, draws), strict=True)
+        rest, shown, targets = row, [], []
+        for sentinel, (plain, cut) in enumerate(lengths, start=vocabulary):
             shown += [*rest[:plain], sentinel]
-            asked += [sentinel, *rest[plain : plain + cut]]
+            targets += [sentinel, *rest[plain : plain + cut]]
             rest = rest[plain + cut :]
         inputs.append(shown + rest)
-        labels.append([*asked, vocabulary + spans])
+        labels.append([*targets, vocabulary + spans])
     return {"input_ids": torch.tensor(inputs), "labels": torch.tensor(labels)}
 
 
@@ -138,7 +138,7 @@ def text_examples(
 
 def digits(held_out: bool, draws: torch.Generator, count: int) -> Examples:
     """Batches of images (B, 1, 8, 8) and their classes (B,), random for training, in order for held-out images."""
-    pixels, classes = (torch.tensor(each) for each in load_digits(return_X_y=True))
+    pixels, classes = (torch.tensor(array) for array in load_digits(return_X_y=True))
     order = torch.randperm(len(classes), generator=torch.Generator().manual_seed(0))
     chosen = order[: len(order) // 5] if held_out else order[len(order) // 5 :]
     for batch in range(count):
@@ -202,17 +202,17 @@ def score(objective: Objective, model: nn.Module) -> dict[str, float]:
 
 def unfinished(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
     """Objective -> results that an earlier run with the same settings has written."""
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    return {name: each for name, each in found.items() if settings.items() <= each.items()}
+    results = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return {name: result for name, result in results.items() if settings.items() <= result.items()}
 
 
 def summary(scores: dict[str, dict[str, dict[str, float]]], settings: dict[str, Any]) -> dict[str, Any]:
     """The results of an objective, from case -> seed -> loss and accuracy."""
-    losses = {case: {int(seed): each["loss"] for seed, each in seeds.items()} for case, seeds in scores.items()}
-    found = report(losses, CASES, settings)
+    losses = {case: {int(seed): score["loss"] for seed, score in seeds.items()} for case, seeds in scores.items()}
+    results = report(losses, CASES, settings)
     for case, seeds in scores.items():
-        found["losses"][case]["accuracy"] = mean(each["accuracy"] for each in seeds.values())
-    return found | {"scores": scores}
+        results["losses"][case]["accuracy"] = mean(score["accuracy"] for score in seeds.values())
+    return results | {"scores": scores}
 
 
 def main() -> None:
@@ -221,26 +221,26 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seeds", type=int, default=3)
-    asked = parser.parse_args()
+    options = parser.parse_args()
     settings = {
-        "steps": asked.steps,
+        "steps": options.steps,
         "batch": BATCH,
         "length": LENGTH,
         "learning_rate": RATE,
         "vocabulary": VOCABULARY,
     }
-    found = unfinished(asked.out, settings)
-    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    results = unfinished(options.out, settings)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for name, objective in objectives().items():
-        scores: dict[str, dict[str, dict[str, float]]] = found.get(name, {}).get("scores", {})
-        for seed, case in product(map(str, range(asked.seeds)), CASES):
+        scores: dict[str, dict[str, dict[str, float]]] = results.get(name, {}).get("scores", {})
+        for seed, case in product(map(str, range(options.seeds)), CASES):
             if seed in scores.setdefault(case, {}):
                 continue
-            scores[case][seed] = trained(objective, CASES[case], int(seed), asked.steps)
+            scores[case][seed] = trained(objective, CASES[case], int(seed), options.steps)
             print(f"{name}, seed {seed}, {case}: {scores[case][seed]}", flush=True)
-            found[name] = summary(scores, settings)
-            asked.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        print("\n".join([name, *lines(found[name])]))
+            results[name] = summary(scores, settings)
+            options.out.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+        print("\n".join([name, *lines(results[name])]))
 
 
 if __name__ == "__main__":

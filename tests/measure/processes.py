@@ -70,11 +70,11 @@ def compared(recipe: Recipe, folder: Path, name: str) -> dict[str, Any]:
     }
 
 
-def differences(found: dict[str, dict[int, float]]) -> dict[str, float]:
+def differences(losses: dict[str, dict[int, float]]) -> dict[str, float]:
     """Division -> maximum difference of its losses from those of the first division."""
-    first, *others = found.values()
+    first, *others = losses.values()
     greatest = [max(abs(loss - other[step]) for step, loss in first.items()) for other in others]
-    return dict(zip([*found][1:], greatest, strict=True))
+    return dict(zip([*losses][1:], greatest, strict=True))
 
 
 def main() -> None:
@@ -82,10 +82,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=50)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    found = recipes(asked.folder, asked.steps).items()
-    report = {name: compared(recipe, asked.folder / "runs", name) for name, recipe in found}
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    named_recipes = recipes(options.folder, options.steps).items()
+    report = {name: compared(recipe, options.folder / "runs", name) for name, recipe in named_recipes}
     print(json.dumps(report, indent=2))
     if different(report):
         raise SystemExit(f"different: {', '.join(different(report))}")
@@ -95,9 +95,9 @@ def different(report: dict[str, Any]) -> list[str]:
     """Models and divisions with losses of the same step that differ by more than ALLOWED or are NaN."""
     return [
         f"{name}, {division}"
-        for name, found in report.items()
+        for name, results in report.items()
         for key in ("greatest_difference_of_losses", "greatest_difference_of_held_out_losses")
-        for division, difference in found[key].items()
+        for division, difference in results[key].items()
         if not difference <= ALLOWED
     ]
 

@@ -102,8 +102,8 @@ def conversion(name: str, heads: int, kv_heads: int) -> tuple[dict[str, Any], di
 def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
     """The shipped recipe with this text and model and enough steps for a loss curve; a control has no teacher."""
     shipped = f"small/smollm2_{name.partition('-')[0]}"
-    found = load_recipe(shipped)
-    batch = max(1, min(found.train.batch_tokens, tokens // STEPS) // LENGTH) * LENGTH
+    original = load_recipe(shipped)
+    batch = max(1, min(original.train.batch_tokens, tokens // STEPS) // LENGTH) * LENGTH
     steps = -(-tokens // batch)
     settings = {
         "output": folder / "runs" / name,
@@ -125,10 +125,10 @@ def recipe(folder: Path, name: str, tokens: int, changes: list[str]) -> Recipe:
     }
     if name.endswith(CONTROL):
         settings["distillation"] = "null"
-    elif found.distillation is not None:
+    elif original.distillation is not None:
         settings["distillation.teacher"] = folder / "source"
         for phase in ("transfer_steps", "match_steps"):  # the same fraction of the steps as in the recipe
-            part = 0 if name.endswith(DIRECT) else getattr(found.distillation, phase) / found.steps
+            part = 0 if name.endswith(DIRECT) else getattr(original.distillation, phase) / original.steps
             settings[f"distillation.{phase}"] = round(part * steps)
     return load_recipe(shipped, [*(f"{key}={value}" for key, value in settings.items()), *changes])
 
@@ -139,35 +139,35 @@ def trained_model(folder: Path, name: str) -> Path:
 
 
 @torch.no_grad()
-def loss(asked: Recipe, folder: Path) -> float:
+def loss(recipe: Recipe, folder: Path) -> float:
     """The loss of a model on the held-out text in float32, in nats per token."""
-    data = open_data(asked.data, load_tokenizer(asked), vocabulary_size(asked))
+    data = open_data(recipe.data, load_tokenizer(recipe), vocabulary_size(recipe))
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval().to(device)
-    batches: Any = DataLoader(data.evaluation, asked.train.micro_batch)  # type: ignore[arg-type]
+    batches: Any = DataLoader(data.evaluation, recipe.train.micro_batch)  # type: ignore[arg-type]
     inputs = ({key: part.to(device) for key, part in batch.items()} for batch in batches)
-    found = torch.cat([objective_of(asked).evaluate(model, each)["loss"] for each in inputs])
-    losses, counts = found.double().sum(0).tolist()
+    sums = torch.cat([objective_of(recipe).evaluate(model, batch_inputs)["loss"] for batch_inputs in inputs])
+    losses, counts = sums.double().sum(0).tolist()
     return losses / counts
 
 
-def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
+def recovered(recipe: Recipe, source: float, before: float) -> dict[str, Any]:
     """Train to the end, and return the results with the loss curve. `source` and `before` are losses."""
-    if train(asked, tell).model is None:
+    if train(recipe, tell).model is None:
         raise SystemExit("stopped: the same command goes on")
-    lines = MetricsFile.lines(Path(asked.output))
-    curve = [(line["step"] * asked.train.batch_tokens, line["eval_loss"]) for line in lines if "eval_loss" in line]
+    lines = MetricsFile.lines(Path(recipe.output))
+    curve = [(line["step"] * recipe.train.batch_tokens, line["eval_loss"]) for line in lines if "eval_loss" in line]
     tokens, after = curve[-1]
-    settings = asked.distillation
+    settings = recipe.distillation
     return {
         "source": source,
         "before": before,
         "after": after,
         "regained_per_million": (before - after) / tokens * 1e6,
         "curve": [(0, before), *curve],
-        "learning_rate": asked.train.learning_rate,
-        "dtype": asked.train.dtype,
-        "tokens_a_step": asked.train.batch_tokens,
+        "learning_rate": recipe.train.learning_rate,
+        "dtype": recipe.train.dtype,
+        "tokens_a_step": recipe.train.batch_tokens,
         "weight": settings.weight if settings else None,
         "transfer_steps": settings.transfer_steps if settings else 0,
         "match_steps": settings.match_steps if settings else 0,
@@ -176,21 +176,21 @@ def recovered(asked: Recipe, source: float, before: float) -> dict[str, Any]:
 
 def beside_controls(report: dict[str, Any]) -> dict[str, Any]:
     """Add the comparison with the control to each run, if the control was trained with the same settings."""
-    for name, found in report.items():
+    for name, result in report.items():
         control = report.get(f"{name.partition('-')[0]}{CONTROL}")
-        if name.endswith(CONTROL) or not control or any(found.get(key) != control.get(key) for key in SAME):
+        if name.endswith(CONTROL) or not control or any(result.get(key) != control.get(key) for key in SAME):
             continue
-        found |= {"control": control["after"], "above_control": found["after"] - control["after"]}
-        both = [*zip(found["curve"], control["curve"], strict=True)]
+        result |= {"control": control["after"], "above_control": result["after"] - control["after"]}
+        both = [*zip(result["curve"], control["curve"], strict=True)]
         near = takewhile(lambda pair: pair[0][1] <= pair[1][1] + NEAR, reversed(both))
-        found["tokens_until_near"] = min((own[0] for own, _ in near), default=None)
+        result["tokens_until_near"] = min((own[0] for own, _ in near), default=None)
     return report
 
 
-def tell(stage: str, done: int, total: int | None, told: str = "") -> None:
+def tell(stage: str, done: int, total: int | None, message: str = "") -> None:
     """Print progress messages about held-out losses, one per line."""
-    if "held-out" in told:
-        print(f"{stage} {done} of {total}: {told}", flush=True)
+    if "held-out" in message:
+        print(f"{stage} {done} of {total}: {message}", flush=True)
 
 
 def main() -> None:
@@ -208,25 +208,27 @@ def main() -> None:
         dest="changes",
         help="change a value of the recipe: KEY=VALUE, repeatable",
     )
-    asked = parser.parse_args()
+    options = parser.parse_args()
     disable_progress_bar()
-    names = [asked.only] if asked.only else NAMES
-    prepare(asked.model, asked.text, asked.folder, names)
+    names = [options.only] if options.only else NAMES
+    prepare(options.model, options.text, options.folder, names)
     for name in names:
-        wanted = recipe(asked.folder, name, asked.tokens, asked.changes)
-        source, before = (loss(wanted, path) for path in (asked.folder / "source", trained_model(asked.folder, name)))
+        recipe_of_run = recipe(options.folder, name, options.tokens, options.changes)
+        source, before = (
+            loss(recipe_of_run, path) for path in (options.folder / "source", trained_model(options.folder, name))
+        )
         print(f"{name}: {before:.4f} on held-out text, its source {source:.4f}", flush=True)
-        found = recovered(wanted, source, before)
-        found |= {"tokens": asked.tokens, "text": asked.text.name, **heads(asked.folder), "machine": machine()}
-        write(asked.folder, name, found)
-        print(f"{name}: {found['after']:.4f} after {asked.tokens:,} tokens", flush=True)
+        result = recovered(recipe_of_run, source, before)
+        result |= {"tokens": options.tokens, "text": options.text.name, **heads(options.folder), "machine": machine()}
+        write(options.folder, name, result)
+        print(f"{name}: {result['after']:.4f} after {options.tokens:,} tokens", flush=True)
 
 
-def write(folder: Path, name: str, found: dict[str, Any]) -> None:
+def write(folder: Path, name: str, result: dict[str, Any]) -> None:
     """Write the results of a run to its own file, and collect the results of all runs in recovery.json."""
     results = folder / "results"
     results.mkdir(exist_ok=True)
-    (results / f"{name}.json").write_text(json.dumps(found), encoding="utf-8")
+    (results / f"{name}.json").write_text(json.dumps(result), encoding="utf-8")
     files = {name: results / f"{name}.json" for name in NAMES}
     report = {name: json.loads(path.read_bytes()) for name, path in files.items() if path.exists()}
     (folder / "recovery.json").write_text(json.dumps(beside_controls(report), indent=2) + "\n", encoding="utf-8")

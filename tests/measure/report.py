@@ -46,16 +46,16 @@ def seconds_to_open(page: Path) -> float:
 
 
 def main() -> None:
-    asked = arguments()
-    asked.folder.mkdir(parents=True, exist_ok=True)
-    model, page = stock(asked.model, asked.folder), asked.folder / "report.html"
+    options = arguments()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    model, page = stock(options.model, options.folder), options.folder / "report.html"
     command = [sys.executable, "-P", "-m", "crosshead", "inspect", str(model), "--out", str(page), "--overwrite"]
     begin = time.perf_counter()
-    subprocess.run([*command, "--text", beginning(model, asked.tokens)], check=True, stdout=subprocess.DEVNULL)
-    found = {"tokens": asked.tokens, "seconds_to_make": time.perf_counter() - begin}
-    found["megabytes"] = page.stat().st_size / 1e6
-    found["seconds_to_open"] = [seconds_to_open(page) for _ in range(TIMES)]
-    print(json.dumps(found, indent=2))
+    subprocess.run([*command, "--text", beginning(model, options.tokens)], check=True, stdout=subprocess.DEVNULL)
+    results = {"tokens": options.tokens, "seconds_to_make": time.perf_counter() - begin}
+    results["megabytes"] = page.stat().st_size / 1e6
+    results["seconds_to_open"] = [seconds_to_open(page) for _ in range(TIMES)]
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

@@ -71,8 +71,8 @@ def killed(recipe: Recipe, folder: Path, kills: int, processes: int, seed: int) 
     """Train one run that is killed `kills` times and one undisturbed run, and compare them."""
     whole, other = (Run(recipe, folder, f"{name}-{processes}") for name in ("whole", "killed"))
     whole.finish(processes)
-    told = kill_at_random(other, kills, recipe.steps, processes, seed)
-    return {"processes": processes, "steps": recipe.steps, **told, **compared(whole, other)}
+    kill_report = kill_at_random(other, kills, recipe.steps, processes, seed)
+    return {"processes": processes, "steps": recipe.steps, **kill_report, **compared(whole, other)}
 
 
 def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
@@ -92,19 +92,19 @@ def changed(recipe: Recipe, folder: Path) -> dict[str, Any]:
 
 def differences(report: dict[str, Any], kills: int) -> list[str]:
     """Descriptions of all failed comparisons."""
-    found = [
+    failed = [
         f"{name} of {part['processes']} killed processes"
         for part in report["killed"]
         for name in ("losses_different", "batches_different", "steps_with_several_losses")
         if part[name]
     ]
-    found += [f"kills of {part['processes']}" for part in report["killed"] if part["kills"] != kills]
-    found += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
+    failed += [f"kills of {part['processes']}" for part in report["killed"] if part["kills"] != kills]
+    failed += [f"weights of {part['processes']}" for part in report["killed"] if not part["weights_equal"]]
     change = report["two_processes_then_one"]
-    found += ["batches of two processes and then one"] * bool(change["batches_different"])
-    found += ["losses of two processes and then one"] * (change["greatest_difference_of_losses"] > ANOTHER_ORDER)
-    found += ["exit statuses"] * (set(change["exit_statuses"]) != {STOPPED})
-    return found
+    failed += ["batches of two processes and then one"] * bool(change["batches_different"])
+    failed += ["losses of two processes and then one"] * (change["greatest_difference_of_losses"] > ANOTHER_ORDER)
+    failed += ["exit statuses"] * (set(change["exit_statuses"]) != {STOPPED})
+    return failed
 
 
 def main() -> None:
@@ -114,16 +114,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--documents", type=int, default=80)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    shutil.rmtree(asked.folder, ignore_errors=True)
-    recipe = two_epochs(asked.folder, asked.documents)
+    options = parser.parse_args()
+    shutil.rmtree(options.folder, ignore_errors=True)
+    recipe = two_epochs(options.folder, options.documents)
     report = {
-        "killed": [killed(recipe, asked.folder, asked.kills, count, asked.seed) for count in (1, 2)],
-        "two_processes_then_one": changed(recipe, asked.folder),
+        "killed": [killed(recipe, options.folder, options.kills, count, options.seed) for count in (1, 2)],
+        "two_processes_then_one": changed(recipe, options.folder),
     }
     print(json.dumps(report, indent=2))
-    if found := differences(report, asked.kills):
-        raise SystemExit(f"different: {', '.join(found)}")
+    if failed := differences(report, options.kills):
+        raise SystemExit(f"different: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

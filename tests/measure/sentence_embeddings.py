@@ -53,13 +53,13 @@ def cases(heads: int) -> Iterator[tuple[str, dict[str, Any], bool]]:
 def sentences(text: str) -> tuple[list[str], list[str]]:
     """The first sentences, for calibration, and evenly spaced sentences of the second half, which are held out."""
     lines = [line for line in text.splitlines() if not line.strip().startswith("=")]
-    found = [each.strip() for line in lines for each in re.split(r"(?<=[.!?]) ", line)]
-    found = [each for each in found if len(each.split()) in WORDS]
-    half = len(found) // 2
+    all_sentences = [sentence.strip() for line in lines for sentence in re.split(r"(?<=[.!?]) ", line)]
+    all_sentences = [sentence for sentence in all_sentences if len(sentence.split()) in WORDS]
+    half = len(all_sentences) // 2
     if half < CALIBRATION:
-        raise SystemExit(f"the text has {len(found)} sentences: give one with at least {2 * CALIBRATION}")
-    later = found[half:]
-    return found[:CALIBRATION], [later[index * len(later) // HELD_OUT] for index in range(HELD_OUT)]
+        raise SystemExit(f"the text has {len(all_sentences)} sentences: give one with at least {2 * CALIBRATION}")
+    later = all_sentences[half:]
+    return all_sentences[:CALIBRATION], [later[index * len(later) // HELD_OUT] for index in range(HELD_OUT)]
 
 
 def embeddings(model: Any, tokenizer: Any, texts: list[str]) -> torch.Tensor:
@@ -84,7 +84,7 @@ def train(model: Any, tokenizer: Any, texts: list[str]) -> float:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
-        batch = [texts[(step * BATCH + place) % len(texts)] for place in range(BATCH)]
+        batch = [texts[(step * BATCH + offset) % len(texts)] for offset in range(BATCH)]
         first, second = (embeddings(model, tokenizer, batch) for _ in range(2))
         loss = functional.cross_entropy(first @ second.T / TEMPERATURE, torch.arange(len(batch)))
         optimizer.zero_grad()
@@ -105,11 +105,11 @@ def main() -> None:
     rows: dict[str, dict[str, float]] = {}
 
     def record(name: str, model: Any, **further: float) -> None:
-        found = all_embeddings(model, tokenizer, held_out)
-        cosines = (found * expected).sum(-1)
+        vectors = all_embeddings(model, tokenizer, held_out)
+        cosines = (vectors * expected).sum(-1)
         rows[name] = {"mean": round(float(cosines.mean()), 5), "minimum": round(float(cosines.min()), 5), **further}
         if name in NEUTRAL:
-            rows[name]["difference"] = float((found - expected).abs().max())
+            rows[name]["difference"] = float((vectors - expected).abs().max())
         print(json.dumps({name: rows[name]}), flush=True)
 
     record("source, trained on sentences", source, loss=round(train(source, tokenizer, calibration), 5))
@@ -117,8 +117,8 @@ def main() -> None:
         text, made = Path(folder, "sentences.txt"), Path(folder, "made")
         text.write_text("\n".join(calibration), encoding="utf-8")
         for name, mixers, on_sentences in cases(source.config.num_attention_heads):
-            given = {"calibration": text} if on_sentences else {}
-            crosshead.convert(options.model, made, mixers, overwrite=True, verify=False, **given)
+            calibration_option = {"calibration": text} if on_sentences else {}
+            crosshead.convert(options.model, made, mixers, overwrite=True, verify=False, **calibration_option)
             model = AutoModel.from_pretrained(made)
             record(name, model)
             if name == "talking":

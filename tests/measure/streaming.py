@@ -23,8 +23,8 @@ def compare(checkpoint: Synthetic, rounds: int) -> dict[str, Any]:
     for _ in range(rounds):
         copies.append(checkpoint.copy())
         conversions.append(checkpoint.convert("neutral"))
-    peak = max(each["peak_bytes"] for each in conversions)
-    return figures([each["seconds"] for each in conversions], copies) | {"peak_bytes": peak}
+    peak = max(conversion["peak_bytes"] for conversion in conversions)
+    return figures([conversion["seconds"] for conversion in conversions], copies) | {"peak_bytes": peak}
 
 
 def main() -> None:

@@ -131,14 +131,14 @@ def memory_table() -> str:
     return "\n".join([*lines, *(memory_row(*plan) for plan in PLANS)]) + "\n"
 
 
-def memory_row(name: str, change: str, place: str) -> str:
+def memory_row(name: str, change: str, sharding: str) -> str:
     """The row of one recipe, in GiB."""
-    report = dry_run(load_recipe(name, [change] if change else []), read_sharding(place))
+    report = dry_run(load_recipe(name, [change] if change else []), read_sharding(sharding))
     memory = report["memory_per_gpu"]
     parts = [sum(memory[part] for part in HELD), memory["working_copies"] + memory["gradient_buckets"]]
     parts += [memory[part] for part in ("activations", "logits", "total")]
-    told = f"`{name}`" + (f", `{change}`" if change else "")
-    return f"| {told} | `{place}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
+    recipe = f"`{name}`" + (f", `{change}`" if change else "")
+    return f"| {recipe} | `{sharding}` | {' | '.join(f'{part / 2**30:.1f}' for part in parts)} |"
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
@@ -169,9 +169,9 @@ TABLES: Mapping[str, Callable[[], str]] = {
 def renewed(text: str) -> str:
     """The text of a document with its tables generated again."""
 
-    def table(found: re.Match[str]) -> str:
-        name = found["name"]
-        return found[1] + (TABLES[name]() if name in TABLES else cost_table(name)) + found[3]
+    def table(block: re.Match[str]) -> str:
+        name = block["name"]
+        return block[1] + (TABLES[name]() if name in TABLES else cost_table(name)) + block[3]
 
     return BLOCK.sub(table, text)
 

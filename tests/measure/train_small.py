@@ -145,15 +145,15 @@ def main() -> None:
     parser.add_argument("--kv-heads", type=int, default=SIZES["num_key_value_heads"])
     options = parser.parse_args()
     texts = documents()
-    held_out, seen = texts[HELD_OUT - 1 :: HELD_OUT], [t for i, t in enumerate(texts, 1) if i % HELD_OUT]
-    tokenizer = train_tokenizer(seen)
-    tokens = torch.tensor(tokenizer(END.join(seen), verbose=False)["input_ids"])
+    held_out, training = texts[HELD_OUT - 1 :: HELD_OUT], [t for i, t in enumerate(texts, 1) if i % HELD_OUT]
+    tokenizer = train_tokenizer(training)
+    tokens = torch.tensor(tokenizer(END.join(training), verbose=False)["input_ids"])
     print(f"{len(texts)} documents, {sum(map(len, texts)):,} characters; {len(tokens):,} tokens to train on")
     model = new_model(options.family, options.kv_heads)
     train(model, tokens, options.steps)
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
-    (options.out / "calibration.txt").write_text("\n\n".join(seen), encoding="utf-8")
+    (options.out / "calibration.txt").write_text("\n\n".join(training), encoding="utf-8")
     (options.out / "evaluation.txt").write_text("\n\n".join(held_out), encoding="utf-8")
 
 
