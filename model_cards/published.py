@@ -61,7 +61,7 @@ class Private:
     """Matches access tokens."""
     secrets: Sequence[str]
     """The Hub token of the user, and secrets from environment variables."""
-    places: Sequence[str]
+    directories: Sequence[str]
     """Directories of this machine."""
 
 
@@ -76,7 +76,7 @@ def check_folder(folder: Path, token: re.Pattern[str]) -> dict[str, int]:
     try:
         config = read_json(folder / CONFIG)
         _check_complete(folder, config, files)
-        private = Private(token, _secrets(), _places(folder))
+        private = Private(token, _secrets(), _directories(folder))
         for name in files:
             _check_file(folder / name, name, private)
         check_card((folder / README).read_text(encoding="utf-8"), folder / README)
@@ -158,13 +158,13 @@ def _check_file(path: Path, name: str, private: Private) -> None:
     if path.suffix.lower() in PICKLES or _is_pickle(raw):
         raise FolderError(f"{path} may be a pickle, which can run code when it is loaded: remove it")
     if name in SENTENCEPIECE or path.suffix.lower() in BINARY:
-        _check_text(path, raw.decode("latin-1"), replace(private, places=()))
+        _check_text(path, raw.decode("latin-1"), replace(private, directories=()))
         return
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise FolderError(f"{path} is neither text nor safetensors: remove it") from error
-    _check_text(path, text, replace(private, places=()) if name in VOCABULARIES else private)
+    _check_text(path, text, replace(private, directories=()) if name in VOCABULARIES else private)
     if name not in VOCABULARIES:
         _check_paths(path, text, is_json=path.suffix == ".json")
 
@@ -184,7 +184,7 @@ def _check_text(path: Path, text: str, private: Private) -> None:
     """`FolderError` if the text contains private data; the message does not show the secret."""
     if private.token.search(text) or any(secret in text for secret in private.secrets):
         raise FolderError(f"{path} contains an access token: remove it and revoke the token")
-    directory = next((directory for directory in private.places if directory in text), None)
+    directory = next((directory for directory in private.directories if directory in text), None)
     if directory is not None:
         raise FolderError(f"{path} contains the path {directory!r} of this machine: remove it")
 
@@ -212,7 +212,7 @@ def _strings(value: Any) -> Iterator[str]:
         yield from _strings(part)
 
 
-def _places(folder: Path) -> list[str]:
+def _directories(folder: Path) -> list[str]:
     """The directories of the model, of this process and of the user, at least two levels below the root."""
     directories = {folder.resolve(), folder.resolve().parent, Path.cwd(), expanded("~")}
     return sorted(str(directory) for directory in directories if len(directory.parts) > 2)

@@ -51,9 +51,7 @@ Active = Annotated[
         "layer is chosen by measured loss."
     ),
 ]
-Device = Annotated[
-    Literal["cpu", "cuda"] | None, typer.Option(help="Device for calibration and verification. Default: cpu.")
-]
+Device = Annotated[Literal["cpu", "cuda"] | None, typer.Option(help="Device on which the model runs. Default: cpu.")]
 Inexact = Annotated[
     bool, typer.Option("--allow-inexact", help="Allow options whose initial outputs differ much from the source's.")
 ]
