@@ -17,6 +17,7 @@ from crosshead.conversion.sources.model_folder import versions, write_json
 RECORD = "demo.json"
 WORK = ".work"
 """The folder for unfinished steps, from which an interrupted step continues."""
+CONTINUE = "finished work is kept: repeat the command to continue"
 DIGITS = 16
 """Length of a fingerprint."""
 Make = Callable[[Path, Progress], object]
@@ -126,7 +127,11 @@ def _timed(step: Step, work: Path, screen: Screen) -> dict[str, float]:
     """Run a step; returns its wall-clock and CPU seconds, child processes included."""
     begun, before = time.perf_counter(), sum(os.times()[:4])
     with screen.watch() as show:
-        step.make(work, show)
+        try:
+            step.make(work, show)
+        except BaseException as error:
+            error.__notes__ = [CONTINUE]  # notes of the step itself name options of other commands
+            raise
     seconds = time.perf_counter() - begun
     screen.tell(f"      {seconds:.0f} s")
     return {"seconds": round(seconds, 1), "cpu_seconds": round(sum(os.times()[:4]) - before, 1)}
